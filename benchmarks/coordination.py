@@ -28,10 +28,15 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from ways_to_save import open_manager
 
-from kempner.checkpoint.format.manifest import FileSums, Identity, Manifest, sidecar_name
+from kempner.checkpoint.format.manifest import (
+    FileSums,
+    Identity,
+    Manifest,
+    TrainState,
+    sidecar_name,
+)
 from kempner.checkpoint.format.names import CheckpointFolder
 from kempner.checkpoint.format.shard_plan import data_file, place
-from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.file_writer import write_stream
 from kempner.checkpoint.store.commit import commit
 from kempner.checkpoint.tensors import save

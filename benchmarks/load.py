@@ -40,6 +40,7 @@ from kempner.checkpoint.format.manifest import (
     FileEntry,
     Identity,
     Manifest,
+    TrainState,
     encode_sidecar,
     read,
     sidecar_name,
@@ -48,14 +49,12 @@ from kempner.checkpoint.format.manifest import (
 from kempner.checkpoint.format.manifest import encode as encode_manifest
 from kempner.checkpoint.format.names import MANIFEST, METADATA
 from kempner.checkpoint.format.shard_plan import TensorSpec, chunk_of, data_file, place
-from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.file_writer import write_stream
 from kempner.checkpoint.io.verified_reader import MemoryCopy
 from kempner.checkpoint.tensors import load
 from kempner.checkpoint.tensors.dcp_metadata import build_metadata, metadata_of
 from kempner.checkpoint.tensors.file_buffer import FileBuffer, container, tensor_specs
-from kempner.checkpoint.tensors.load import fill
-from kempner.checkpoint.tensors.open_contents import open_contents
+from kempner.checkpoint.tensors.load import fill, open_contents
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 import records

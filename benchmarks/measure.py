@@ -50,6 +50,7 @@ COMMANDS = (
     "starts/restart.py --rounds 3 --kills 3",
     "starts/restart_on_nodes.py --rounds 2 --kills 3",
     "stops.py --stops 20",
+    "ways.py",
     "models/compare.py --how eager",
     "models/compare.py --how compiled",
     "models/compare.py --how best",

@@ -15,7 +15,7 @@ from timeit import repeat
 
 import numpy as np
 
-from kempner.data.order.shuffle import Order
+from kempner.data.order.shuffle import SampleOrder
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 import records
@@ -35,7 +35,7 @@ def main() -> None:
     records.add_option(parser)
     arguments = parser.parse_args()
     n = arguments.samples
-    order, start = Order(n, seed=1), 2 * n + 12_345
+    order, start = SampleOrder(n, seed=1), 2 * n + 12_345
     rows = [
         {"samples": n, "at once": 1, "ns an index": per_call(lambda: order.locate(start), 5_000)}
     ]

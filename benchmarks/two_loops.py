@@ -22,7 +22,7 @@ import torch.distributed as dist
 from in_memory.buddy_here import BuddyHere
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import TrainState
 from kempner.cluster.world import World
 from kempner.config.loading import load
 from kempner.config.sections import Config

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from kempner.checkpoint.context import CheckpointContext
-from kempner.checkpoint.format.manifest import Identity
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import Identity, TrainState
 from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.store.retention import Keep
 from kempner.checkpoint.tensors import state

@@ -31,9 +31,9 @@ from kempner.run.output import logs
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.ledger import read_lines
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.control.auth import Membership, listen
 from kempner.supervisor.control.events import News
 from kempner.supervisor.control.file_transport import FileTransport
+from kempner.supervisor.control.peers import Membership, listen
 from kempner.supervisor.control.server import ControlServer
 
 SIZE = 4

@@ -23,8 +23,8 @@ from harness import KEMPNER, Run, end_jobs, made_once, wait_until
 from hypothesis import settings
 from warm import ending
 
-from kempner.cluster.machine.cgroup import MemoryGroup, memory_group
-from kempner.supervisor.launchers.family import PR_SET_CHILD_SUBREAPER
+from kempner.cluster.machine.limits import MemoryGroup, memory_group
+from kempner.supervisor.launchers.children import PR_SET_CHILD_SUBREAPER
 
 DRILLS = Path(__file__).with_name("drills")
 

@@ -26,9 +26,9 @@ from patience import scaled, wait_until
 from warm import Process
 
 from kempner.cluster.network.ports import free_port
-from kempner.data.files.index import INDEX_FILE, Index, Shard, Source, TokenizerIdentity
+from kempner.data.files.index import INDEX_FILE, Index, Shard, ShardSource, TokenizerIdentity
 from kempner.data.files.token_file import TokenWriter
-from kempner.insight.status.facts import Live, RunFacts
+from kempner.insight.status.facts import LiveState, RunFacts
 from kempner.insight.status.summary import summarise
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.attempts import read_current
@@ -343,7 +343,7 @@ def assert_named(
         assert asked[-1]["reason"] in (reason.label, StopReason.PEER_STOPPED.label)
     there = [e for e in until if e["event"] != "requeued"]  # or it would be in the queue again
     assert (
-        summarise(RunFacts(0.0, RunHistory(there), Live(alive=False))).state
+        summarise(RunFacts(0.0, RunHistory(there), LiveState(alive=False))).state
         == f"stopped ({reason.words})"
     )
 
@@ -376,7 +376,7 @@ def write_tokens(
                 empty_documents=0,
                 bytes=written.bytes,
                 checksum=written.checksum,
-                source=Source(first="text", files=1, digest="0" * 32),
+                source=ShardSource(first="text", files=1, digest="0" * 32),
             )
         )
     index = Index(

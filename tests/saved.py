@@ -19,13 +19,13 @@ from kempner.checkpoint.format.manifest import (
     FileEntry,
     Identity,
     Manifest,
+    TrainState,
     encode_sidecar,
     sidecar_name,
     whole_sum,
 )
 from kempner.checkpoint.format.names import METADATA, CheckpointFolder, in_progress_name
 from kempner.checkpoint.format.shard_plan import TensorSpec, data_file, place
-from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.file_writer import write_stream
 from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.store import commit

@@ -3,7 +3,7 @@
     python benchmarks/goodput/phase_times.py RUN_DIR... > mine.json
 
 collects them from runs of your own; `table.py --times mine.json` takes the file. Each phase is
-counted as `kempner report` counts it (`kempner.insight.report.categories`).
+counted as `kempner report` counts it (`kempner.insight.report.timeline`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from kempner.insight.report.categories import Category
-from kempner.insight.report.cause import Kind, cause_of
+from kempner.insight.report.attempts import InterruptionKind, cause_of
 from kempner.insight.report.summary import RunData, read_run
-from kempner.insight.report.timeline import AttemptTime
-from kempner.run.record.events.checkpoint import CheckpointCommitted
+from kempner.insight.report.timeline import AttemptTime, Category
+from kempner.run.record.events import CheckpointCommitted
 from kempner.run.record.run_dir import RunDirectory
 
 HERE = Path(__file__).parent
@@ -101,14 +100,17 @@ def _of_run(data: RunData) -> dict[str, list[float]]:
         if ending[Category.QUEUE] > 0:
             found.setdefault("queue", []).append(float(ending[Category.QUEUE]))
         if _failed(time):
-            kind = "detect_hang" if cause_of(time.facts)[0] is Kind.HANG else "detect"
+            kind = "detect_hang" if cause_of(time.facts)[0] is InterruptionKind.HANG else "detect"
             noticed = float(ending[Category.HUNG] + ending[Category.STOP])
             found.setdefault(kind, []).append(noticed)
     return found
 
 
 def _failed(time: AttemptTime) -> bool:
-    return cause_of(time.facts)[0] in (Kind.FAILURE, Kind.HANG) and not time.facts.completed
+    return (
+        cause_of(time.facts)[0] in (InterruptionKind.FAILURE, InterruptionKind.HANG)
+        and not time.facts.completed
+    )
 
 
 def main() -> None:

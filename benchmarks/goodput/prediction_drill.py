@@ -27,8 +27,8 @@ from inject import INTERVAL, Strike, strikes_of
 from phase_times import PhaseTimes, collect
 from simulator import Cluster, Measures, Outcome, Run
 
-from kempner.insight.report.categories import Category
 from kempner.insight.report.summary import read_run
+from kempner.insight.report.timeline import Category
 from kempner.run.record.run_dir import RunDirectory
 
 PROVES = ["benchmarks/goodput", "kempner/insight/report", "kempner/supervisor"]

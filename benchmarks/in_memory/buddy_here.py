@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, MutableMapping
 
-from kempner.checkpoint.slots.copies import CopyHolder
-from kempner.checkpoint.slots.memory import LentSlots, SlotHolder
+from kempner.checkpoint.slots.memory import CopyHolder, LentSlots, SlotHolder
 from kempner.run.control.launch_env import Launch
 from kempner.run.control.protocol import Secret
 from kempner.run.record.run_dir import RunDirectory

@@ -18,10 +18,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.slots.board import Board
-from kempner.checkpoint.slots.copies import CopyHolder
-from kempner.checkpoint.slots.memory import Branch, Held, SlotHolder, SlotMemory
+from kempner.checkpoint.format.manifest import TrainState
+from kempner.checkpoint.slots.memory import (
+    Board,
+    Branch,
+    CopyHolder,
+    SlotContents,
+    SlotHolder,
+    SlotMemory,
+)
 from kempner.run.control.protocol import Secret
 from kempner.supervisor.launchers.agents.buddy.receiver import CopyReceiver
 from kempner.supervisor.launchers.agents.buddy.sender import Buddy, CopySender
@@ -55,7 +60,7 @@ class ToBuddy:
         self.step += 1
         number = self.step % 2
         self.slots[number].withdraw()
-        held = Held(TrainState(self.step), Branch("now"), 1, 2, 0, 0, self.size)
+        held = SlotContents(TrainState(self.step), Branch("now"), 1, 2, 0, 0, self.size)
         self.slots[number].publish(held)
         self.board.pin(number)
         while not self.board.may_pin:

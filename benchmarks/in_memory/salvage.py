@@ -18,10 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-from kempner.checkpoint.format.manifest import Identity, Manifest
+from kempner.checkpoint.format.manifest import Identity, Manifest, TrainState
 from kempner.checkpoint.format.names import CheckpointFolder, in_progress_name
-from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.slots.memory import Branch, Held, Notes, SlotHolder, SlotMemory
+from kempner.checkpoint.slots.memory import Branch, Notes, SlotContents, SlotHolder, SlotMemory
 from kempner.checkpoint.slots.pour import offers, pour
 from kempner.checkpoint.store import commit
 from kempner.run.record.attempts import Fence, begin_attempt
@@ -42,7 +41,9 @@ def fill(holder: SlotHolder, ranks: int, size: int, nonce: str) -> list[memoryvi
         for at in range(0, size, PIECE):
             memory.image[at : at + PIECE] = os.urandom(min(PIECE, size - at))
         identity = asdict(Identity(ranks, {}, 0, None, {})) if rank == 0 else {}
-        memory.publish(Held(TrainState(1), Branch(nonce), rank, ranks, 7, 0, size, identity))
+        memory.publish(
+            SlotContents(TrainState(1), Branch(nonce), rank, ranks, 7, 0, size, identity)
+        )
         Notes(7, {}).write(lent.notes)
         images.append(memory.image)
     return images

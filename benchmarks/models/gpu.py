@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from kempner.checkpoint.context import CheckpointContext
-from kempner.checkpoint.format.manifest import Identity
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import Identity, TrainState
 from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.store.retention import Keep
 from kempner.checkpoint.tensors import state
@@ -40,8 +39,7 @@ from kempner.run.record.attempts import Fence, begin_attempt
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.compute.forward_backward import accumulate
 from kempner.training.compute.optimizer import build_optimizer, update
-from kempner.training.observe.async_metrics import AsyncMetrics
-from kempner.training.observe.metrics import peak_flops
+from kempner.training.observe.metrics import AsyncMetrics, peak_flops
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 import records

@@ -16,14 +16,14 @@ from kempner.run.control.heartbeat import Waiting, untimed
 from kempner.run.process.exit_codes import RunError
 from kempner.run.process.retry import StorageUnavailableError, describe, storage_waits
 from kempner.run.record.attempts import Fence
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.ledger import Recorder
+from kempner.run.record.events import LedgerEvent
+from kempner.run.record.ledger import EventRecorder
 
 T = TypeVar("T")
 
 
 def record_nothing(event: LedgerEvent) -> None:
-    """A `Recorder` for where there is no ledger."""
+    """A `EventRecorder` for where there is no ledger."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,13 @@ class CheckpointContext:
     identity: Identity
     fence: Fence
     group: dist.ProcessGroup
-    record: Recorder = record_nothing
+    record: EventRecorder = record_nothing
     waiting: Waiting = untimed
     known: int | None = None
     local_ranks: int = 1
 
     @cached_property
     def folder(self) -> CheckpointFolder:
-        """The folder at `path`."""
         return CheckpointFolder(self.path)
 
     @cached_property

@@ -5,7 +5,7 @@ on disk and summed, rank 0 commits that folder as it commits kempner's own: a cr
 commit before or this one, never a torn one, and what does not verify is set aside and not loaded.
 
 Every method is called on every rank, in the same order. A save ends before `save` returns, since
-nobody knows what such a library may do to its state meanwhile.
+the library may change its state afterwards.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from pathlib import Path
 import xxhash
 
 from kempner.checkpoint.context import CheckpointContext
-from kempner.checkpoint.format.manifest import FileEntry, Manifest
+from kempner.checkpoint.format.manifest import FileEntry, Manifest, TrainState
 from kempner.checkpoint.format.names import MANIFEST, in_progress_name
-from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.verify import Damage, verify_files
 from kempner.checkpoint.store import commit, retention
-from kempner.checkpoint.store.save_failures import SaveFailures
+from kempner.checkpoint.store.commit import SaveFailures
 from kempner.checkpoint.store.selection import choose
 from kempner.checkpoint.tensors.restore import Restorer
 from kempner.run.output.logs import logger
@@ -35,7 +34,7 @@ from kempner.run.process.durable_io import fsync_directory, join_directory
 from kempner.run.process.exit_codes import DataError
 from kempner.run.process.retry import StorageUnavailableError, describe
 from kempner.run.record.attempts import SupersededError
-from kempner.run.record.events.checkpoint import CheckpointCommitted, CheckpointFailed, Resumed
+from kempner.run.record.events import CheckpointCommitted, CheckpointFailed, Resumed
 from kempner.run.record.save_times import Durations, SaveSeconds
 
 _READ_BYTES = 4 << 20
@@ -107,7 +106,9 @@ class FolderCheckpoints:
         written = time.monotonic()
         names = sorted({name for note in notes for name in note.names})
         rank, world = self._context.rank, self._context.world
-        sums = self._context.gather(_sums(path, names[rank::world]) if _good(notes) else _Part())
+        sums = self._context.gather(
+            _sums(path, names[rank::world]) if _good(notes) else _PartReport()
+        )
         told = self._context.broadcast_from_rank0(
             partial(self._conclude, train_state, path, [*notes, *sums], started, written)
         )
@@ -162,20 +163,20 @@ class FolderCheckpoints:
         """Of a new folder for the files of all ranks."""
         return in_progress_name(step, self._context.fence.attempt.number, secrets.token_hex(4))
 
-    def _write_part(self, path: Path) -> _Part:
+    def _write_part(self, path: Path) -> _PartReport:
         """Have this rank's files written. An error is kept: the others wait to be told of it."""
         try:
             join_directory(path)
             self._write(path)
-            return _Part(names=tuple(_list(path)))
+            return _PartReport(names=tuple(_list(path)))
         except Exception as error:  # noqa: BLE001 - counted as a failed save, on all ranks
-            return _Part.failed(error)
+            return _PartReport.failed(error)
 
     def _conclude(
         self,
         train_state: TrainState,
         path: Path,
-        parts: Sequence[_Part],
+        parts: Sequence[_PartReport],
         started: float,
         written: float,
     ) -> _Outcome:
@@ -249,7 +250,7 @@ class _FolderRestorer(Restorer):
 
 
 @dataclass(frozen=True)
-class _Part:
+class _PartReport:
     """What a rank has to say of its part: the names that it sees, or sums; or why there is none."""
 
     names: tuple[str, ...] = ()
@@ -258,7 +259,7 @@ class _Part:
     passing: bool = True
 
     @classmethod
-    def failed(cls, error: Exception) -> _Part:
+    def failed(cls, error: Exception) -> _PartReport:
         """Why there is none; `passing` is whether storage is to blame, which may work again."""
         if isinstance(error, OSError):
             return cls(why=describe(error))
@@ -276,7 +277,7 @@ class _Outcome:
     superseded: str = ""
 
 
-def _good(parts: Sequence[_Part]) -> bool:
+def _good(parts: Sequence[_PartReport]) -> bool:
     return not any(part.why for part in parts)
 
 
@@ -289,16 +290,16 @@ def _list(path: Path) -> list[str]:
     ]
 
 
-def _sums(path: Path, names: Sequence[str]) -> _Part:
+def _sums(path: Path, names: Sequence[str]) -> _PartReport:
     """Make these files durable, and say what is in them."""
     try:
         commit.await_files(path, names)
         files = tuple((name, _sum(path / name)) for name in names)
         for folder in sorted({(path / name).parent for name in names} - {path}):
             fsync_directory(folder)
-        return _Part(files=files)
+        return _PartReport(files=files)
     except OSError as error:
-        return _Part.failed(error)
+        return _PartReport.failed(error)
 
 
 def _sum(file: Path) -> FileEntry:

@@ -18,21 +18,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kempner.checkpoint.context import CheckpointContext
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.registered.composite import plainly_named
-from kempner.checkpoint.registered.objects import NOTHING, Registered
+from kempner.checkpoint.registered.objects import NOTHING, RegisteredObjects
 from kempner.checkpoint.store import retention
-from kempner.checkpoint.store.save_failures import SaveFailures
+from kempner.checkpoint.store.commit import SaveFailures
 from kempner.checkpoint.store.selection import choose, choose_to_go_back
-from kempner.checkpoint.tensors.background import BackgroundSaver, RunningSave
 from kempner.checkpoint.tensors.restore import StateRestorer
-from kempner.checkpoint.tensors.save import SaveFailedError, SaveJob
+from kempner.checkpoint.tensors.save import BackgroundSaver, RunningSave, SaveFailedError, SaveJob
 from kempner.checkpoint.tensors.step_slots import StepMemory, Verdict
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import DataError, UsageError
 from kempner.run.record.attempts import SupersededError
-from kempner.run.record.events.checkpoint import CheckpointFailed, Resumed
-from kempner.run.record.events.health import StorageWaited
+from kempner.run.record.events import CheckpointFailed, Resumed, StorageWaited
 from kempner.run.record.save_times import Durations
 
 
@@ -54,7 +52,7 @@ class CheckpointEngine:
         keep: retention.Keep,
         background: bool = True,
         durations: Durations = Durations(),  # noqa: B008 - frozen
-        registered: Registered = NOTHING,
+        registered: RegisteredObjects = NOTHING,
         memory: StepMemory | None = None,
     ) -> None:
         self._context, self._folder, self._background = context, context.folder, background
@@ -226,7 +224,7 @@ class CheckpointEngine:
 
     @property
     def settled_failures(self) -> int:
-        """How many those are."""
+        """The number of saves in a row that have failed, by what is known without waiting."""
         return self.failures.count
 
     def close(self, timeout: float | None = None) -> None:

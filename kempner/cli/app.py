@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 import kempner
-from kempner.cli.usage.words import check_paths
+from kempner.cli.usage import check_paths
 
 _EVERY_DAY: dict[str, tuple[str, ...]] = {
     "init": ("init",),

@@ -21,7 +21,6 @@ class Shell(StrEnum):
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `completion` to `app`."""
     app.command()(completion)
 
 

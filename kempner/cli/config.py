@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from kempner.cli.usage.words import overrides
+from kempner.cli.usage import overrides
 from kempner.config.fault_spec import refuse_absent_ranks
 from kempner.config.loading import dumps, load
 from kempner.config.sections import Config
-from kempner.data.order.batch_slices import micro_steps
+from kempner.data.order.global_batches import micro_steps
 from kempner.model.spec.communication_choice import (
     USUAL_GPU,
     Situation,
@@ -83,7 +83,7 @@ def check(
     check_run_directory(run)
     vocab_size = config.model.vocab_size
     known = vocab_size is not None  # also where the data is not
-    job = None if world is None else Job.of(config, world, nodes, int(gpu_memory * 10**9))
+    job = None if world is None else PlannedJob.of(config, world, nodes, int(gpu_memory * 10**9))
     if job is not None and vocab_size is not None:
         typer.echo(needs(config, vocab_size, job))
     ready = check_ready(config, run)
@@ -144,7 +144,7 @@ def summary(config: Config, vocab_size: int) -> str:
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedJob:
     """The ranks of a run that is to be: how many, on nodes of how many, on which GPUs."""
 
     world: int
@@ -155,14 +155,14 @@ class Job:
     """Whether nothing says how many ranks a node has."""
 
     @classmethod
-    def of(cls, config: Config, world: int, nodes: int | None, gpu_memory: int) -> Job:
+    def of(cls, config: Config, world: int, nodes: int | None, gpu_memory: int) -> PlannedJob:
         """As the options say, else `[slurm]`. Raises `UsageError` if the nodes are not alike."""
         slurm = config.slurm
         told = nodes or slurm.hosts or slurm.procs or slurm.gpus_per_node
         return cls(world, ranks_on_a_node(config, world, nodes), gpu_memory or None, told is None)
 
 
-def needs(config: Config, vocab_size: int, job: Job) -> str:
+def needs(config: Config, vocab_size: int, job: PlannedJob) -> str:
     """What a rank needs on its device, and what the ranks send each other, in a line each."""
     if config.model.factory is not None:
         return f"what model.factory={config.model.factory} needs is not known before it is called"

@@ -104,8 +104,7 @@ def _call(arguments: Sequence[str]) -> int:
     import typer
 
     from kempner.cli.app import app, path_of
-    from kempner.cli.usage.errors import explain, help_asked_for
-    from kempner.cli.usage.words import refuse_empty
+    from kempner.cli.usage import explain, help_asked_for, refuse_empty
     from kempner.config.errors import ConfigError
     from kempner.run.process.exit_codes import ExitCode
 
@@ -144,7 +143,7 @@ _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 
 
 def _stop_printing(error: OSError) -> ExitCode:
-    """Nobody wants the rest, as with `| head`, or there is no room for it; the exit code."""
+    """Drop further output, as its reader is gone (`| head`) or its disk full; the exit code."""
     from kempner.run.process.exit_codes import CannotWriteError, ExitCode
 
     nothing = os.open(os.devnull, os.O_WRONLY)  # for what Python flushes as it ends

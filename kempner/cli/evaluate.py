@@ -11,8 +11,7 @@ from typing import Annotated
 import typer
 
 from kempner.checkpoint.format.manifest import Manifest, read
-from kempner.checkpoint.store.inventory import locate, pick
-from kempner.checkpoint.store.read_marker import reading_at
+from kempner.checkpoint.store.retention import locate, pick, reading_at
 from kempner.cli.checkpoint.trained_on import (
     check_described,
     load_model,
@@ -21,14 +20,13 @@ from kempner.cli.checkpoint.trained_on import (
 )
 from kempner.cli.insight.target import run_of
 from kempner.cli.progress import busy
-from kempner.cli.usage.words import usable_path
+from kempner.cli.usage import usable_path
 from kempner.data.files.index import read_index
 from kempner.run.process.exit_codes import DataError, UsageError
 from kempner.run.record.recorded_config import recorded_config
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `eval` to `app`."""
     app.command("eval")(_eval)
 
 

@@ -12,12 +12,11 @@ import typer
 
 from kempner.cli.progress import busy
 from kempner.project.site import Request, Site, choose
-from kempner.project.texts import CONFIG, project_files
+from kempner.project.write import CONFIG, project_files
 from kempner.run.output.units import count
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `init` to `app`."""
     app.command("init")(_init)
 
 
@@ -31,7 +30,7 @@ def _init(
     The scripts ask for the partition, account, GPUs and CPUs that Slurm shows here, and load the
     modules and the environment that are active. What is in DIR already stays as it is.
     """
-    from kempner.project.ask_site import find_site
+    from kempner.project.site import find_site
     from kempner.project.write import read_templates, write_project
 
     with busy("asking about this site"):

@@ -17,11 +17,10 @@ from kempner.run.process.exit_codes import ExitCode
 from kempner.training.observe.progress_bar import SteadyConsole
 
 if TYPE_CHECKING:
-    from kempner.data.prepare.pipeline import Prepared
+    from kempner.data.prepare.pipeline import PreparedData
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `prepare` to `app`."""
     app.command("prepare")(_prepare)
 
 
@@ -106,7 +105,7 @@ def _lines(console: Console) -> Callable[[int, int], None]:
     return tell
 
 
-def _summary(out: Path, prepared: Prepared) -> str:
+def _summary(out: Path, prepared: PreparedData) -> str:
     index = prepared.index
     empty = sum(shard.empty_documents for shard in index.shards)
     kept = 0 if prepared.was_finished else prepared.kept

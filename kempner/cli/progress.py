@@ -22,7 +22,7 @@ from kempner.training.observe.progress_bar import SteadyConsole
 
 @contextmanager
 def bar(console: Console, doing: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar that shows (bytes done, bytes in all) as it is told; nothing where nobody looks."""
+    """A bar that is updated with (bytes done, bytes in all); nothing without a terminal."""
     if not console.is_terminal:
         yield lambda done, total: None
         return

@@ -15,7 +15,7 @@ from kempner.run.output.units import size_text
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.process.retry import describe
 from kempner.run.record.attempt_logs import (
-    Fate,
+    LogFate,
     Rule,
     decide_fates,
     needed_attempts,
@@ -28,7 +28,6 @@ _UNITS = {"h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `prune` to `app`."""
     app.command()(prune)
 
 
@@ -84,7 +83,7 @@ def _delete(folder: Path) -> None:
         raise UsageError(f"{folder} cannot be deleted: {error.strerror}") from error
 
 
-def _row(run: RunDirectory, fate: Fate, now: float, dry_run: bool) -> str:
+def _row(run: RunDirectory, fate: LogFate, now: float, dry_run: bool) -> str:
     verb = ("would go" if dry_run else "gone") if fate.goes else "stays"
     name = run.attempt(fate.logs.number).relative_to(run.path)
     age, size = since(now - fate.logs.written), size_text(fate.logs.bytes)

@@ -12,8 +12,7 @@ from typing import Annotated
 import typer
 
 from kempner.checkpoint.format.manifest import read
-from kempner.checkpoint.store.inventory import locate, pick
-from kempner.checkpoint.store.read_marker import reading_at
+from kempner.checkpoint.store.retention import locate, pick, reading_at
 from kempner.cli.checkpoint.inspect import Folder
 from kempner.cli.checkpoint.trained_on import (
     Data,
@@ -28,7 +27,6 @@ from kempner.run.process.exit_codes import UsageError
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `sample` to `app`."""
     app.command()(sample)
 
 

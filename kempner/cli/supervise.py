@@ -9,13 +9,12 @@ from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperCommand
 
 from kempner.cli.config import TAKES_OVERRIDES
-from kempner.cli.usage.words import overrides
+from kempner.cli.usage import TakesCommand, overrides
 from kempner.cluster.slurm.job import element, restart_count
 from kempner.config.fault_spec import refuse_absent_ranks
 from kempner.config.loading import load
@@ -28,7 +27,7 @@ from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.signals import inbox
 from kempner.run.record.identity import accepted_names
 from kempner.run.record.naming import choose_run, refuse_other_command
-from kempner.run.record.program.command import identity_of_words
+from kempner.run.record.program import identity_of_words
 from kempner.run.record.run_dir import RUN_LINE, RunDirectory, name_of_command
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class LauncherName(StrEnum):
-    """Who starts the ranks."""
+    """What starts the ranks."""
 
     LOCAL = "local"
     SRUN = "srun"
@@ -46,18 +45,8 @@ class LauncherName(StrEnum):
 _NAMED = "kempner supervise --run.name=NAME -- COMMAND..."
 
 
-class _TakesCommand(TyperCommand):
-    """Everything after `--` is a command; its arguments are not options of kempner."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        at = args.index("--") if "--" in args else len(args)
-        ctx.obj = tuple(args[at + 1 :])
-        return super().parse_args(ctx, args[:at])
-
-
 def register(app: typer.Typer) -> None:
-    """Adds `supervise` to `app`."""
-    app.command(cls=_TakesCommand, context_settings=TAKES_OVERRIDES)(supervise)
+    app.command(cls=TakesCommand, context_settings=TAKES_OVERRIDES)(supervise)
 
 
 def supervise(
@@ -121,7 +110,7 @@ def _never_paused() -> Iterator[bool]:
 def choose_launcher(
     configured: str, environ: Mapping[str, str], nproc: int | None, jobid: str | None
 ) -> LauncherName:
-    """Who starts the ranks where the command line does not say.
+    """The launcher where the command line names none.
 
     A job that was submitted to train on all of its GPUs must not silently train on one, unwatched.
     """
@@ -143,7 +132,6 @@ def choose_launcher(
 def _here(
     run: RunDirectory, command: Sequence[str], config: Config, given: Sequence[str], nproc: int
 ) -> ExitCode:
-    """Train on this machine."""
     say(f"{RUN_LINE}{run.path}")  # before the imports, which take a while
     from kempner.supervisor.daemon import supervise as follow
     from kempner.supervisor.launchers.local import LocalLauncher
@@ -180,18 +168,17 @@ def _in_a_job(
     from kempner.supervisor.launchers.agents.affinity import why_no_agents
     from kempner.supervisor.launchers.agents.joined.launcher import PoolLauncher
     from kempner.supervisor.launchers.agents.launcher import AgentLauncher
-    from kempner.supervisor.launchers.srun import SrunLauncher
+    from kempner.supervisor.launchers.srun import SrunLauncher, TorchrunLauncher
     from kempner.supervisor.launchers.surroundings import Surroundings
-    from kempner.supervisor.launchers.torchrun import TorchrunLauncher
     from kempner.supervisor.slurm.job_monitor import JobMonitor
     from kempner.supervisor.slurm.setup import (
         bound_here,
+        check_surroundings,
         enter,
         find_job,
         introduction,
         meeting_place,
     )
-    from kempner.supervisor.slurm.surroundings_check import check_surroundings
 
     per_task = chosen is LauncherName.SRUN
     if command and not per_task:
@@ -229,7 +216,7 @@ def _in_a_job(
 
 
 def _fits(config: Config, size: int) -> bool:
-    """Whether so many ranks can be the mesh of a configuration."""
+    """Whether `size` ranks can form the mesh of a configuration."""
     try:
         resolve_mesh(config, size)
     except UsageError:

@@ -8,7 +8,7 @@ import typer
 
 from kempner.cli.config import TAKES_OVERRIDES, ConfigFile
 from kempner.cli.progress import busy
-from kempner.cli.usage.words import overrides
+from kempner.cli.usage import overrides
 from kempner.config.fault_spec import refuse_absent_ranks
 from kempner.config.loading import load
 from kempner.config.sections import Config
@@ -23,7 +23,6 @@ from kempner.training.rank_link.shutdown import StopListener
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `train` to `app`."""
     app.command(context_settings=TAKES_OVERRIDES)(train)
 
 
@@ -57,7 +56,7 @@ def _is_alone(rank_link: RankLink) -> bool:
 
 
 def _check(config: Config, run: RunDirectory) -> None:
-    """What the supervisor checks, where there is none: before torch is imported."""
+    """Without a supervisor, make its checks, before torch is imported."""
     from kempner.supervisor.readiness import check_ready, check_run_directory
 
     say(f"{RUN_LINE}{run.path}")

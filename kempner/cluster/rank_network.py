@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kempner.cluster.network.interfaces import Choice, Interface, choose
-from kempner.cluster.network.netinfo import read_interfaces, route_address
+from kempner.cluster.network.interfaces import (
+    Interface,
+    InterfaceChoice,
+    choose,
+    read_interfaces,
+    route_address,
+)
 from kempner.cluster.world import World
 
 
@@ -15,7 +20,7 @@ def network_of_rank(
     configured: str | None,
     master: str,
     interfaces: Sequence[Interface] | None = None,
-) -> Choice:
+) -> InterfaceChoice:
     """The interface for a rank that meets the others at `master`, empty if that is not known.
 
     `configured` is the key distributed.interface, `interfaces` are this node's. Raises `ValueError`

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from kempner.cluster.machine.job_place import Place, find_place
+from kempner.cluster.machine.job_place import JobPlace, find_place
 from kempner.cluster.slurm.hostlist import expand_counts
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -57,7 +57,7 @@ def discover(environ: Mapping[str, str]) -> World:
         return _placed(environ, "kempner")
     if OF_AGENT in environ:
         return _placed(environ, "agent")
-    if "SLURM_STEP_NUM_TASKS" in environ and find_place(environ) is Place.STEP:
+    if "SLURM_STEP_NUM_TASKS" in environ and find_place(environ) is JobPlace.STEP:
         return _task(environ)
     return World(0, 1, 0, 1, launcher="none", warning=_stale(environ, {}))
 

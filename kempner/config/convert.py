@@ -13,8 +13,7 @@ import yaml
 
 from kempner.config.errors import ConfigError, quote, unknown
 from kempner.config.loading import known_keys, read_file
-from kempner.config.overrides import place
-from kempner.config.site.foreign_resources import RESOURCES, translate
+from kempner.config.overrides import RESOURCES, place, translate
 
 _RENAMED: Mapping[str, str] = {
     "training.steps": "train.max_steps",
@@ -62,7 +61,7 @@ _GLOBAL_BATCH = (
 
 
 @dataclass
-class Converted:
+class ConvertedConfig:
     """A configuration in TOML, and a sentence for each key that is not in it, or has to be."""
 
     table: dict[str, Any] = field(default_factory=dict)
@@ -93,14 +92,14 @@ _Loader.add_implicit_resolver(
 )
 
 
-def convert(path: Path) -> Converted:
+def convert(path: Path) -> ConvertedConfig:
     """The configuration in the YAML file at `path`, in the words of kempner.
 
     Raises:
         ConfigError: the file is not there, or no table in YAML.
         OSError: the file is there, and its storage fails.
     """
-    made, known = Converted(), known_keys()
+    made, known = ConvertedConfig(), known_keys()
     for keys, value in _leaves(_parse(path), known):
         _convert_key(made, keys, value, known)
     train = made.table.get("train", {})
@@ -138,7 +137,9 @@ def _leaves(
             yield keys, value
 
 
-def _convert_key(made: Converted, keys: tuple[str, ...], value: Any, known: list[str]) -> None:
+def _convert_key(
+    made: ConvertedConfig, keys: tuple[str, ...], value: Any, known: list[str]
+) -> None:
     given = ".".join(keys)
     name = _RENAMED.get(given, given)
     if value is None or (given.endswith("_parallel_degree") and name not in known and value == 1):

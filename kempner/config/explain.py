@@ -31,7 +31,7 @@ _ONE_AND_MANY: Mapping[type, tuple[str, str]] = {
 
 
 @dataclass(frozen=True)
-class Explained:
+class KeyExplanation:
     """One key.
 
     Attributes:
@@ -70,10 +70,10 @@ class Table:
 
     name: str
     meaning: str
-    keys: Sequence[Explained]
+    keys: Sequence[KeyExplanation]
     tables: Sequence[Table] = ()
 
-    def all(self) -> Iterator[Explained]:
+    def all(self) -> Iterator[KeyExplanation]:
         """The keys of this table, and of those inside of it."""
         yield from self.keys
         for table in self.tables:
@@ -135,7 +135,7 @@ def _section_of(given: FieldInfo) -> type[Section] | None:
     return kind if inspect.isclass(kind) and issubclass(kind, Section) else None
 
 
-def _key(name: str, given: FieldInfo) -> Explained:
+def _key(name: str, given: FieldInfo) -> KeyExplanation:
     said = next((data for data in given.metadata if isinstance(data, Key)), Key())
     spelled = _Type.of(given.annotation, given.metadata)
     default = given.get_default(call_default_factory=True)
@@ -144,7 +144,7 @@ def _key(name: str, given: FieldInfo) -> Explained:
         example = not default
     elif example is None:
         example = next((value for value in spelled.choices if value != default), None)
-    return Explained(
+    return KeyExplanation(
         name,
         said.form or spelled.words(),
         said.unit,
@@ -203,7 +203,7 @@ class _Type:
         return [getattr(c, attribute) for c in self.constraints if hasattr(c, attribute)]
 
 
-def _key_text(key: Explained) -> str:
+def _key_text(key: KeyExplanation) -> str:
     lines = [f"{key.name}: {key.takes}", *_filled(key.meaning)]
     lines += [f"  {line}" for line in _listed(key.values)]
     lines.append(f"  default: {key.default or 'not set'}")

@@ -57,11 +57,11 @@ phases are the points inside a save, see `FailPoint`.
 
 kill: SIGKILL to itself. stop: SIGSTOP to itself. hang: a loop in Python. spin: a loop in native
 code that holds Python's lock, so that no thread of the process runs. strand: waits in a collective
-for what nobody sends. crash: an exception. oom: asks for more memory than there is. hog: takes the
-host's memory bit by bit until the kernel kills it. nan: what the rank's model returns, hence loss
-and gradients. nan_gradients: one gradient of the rank. spike: what the rank's model returns (its
-loss, or a model of your own's logits) `by` times as large. slow: the step takes `by` times as
-long. disk_full: the rank cannot write a file beyond 64 KiB until the save has failed.
+that no other rank enters. crash: an exception. oom: asks for more memory than there is. hog: takes
+the host's memory bit by bit until the kernel kills it. nan: what the rank's model returns, hence
+loss and gradients. nan_gradients: one gradient of the rank. spike: what the rank's model returns
+(its loss, or the logits of a model of your own) `by` times as large. slow: the step takes `by`
+times as long. disk_full: the rank cannot write a file beyond 64 KiB until the save has failed.
 """
 
 _SENTENCE = re.compile(

@@ -15,10 +15,9 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from kempner.config.errors import ConfigError, describe_error, dotted, shorten
-from kempner.config.overrides import Override, parse, place
+from kempner.config.overrides import Override, parse, place, translate
 from kempner.config.section import expand_home
 from kempner.config.sections import Config, RunSection
-from kempner.config.site.foreign_resources import translate
 
 Keys = tuple[str | int, ...]
 """The way to a value: names of tables and keys, and positions in lists."""

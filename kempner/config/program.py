@@ -43,7 +43,7 @@ class ProgramSection(Section):
     has it (docs/exit_codes.md), what it means there."""
 
     progress_seconds: Annotated[NonNegativeFloat, Key("seconds", 1200.0)] = 600.0
-    """An attempt of a program whose steps are not known that ran for so many seconds before it
+    """Where the steps of a program are not known, an attempt that ran for this long before it
     failed has made progress: the restarts before it count no more."""
 
     one_tracker_run: bool = True

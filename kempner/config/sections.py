@@ -2,6 +2,10 @@
 
 A field's docstring and its `Key` are its documentation: `kempner config explain` prints them, and
 an error that names the key quotes the bound. A field exists only if code obeys it.
+
+What is traced of the training, and by whom.
+
+The section `[parallelism]`: how a world of ranks is divided, and what they send each other.
 """
 
 from __future__ import annotations
@@ -12,8 +16,6 @@ from pydantic import Field, model_validator
 
 from kempner.config.errors import COLLECTOR, NAME, PORTS
 from kempner.config.model import ModelSection
-from kempner.config.parallelism import ParallelismSection
-from kempner.config.profiling import ProfilingSection
 from kempner.config.program import ProgramSection
 from kempner.config.resilience import ResilienceSection
 from kempner.config.section import (
@@ -29,9 +31,74 @@ from kempner.config.section import (
     Section,
     Text,
 )
-from kempner.config.site.hooks import HooksSection
-from kempner.config.site.network import DistributedSection
-from kempner.config.site.slurm import SlurmSection
+from kempner.config.site import DistributedSection, HooksSection, SlurmSection
+
+
+class ProfilingSection(Section):
+    """Traces of chosen steps; `kempner profile` asks for more while the run goes on."""
+
+    steps: Annotated[list[PositiveInt], Key("step numbers", [100, 5000])] = []  # noqa: RUF012 - pydantic copies it
+    """Steps at which a trace begins; none by default."""
+    length: Annotated[PositiveInt, Key("steps", 5)] = 2
+    """Steps in a trace."""
+    ranks: Annotated[list[NonNegativeInt], Key("rank numbers", [0, 8])] = [0]  # noqa: RUF012 - pydantic copies it
+    """Ranks that write a trace of those steps, each its own."""
+    memory: bool = False
+    """Write what is allocated on the GPU, too: a snapshot for pytorch.org/memory_viz."""
+    keep: Annotated[PositiveInt, Key("traces", 20)] = 8
+    """Newest traces of a rank that stay."""
+
+
+Degree = Annotated[int, Field(ge=-1)]
+
+
+class ParallelismSection(Section):
+    """How the ranks share the work, a mesh of replicate x shard x tensor ranks, and what they send
+    each other for it."""
+
+    data_parallel_replicate_degree: Annotated[Degree, Key("groups of ranks", 2)] = 1
+    """Groups of ranks that each hold the whole model between them, on other samples (HSDP); -1 is
+    what the other degrees leave."""
+    data_parallel_shard_degree: Annotated[Degree, Key("ranks", 8)] = -1
+    """Ranks over which parameters, gradients and optimizer state are sharded (FSDP2); -1 is what
+    the other degrees leave."""
+    tensor_parallel_degree: Annotated[PositiveInt, Key("ranks", 4)] = 1
+    """Ranks, next to each other on one node, that compute each layer together on the same samples
+    (tensor and sequence parallel)."""
+    reduce_gradients: Annotated[
+        Literal["auto", "step", "micro_batch"],
+        Key(
+            values={
+                "auto": "what sends least and fits the memory of the GPU; on CPUs micro_batch",
+                "step": "once a step; until then a rank keeps them whole, in float32",
+                "micro_batch": "after every micro batch",
+            }
+        ),
+    ] = "auto"
+    """When gradients are summed over the ranks that share the parameters."""
+    reshard_after_forward: Annotated[
+        Literal["auto", "always", "never"],
+        Key(
+            values={
+                "auto": "what sends least and fits the memory of the GPU; on CPUs always",
+                "always": "freed after the forward of their block, gathered again for its backward",
+                "never": "kept until the last backward of the step",
+            }
+        ),
+    ] = "auto"
+    """Whether the gathered parameters of a block are freed before its backward."""
+
+    @model_validator(mode="after")
+    def _leaves_one_open(self) -> Self:
+        replicate, shard = self.data_parallel_replicate_degree, self.data_parallel_shard_degree
+        if 0 in (replicate, shard):
+            raise ValueError("a degree of 0 leaves no ranks; write 1, or -1 for what is left")
+        if replicate == shard == -1:
+            raise ValueError(
+                "only one of data_parallel_replicate_degree and data_parallel_shard_degree can be "
+                "-1, what is left"
+            )
+        return self
 
 
 class RunSection(Section):
@@ -306,8 +373,8 @@ class SuperviseSection(Section):
     as they are well again: its ranks commit, and start again at once on all of them. Samples and
     global batch stay the same."""
     grow_after: Annotated[PositiveFloat, Key("seconds", 600.0)] = 300.0
-    """Seconds for which such a node must be well before. Twice as long each time that it was taken
-    back in vain."""
+    """Seconds for which such a node must be well before. Twice as long after each time that it was
+    taken back and failed again."""
 
     fork: bool = True
     """Fork the ranks from a process that has imported torch and computes nothing: a restart then

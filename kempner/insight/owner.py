@@ -1,4 +1,4 @@
-"""Whether somebody owns a run, as far as a glance at its lease tells."""
+"""Whether a run has an owner, as far as one reading of its lease tells."""
 
 from __future__ import annotations
 
@@ -7,16 +7,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kempner.run.process.awake_clock import AwakeClock
-from kempner.run.record.lease import RELEASED, RENEWALS, Holder, Seen, holder_lives, is_owned, look
+from kempner.run.record.lease import (
+    RELEASED,
+    RENEWALS,
+    Holder,
+    LeaseReading,
+    holder_lives,
+    is_owned,
+    look,
+)
 
 MISSED = 3
 """Renewals without which an owner is taken for dead, as by `is_owned`."""
 
 LONG_AGO = 3600.0
-"""Seconds since the last renewal after which nobody owns the run, however wrong a clock may be."""
+"""Seconds since the last renewal after which a run has no owner, however wrong a clock may be."""
 
 
-def judge_lease(seen: Seen, age: float, unchanged_for: float) -> bool | None:
+def judge_lease(seen: LeaseReading, age: float, unchanged_for: float) -> bool | None:
     """Whether the owner on another machine lives; None if that takes a longer look.
 
     `age` is how long ago the lease was renewed, in seconds by two clocks; `unchanged_for` for how
@@ -37,7 +45,7 @@ class OwnerWatch:
 
     def __init__(self, folder: Path, now: Callable[[], float] = time.time) -> None:
         self._folder, self._now, self._clock = folder, now, AwakeClock()
-        self._seen: Seen | None = None
+        self._seen: LeaseReading | None = None
         self._since = 0.0
 
     def glance(self) -> bool | None:

@@ -35,13 +35,12 @@ from kempner.checkpoint.folders import FolderCheckpoints
 from kempner.checkpoint.store.retention import Keep
 from kempner.cluster.world import discover
 from kempner.config.sections import CheckpointSection
-from kempner.integrations.lightning_files import ModelFiles
-from kempner.integrations.lightning_loop import BATCH, FitProgress
+from kempner.integrations.lightning_loop import BATCH, FitProgress, ModelFiles
 from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.training.compute.seeds import program_seed
 from kempner.training.own_loop import OwnLoop
-from kempner.training.session import Entry, Session
+from kempner.training.session import RunEntry, Session
 from kempner.training.vote.vote import VoteResult
 
 _FILE = "lightning.ckpt"
@@ -157,7 +156,7 @@ class Survive(Callback):
         if stage != "fit":
             return
         _check_version()
-        entry = Entry("Survive", self._run_dir)
+        entry = RunEntry("Survive", self._run_dir)
         with entry.guard():
             KempnerEnvironment().validate_settings(trainer.world_size, 1)
             agree_on: dict[str, object] = {"save_every": self._save_every, "seed": self._seed}
@@ -208,7 +207,7 @@ class Survive(Callback):
             self._fit.leave_evaluation()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Back to steps."""
+        """Enter the step phase again."""
         self._evaluation.close()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -14,11 +14,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from kempner.data.serve.places import Mapped, refills
+from kempner.data.serve.places import MappedLoader, refills
 from kempner.data.serve.plans import plan_of
 from kempner.data.serve.sampler import ResumableDataLoader
 from kempner.run.process.exit_codes import UsageError
-from kempner.run.process.worker_process import born_deaf
+from kempner.run.process.worker_process import signals_blocked_in_children
 
 
 class HeldLoader:
@@ -27,7 +27,7 @@ class HeldLoader:
     An iterator yields what is left of the epoch. It moves the place with each batch.
     """
 
-    def __init__(self, loader: DataLoader[Any], mapped: Mapped) -> None:
+    def __init__(self, loader: DataLoader[Any], mapped: MappedLoader) -> None:
         self._loader, self._mapped = loader, mapped
         self.fits_any_world = mapped.plan.shared
         """Whether the place is one for any number of ranks."""
@@ -36,7 +36,11 @@ class HeldLoader:
         self._mapped.close()
         for number in range(self.left()):
             # Workers are started with the first batch.
-            with born_deaf() if self._loader.num_workers and not number else nullcontext():
+            with (
+                signals_blocked_in_children()
+                if self._loader.num_workers and not number
+                else nullcontext()
+            ):
                 batch, _ = self._mapped.take()
             yield batch
 
@@ -148,7 +152,7 @@ def _held(
         if not plan.shared and place[1] > 1:  # a sampler that knows nothing of ranks
             loader = inject(loader)
             plan = plan_of(loader, seed, place)
-        return HeldLoader(loader, Mapped(loader, plan))
+        return HeldLoader(loader, MappedLoader(loader, plan))
     except UsageError as error:
         raise UsageError(str(error).replace("survive(data=...)", "trainer.fit(loader)")) from None
 

@@ -32,12 +32,11 @@ except ModuleNotFoundError as error:
 
     raise without_extra(error, "transformers") from None
 
-from kempner.integrations.trainer.limits import refuse_inexact
 from kempner.integrations.trainer.progress import restore_callbacks
-from kempner.integrations.trainer.run import StepEnd, TrainerRun
-from kempner.run.control.rehearsal import place_of
+from kempner.integrations.trainer.run import StepEnd, TrainerRun, refuse_inexact
+from kempner.run.control.launch_env import place_of
 from kempner.run.process.exit_codes import UsageError
-from kempner.training.session import Entry, run_beside
+from kempner.training.session import RunEntry, run_beside
 
 
 @cache
@@ -74,7 +73,7 @@ class Surviving(Trainer):
     ) -> Any:
         if trial is not None:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **options)
-        entry = Entry("train", self.run_dir or run_beside(str(self.args.output_dir)))
+        entry = RunEntry("train", self.run_dir or run_beside(str(self.args.output_dir)))
         with entry.guard():
             _check_version()
             if self._kempner is not None:

@@ -1,28 +1,114 @@
-"""`Job`: a run that was submitted, seen from Python."""
+"""`Job`: a run that was submitted, seen from Python.
+
+What is kept of a submission in its run's directory: `submissions/<n>/`.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import time
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Self
 
 from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import SlurmError
-from kempner.insight.status.activity import Activity, Doing
+from kempner.insight.status.activity import Activity, ActivityNote
 from kempner.insight.status.job import JobStatus
 from kempner.insight.status.read import JobWatch
 from kempner.insight.status.runs import RunFollower
 from kempner.insight.status.summary import Status
-from kempner.insight.triage.ledger import triage_run
-from kempner.insight.triage.logs import triage_logs
-from kempner.jobs.submission import Submission, cancelled_mark, last_submission, log_of
+from kempner.insight.triage.first_failure import triage_logs, triage_run
 from kempner.run.output.logs import logger
+from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import RunError, UsageError, cannot_read
-from kempner.run.record.events.job import Resubmitted
+from kempner.run.record.events import Resubmitted
+from kempner.run.record.lease import Holder, start_ticks
 from kempner.run.record.run_dir import RunDirectory
+
+_RECORD = "submitted.json"
+
+
+@dataclass(frozen=True)
+class Submission:
+    """The `number`th submission of a run, made after `attempts` attempts.
+
+    Either a Slurm `job`, or the process `pid` that began at `started` (clock ticks) on `machine`,
+    as in `Holder`.
+    """
+
+    number: int
+    attempts: int
+    job: str = ""
+    machine: str = ""
+    pid: int = 0
+    started: int = 0
+
+    @classmethod
+    def of_process(cls, number: int, attempts: int, pid: int) -> Self:
+        """Of a process that was just started here."""
+        return cls(number, attempts, "", Holder.here(0.0).machine, pid, start_ticks(pid) or 0)
+
+    def process_lives(self) -> bool | None:
+        """Whether the process is there; None if it is another machine's, or a Slurm job's."""
+        if self.job or self.machine != Holder.here(0.0).machine:
+            return None
+        return bool(self.started) and start_ticks(self.pid) == self.started
+
+    def write(self, run: RunDirectory) -> None:
+        """Keep it: from now on it is the run's last one. Raises `OSError`."""
+        content = json.dumps(asdict(self)).encode()
+        replace_durable(folder_of(run, self.number) / _RECORD, content, unique="new")
+
+
+def folder_of(run: RunDirectory, number: int) -> Path:
+    """Where a submission's files are."""
+    return run.submissions / str(number)
+
+
+def log_of(run: RunDirectory, number: int) -> Path:
+    """What the supervisor of a submission, and the first rank, print."""
+    return folder_of(run, number) / "log.out"
+
+
+def cancelled_mark(run: RunDirectory, number: int) -> Path:
+    """Exists if the submission was cancelled by `Job.cancel`."""
+    return folder_of(run, number) / "cancelled"
+
+
+def reserve(run: RunDirectory) -> int:
+    """A number that no other submission has, with a folder. Raises `OSError`."""
+    run.submissions.mkdir(parents=True, exist_ok=True)
+    number = max(_numbers(run), default=0) + 1
+    while True:
+        try:
+            folder_of(run, number).mkdir()
+        except FileExistsError:
+            number += 1
+            continue
+        return number
+
+
+def last_submission(run: RunDirectory) -> Submission | None:
+    """The newest submission of a run. Raises `OSError` if it cannot be read now."""
+    for number in sorted(_numbers(run), reverse=True):
+        try:
+            return Submission(**json.loads((folder_of(run, number) / _RECORD).read_bytes()))
+        except (FileNotFoundError, TypeError, ValueError):
+            continue  # it failed
+    return None
+
+
+def _numbers(run: RunDirectory) -> list[int]:
+    try:
+        return [int(path.name) for path in run.submissions.iterdir() if path.name.isdecimal()]
+    except FileNotFoundError:
+        return []
+
 
 CHILDREN: dict[int, subprocess.Popen[bytes]] = {}
 """Supervisors that this process started, by process id: a child that ended has to be reaped."""
@@ -111,7 +197,7 @@ class Job:
         return self._look()[0]
 
     def done(self) -> bool:
-        """Whether nothing more happens unless somebody submits it again.
+        """Whether nothing more happens unless the run is submitted again.
 
         A Slurm job that waits to go on is not done, nor is one that is held before its run is over.
         """
@@ -192,8 +278,8 @@ class Job:
         watch = JobWatch(job or None, wait=True)
         self._follower = RunFollower(self._run, watch, patient=True)
 
-    def _look(self) -> tuple[Status, Doing, bool | None]:
-        """Its status, what it does, and whether somebody works on it, or will."""
+    def _look(self) -> tuple[Status, ActivityNote, bool | None]:
+        """Its status, what it does, and whether a process works on it, or a job will."""
         works = self._process_lives()  # first: what it did before its end is written then
         status = self._follower.read()
         if not self._job:
@@ -205,7 +291,7 @@ class Job:
         works = job_goes_on(status.job)
         return status, self._doing(status, works), works
 
-    def _doing(self, status: Status, works: bool | None) -> Doing:
+    def _doing(self, status: Status, works: bool | None) -> ActivityNote:
         submission = self._submission
         if submission is None:
             return status.doing
@@ -244,16 +330,16 @@ def job_goes_on(job: JobStatus | None) -> bool | None:
     return not job.over
 
 
-def decide(found: Doing, works: bool | None, began: bool, cancelled: bool) -> Doing:
+def decide(found: ActivityNote, works: bool | None, began: bool, cancelled: bool) -> ActivityNote:
     """What a submitted run does. What is `found` tells of an earlier submission until this one
     `began` with an attempt.
     """
     if began or found.activity.is_live or found.activity is Activity.QUEUED:
         return found
     if works:
-        return Doing(Activity.STARTING, "the supervisor begins")
+        return ActivityNote(Activity.STARTING, "the supervisor begins")
     if works is False and not found.activity.is_over:
         if cancelled:
-            return Doing(Activity.STOPPED, "cancelled before it began")
-        return Doing(Activity.FAILED, "it ended before an attempt began; its log says why")
+            return ActivityNote(Activity.STOPPED, "cancelled before it began")
+        return ActivityNote(Activity.FAILED, "it ended before an attempt began; its log says why")
     return found

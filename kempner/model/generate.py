@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kempner.model.attention import KVCache
-from kempner.model.transformer import Transformer
+from kempner.model.transformer import KVCache, Transformer
 
 _COLD = 1e-5
 """Temperatures below this leave one token, and soon nothing but infinities."""

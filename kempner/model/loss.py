@@ -56,14 +56,14 @@ def linear_cross_entropy(
     """
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-    how = _How(vocab_size, chunk, dtype)
+    how = _LossOptions(vocab_size, chunk, dtype)
     with torch.autocast(kind, enabled=False):
         if not torch.is_grad_enabled():
             return _chunks(hidden, weight, targets, how, gradients=False)[0]
         return with_gradients(partial(_chunks, how=how), hidden, weight, targets)
 
 
-class _How(NamedTuple):
+class _LossOptions(NamedTuple):
     """What is no tensor: number of token ids, tokens in a chunk, type to multiply in."""
 
     vocab_size: int
@@ -101,7 +101,7 @@ class _WithGradients(torch.autograd.Function):
 
 
 def _chunks(
-    hidden: Tensor, weight: Tensor, targets: Tensor, how: _How, gradients: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, how: _LossOptions, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Summed loss, and what it makes of `hidden` and `weight`, if `gradients` are wanted."""
     rows = weight[: how.vocab_size].to(how.dtype)

@@ -1,25 +1,189 @@
-"""Builds a model ready to train: sharded, materialised, initialised."""
+"""Builds a model ready to train: sharded, materialised, initialised.
+
+Matrix products of the blocks in eight bits, with torchao.
+
+Initial weights, bit-identical for every world size and sharding.
+
+Every parameter is cut into blocks of rows. The numbers of a block come from a generator of its
+own, seeded by (seed, parameter name, block), so that a rank makes only the blocks that its shard
+touches and needs nothing from the others. Bits agree between machines of one processor type.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
+from hashlib import blake2b
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from kempner.config.sections import Config, TrainSection
-from kempner.model.float8 import use_float8
-from kempner.model.init import fill_rotary, initialise
 from kempner.model.spec.communication import EACH_MICRO_BATCH, Choice
 from kempner.model.spec.shape import Shape
-from kempner.model.transformer import Transformer
+from kempner.model.transformer import Transformer, rotary_table
+from kempner.run.process.exit_codes import UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+
+_MULTIPLE = 16
+"""What the widths of a product must be multiples of (`torch._scaled_mm`)."""
+_CAPABILITY = (8, 9)
+"""The first GPUs that multiply float8: Ada, Hopper."""
+
+
+def use_float8(
+    model: Transformer, device: torch.device, tokens: int, emulate: bool = False
+) -> None:
+    """Have every linear layer of the blocks round what it multiplies to float8.
+
+    Each tensor is scaled by its largest element (Micikevicius et al., "FP8 Formats for Deep
+    Learning", arXiv:2209.05433). Parameters stay as they are, and so do their names; embedding,
+    output and attention are as ever.
+
+    Args:
+        model: not sharded yet; on the meta device.
+        device: where it will be.
+        tokens: of a micro batch.
+        emulate: round, but multiply in a wider type, as any device can.
+
+    Raises `UsageError` if torchao is missing, or device or sizes cannot do it.
+    """
+    if not emulate:
+        _refuse(model, device, tokens)
+    try:
+        from torchao.float8 import (  # type: ignore[import-untyped]
+            Float8LinearConfig,
+            convert_to_float8_training,
+        )
+    except ImportError:
+        raise UsageError(
+            "train.fp8 needs the package torchao: pip install 'kempner[fp8]'"
+        ) from None
+    convert_to_float8_training(model.layers, config=Float8LinearConfig(emulate=emulate))
+
+
+def _refuse(model: Transformer, device: torch.device, tokens: int) -> None:
+    if device.type != "cuda":
+        raise UsageError("train.fp8 needs a GPU; remove it, or train on one")
+    if (found := torch.cuda.get_device_capability(device)) < _CAPABILITY:
+        raise UsageError(
+            f"train.fp8 needs a GPU that multiplies float8, of compute capability "
+            f"{'.'.join(map(str, _CAPABILITY))} or later; "
+            f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, found))}: remove it"
+        )
+    shape = model.shape
+    widths = {
+        "model.dim": shape.dim,
+        "the width of all query heads": shape.q_dim,
+        "the width of all key heads": shape.kv_dim,
+        "model.ffn_dim": shape.ffn_dim,
+        "train.micro_batch_size * train.seq_len": tokens,
+    }
+    for name, width in widths.items():
+        if width % _MULTIPLE:
+            raise UsageError(
+                f"train.fp8 needs multiples of {_MULTIPLE}, and {name} is {width}: "
+                "change it, or remove train.fp8"
+            )
+
+
+BLOCK_ROWS = 64
+STD = 0.02
+
+
+def initialise(model: Transformer, seed: int) -> None:
+    """Fill every parameter and buffer of a model in place.
+
+    Matrices are normal with standard deviation 0.02; those that write to the residual stream
+    (`attention.wo`, `ffn.w2`) have it divided by sqrt(2 * n_layers) (Radford et al., "Language
+    Models are Unsupervised Multitask Learners", section 2.3), norms are 1.
+
+    Args:
+        model: plain or sharded (`DTensor` parameters, any placement but partial), its storage
+            allocated and of any content.
+        seed: the run's seed.
+    """
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            local, offsets = _local_part(parameter)
+            std = _std(name, model.shape.n_layers)
+            if std is None:
+                local.fill_(1.0)
+            else:
+                _fill(local, offsets, parameter.shape, std, (seed, name))
+    fill_rotary(model)
+
+
+def fill_rotary(model: Transformer) -> None:
+    """Fill the table of positions, the one buffer; a checkpoint does not have it."""
+    shape = model.shape
+    table = rotary_table(shape.head_dim, shape.max_seq_len, shape.rope_theta, shape.rope_scaling)
+    with torch.no_grad():
+        model.rotary.copy_(table)
+
+
+def _std(name: str, n_layers: int) -> float | None:
+    """Standard deviation of a parameter's initial values; None for norms, which are all 1."""
+    if name.endswith("norm.weight"):
+        return None
+    if name.endswith(("attention.wo.weight", "ffn.w2.weight")):
+        return STD / math.sqrt(2 * n_layers)
+    return STD
+
+
+def _local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """What this rank holds of a parameter, and where in the whole it begins."""
+    if not hasattr(parameter, "__create_chunk_list__"):  # only a DTensor has it
+        return parameter, (0,) * parameter.ndim
+    (chunk,) = parameter.__create_chunk_list__()
+    return cast("DTensor", parameter).to_local(), tuple(chunk.offsets)
+
+
+def _fill(
+    local: Tensor,
+    offsets: tuple[int, ...],
+    whole: torch.Size,
+    std: float,
+    key: tuple[int, str],
+) -> None:
+    """Fill a shard block of rows by block of rows.
+
+    Args:
+        local: the shard, filled in place.
+        offsets: where the shard begins in the whole, one per dimension.
+        whole: shape of the whole parameter.
+        std: standard deviation.
+        key: (seed, parameter name).
+    """
+    if local.numel() == 0:
+        return
+    first, end = offsets[0], offsets[0] + local.shape[0]
+    inner = tuple(
+        slice(offset, offset + size)
+        for offset, size in zip(offsets[1:], local.shape[1:], strict=True)
+    )
+    for block in range(first // BLOCK_ROWS, -(-end // BLOCK_ROWS)):
+        top = block * BLOCK_ROWS
+        rows = min(BLOCK_ROWS, whole[0] - top)
+        values = torch.empty((rows, *whole[1:]), dtype=torch.float32, device="cpu")
+        values.normal_(0.0, std, generator=_generator(*key, block))
+        low, high = max(first, top), min(end, top + rows)
+        local[low - first : high - first].copy_(values[(slice(low - top, high - top), *inner)])
+
+
+def _generator(seed: int, name: str, block: int) -> torch.Generator:
+    """The source of one block's numbers."""
+    digest = blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
+    # Bit 63 stays clear: manual_seed maps what exceeds a signed 64-bit integer.
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def build_model(
@@ -45,7 +209,7 @@ def build_model(
             over, or the named ones of `MeshDegrees`; None for a process that is alone.
         choice: whether parameters are kept between forward and backward.
 
-    Raises `UsageError` if `train.fp8` is asked for in vain.
+    Raises `UsageError` if `train.fp8` is set where it cannot be used.
     """
     model = assemble(config, vocab_size, device, mesh, choice)
     initialise(model, config.train.seed)
@@ -146,7 +310,7 @@ def shard(
 
     Parameters, gradients and optimizer state stay float32; blocks are gathered in `dtype` and
     gradients are summed over the ranks in float32. After a forward without gradients nothing stays
-    gathered: stale full parameters would be left behind for whoever changes the shards next.
+    gathered: stale full parameters would be left behind when the shards are changed.
 
     Args:
         model: on any device, meta included.

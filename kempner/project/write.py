@@ -1,14 +1,25 @@
-"""Reads the templates, and writes a project into a folder."""
+"""Reads the templates, and writes a project into a folder.
+
+The files of a new project, from what is known of the site: pure functions.
+
+The templates are the scripts and configurations that kempner's own repository uses, so that they
+are tested as they are. Here the lines are set that differ from site to site.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from errno import ENOTDIR
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
+import tomli_w
+
+from kempner.project.environment import Environment
+from kempner.project.site import Request, Site, choose
 from kempner.run.process.exit_codes import UsageError, cannot_write
 
 _EXECUTABLE = ".sh"
@@ -86,3 +97,91 @@ def _take_back(written: list[Path], made: list[Path]) -> None:
         path.unlink(missing_ok=True)
     for folder in reversed(made):
         folder.rmdir()
+
+
+CONFIG = "train.toml"
+"""The configuration that a new project begins with."""
+
+_IN_THE_REPOSITORY = "configs/train/7b.toml"
+_EDIT = re.compile(r"^# Edit the lines below for your cluster.*\n", re.MULTILINE)
+_ENVIRONMENT = re.compile(r"^# begin\n.*?^# end\n", re.MULTILINE | re.DOTALL)
+_NODES = re.compile(r"^#SBATCH --nodes=(\d+)$", re.MULTILINE)
+
+
+def project_files(site: Site, templates: Mapping[str, str]) -> dict[str, str]:
+    """The text of each file of a project, by its path in it; so are `templates`, as they come."""
+    request = choose(site)
+    files = {}
+    for name, text in templates.items():
+        if name.endswith("environment.sh"):
+            text = with_environment(text, site.environment)
+        elif name.endswith(".sh"):
+            text = text.replace(_IN_THE_REPOSITORY, CONFIG)
+            text = text if request is None else with_request(text, request)
+        elif name == CONFIG:
+            text = with_interface(text, site.fabric) if site.fabric else text
+            text += container_section(site.environment)
+        files[".gitignore" if name == "gitignore" else name] = text
+    return files
+
+
+def with_environment(script: str, environment: Environment) -> str:
+    """environment.sh with the lines that lead to the Python that has kempner.
+
+    One inside of a container is no Python of the job's: the script then looks for another.
+    """
+    if environment.container:
+        return script
+    written = f"# begin\n{environment.script()}# end\n"
+    return _ENVIRONMENT.sub(lambda _: written, script, count=1)
+
+
+def container_section(environment: Environment) -> str:
+    """The configuration of the container that kempner was in; empty outside of one."""
+    if not environment.container:
+        return ""
+    prefix = list(environment.container)
+    slurm = {"python": environment.python, "container": {"prefix": prefix}}
+    return f"\n# `kempner init` ran in this container.\n{tomli_w.dumps({'slurm': slurm})}"
+
+
+def with_interface(config: str, name: str) -> str:
+    """A configuration whose commented example is an interface that exists."""
+    return config.replace('# interface = "ib0"', f'# interface = "{name}"')
+
+
+def with_request(script: str, request: Request) -> str:
+    """A batch script that asks for what the site has; one that is no batch script stays so."""
+    if "#SBATCH" not in script:
+        return script
+    one_task = "--ntasks-per-node=1\n" in script  # which has all CPUs and GPUs of its node
+    cpus = request.kind.cpus if one_task else request.cpus_per_rank
+    script = _EDIT.sub(lambda _: _found(request), script)
+    script = _set(script, "ntasks-per-node", "1" if one_task else str(request.ranks_per_node))
+    script = _set(script, "gpus-per-node", str(request.kind.gpus) if request.kind.gpus else None)
+    script = _set(script, "cpus-per-task", str(cpus))
+    script = _set(script, "time", request.time)
+    script = _NODES.sub(lambda f: f"#SBATCH --nodes={min(int(f[1]), request.kind.count)}", script)
+    added = f"#SBATCH --partition={request.kind.partition}\n"
+    if request.account:
+        added += f"#SBATCH --account={request.account}\n"
+    return re.sub(r"^(#SBATCH --job-name=.*\n)", lambda f: f[1] + added, script, flags=re.MULTILINE)
+
+
+def _found(request: Request) -> str:
+    """The comment on what was chosen, and from what."""
+    lines = [
+        "The lines below ask for what sinfo and sacctmgr showed; other options override them:",
+        "sbatch -p PARTITION -A ACCOUNT ...",
+        f"Chosen: {request.kind.described()}",
+        *(f"Others: {kind.described()}" for kind in request.others),
+    ]
+    if request.other_accounts:
+        lines.append(f"Other accounts: {', '.join(request.other_accounts)}")
+    return "".join(f"# {line}\n" for line in lines)
+
+
+def _set(script: str, option: str, value: str | None) -> str:
+    """The script with another value of an option that it has, or without that option."""
+    line = "" if value is None else f"#SBATCH --{option}={value}\n"
+    return re.sub(rf"^#SBATCH --{option}=.*\n", lambda _: line, script, flags=re.MULTILINE)

@@ -1,14 +1,115 @@
-"""Compares what a disturbed run did with what the undisturbed one did in the same steps."""
+"""Compares what a disturbed run did with what the undisturbed one did in the same steps.
+
+What the ranks of a rehearsal have written down, read again.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from kempner.rehearse.records import Began, Done, Record, Variable
 
-COMPARED: dict[str, Callable[[Done], object]] = {
+@dataclass(frozen=True)
+class Variable:
+    """A variable of the program: its kind, a digest, and a few words for a person."""
+
+    kind: str
+    digest: str
+    words: str
+
+
+@dataclass(frozen=True)
+class StepStart:
+    """What was there as a step began."""
+
+    variables: Mapping[str, Variable]
+    generators: Mapping[str, str]
+    iterators: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What came of a step."""
+
+    samples: tuple[str, ...]
+    losses: tuple[float, ...]
+    rates: Mapping[str, list[float]]
+    gradients: Mapping[str, str]
+    weights: Mapping[str, str]
+    torch_generator: str
+    batches: int
+
+
+@dataclass
+class RankRecord:
+    """What one rank has seen in one start of the program."""
+
+    began: dict[int, StepStart] = field(default_factory=dict)
+    done: dict[int, StepResult] = field(default_factory=dict)
+    evaluations: dict[int, list[str]] = field(default_factory=dict)
+    """Digests of what was evaluated, by the last step that had begun."""
+    saved: list[int] = field(default_factory=list)
+    sources: set[str] = field(default_factory=set)
+    """The program's own files of Python."""
+    wrote: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
+    called: tuple[str, ...] = ()
+
+    @property
+    def first(self) -> int:
+        """The first step that began; 0 if none did."""
+        return min(self.began, default=0)
+
+    @property
+    def last(self) -> int:
+        """The last step that is done; 0 if none is."""
+        return max(self.done, default=0)
+
+
+def read_record(path: Path) -> RankRecord:
+    """The record of a rank; an empty one if it has written none."""
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return parse(lines)
+
+
+def parse(lines: Iterable[str]) -> RankRecord:
+    """A record from its lines; what a killed rank has begun to write is left out."""
+    record = RankRecord()
+    for text in lines:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        _take(record, line)
+    return record
+
+
+def _take(record: RankRecord, line: dict[str, Any]) -> None:
+    if "began" in line:
+        variables = {name: Variable(*seen) for name, seen in line["variables"].items()}
+        began = StepStart(variables, line["globals"], tuple(line["iterators"]))
+        record.began[line["began"]] = began
+        record.sources |= set(line["files"])
+    elif "ended" in line:
+        step = line["ended"]
+        names = ("rates", "gradients", "weights", "torch_generator", "batches")
+        same = {name: line[name] for name in names}
+        record.done[step] = StepResult(tuple(line["samples"]), tuple(line["losses"]), **same)
+        record.evaluations.setdefault(step, []).extend(line["evaluation"])
+    elif "after" in line:
+        record.evaluations.setdefault(line["after"], []).extend(line["evaluation"])
+    elif "saved" in line:
+        record.saved.append(line["saved"])
+    elif "wrote" in line:
+        record.wrote, record.read = tuple(line["wrote"]), tuple(line["read"])
+        record.called = tuple(line["called"])
+
+
+COMPARED: dict[str, Callable[[StepResult], object]] = {
     "samples": lambda done: done.samples,
     "generators": lambda done: done.torch_generator,
     "losses": lambda done: done.losses,
@@ -20,7 +121,7 @@ COMPARED: dict[str, Callable[[Done], object]] = {
 
 
 @dataclass(frozen=True)
-class Difference:
+class StepDifference:
     """In which step of which rank something was otherwise first."""
 
     field: str
@@ -40,14 +141,16 @@ class Changed:
     """Whether it is what it was when the program was started for the first time."""
 
 
-def differences(undisturbed: Sequence[Record], other: Sequence[Record]) -> list[Difference]:
+def differences(
+    undisturbed: Sequence[RankRecord], other: Sequence[RankRecord]
+) -> list[StepDifference]:
     """What differs in the steps that both have done, the earliest step first."""
     found = []
     for rank, (expected, seen) in enumerate(zip(undisturbed, other, strict=True)):
-        for field, value in COMPARED.items():
+        for name, value in COMPARED.items():
             for step in sorted(expected.done.keys() & seen.done.keys()):
-                if _differ(value(expected.done[step]), value(seen.done[step]), field):
-                    found.append(Difference(field, step, rank))
+                if _differ(value(expected.done[step]), value(seen.done[step]), name):
+                    found.append(StepDifference(name, step, rank))
                     break
     order = list(COMPARED)
     return sorted(found, key=lambda one: (one.step, order.index(one.field), one.rank))
@@ -61,8 +164,8 @@ def _differ(expected: object, seen: object, field: str) -> bool:
 
 
 def lost_evaluations(
-    undisturbed: Sequence[Record], parts: Sequence[Sequence[Record]]
-) -> list[Difference]:
+    undisturbed: Sequence[RankRecord], parts: Sequence[Sequence[RankRecord]]
+) -> list[StepDifference]:
     """Evaluations that no start made as the undisturbed run did."""
     found = []
     for rank, expected in enumerate(undisturbed):
@@ -74,7 +177,7 @@ def lost_evaluations(
                 made.setdefault(at, []).append(digests)
         for step, digests in sorted(expected.evaluations.items()):
             if digests and not any(_contains(seen, digests) for seen in made.get(step, [])):
-                found.append(Difference("evaluation", step, rank))
+                found.append(StepDifference("evaluation", step, rank))
                 break
     return found
 
@@ -85,7 +188,7 @@ def _contains(seen: Sequence[str], digests: Sequence[str]) -> bool:
     return any(list(seen[n : n + size]) == list(digests) for n in range(len(seen) - size + 1))
 
 
-def changed(undisturbed: Record, other: Record, step: int) -> list[Changed]:
+def changed(undisturbed: RankRecord, other: RankRecord, step: int) -> list[Changed]:
     """The variables that are otherwise as `step` begins."""
     if step not in undisturbed.began or step not in other.began:
         return []
@@ -99,7 +202,7 @@ def changed(undisturbed: Record, other: Record, step: int) -> list[Changed]:
     return found + _generators(undisturbed, other, step)
 
 
-def _generators(undisturbed: Record, other: Record, step: int) -> list[Changed]:
+def _generators(undisturbed: RankRecord, other: RankRecord, step: int) -> list[Changed]:
     """The global generators that steps draw from, and that stand elsewhere."""
     names = {"numpy": "NumPy's global generator", "random": "Python's global generator"}
     found = []
@@ -112,13 +215,13 @@ def _generators(undisturbed: Record, other: Record, step: int) -> list[Changed]:
     return found
 
 
-def _drawn_from(began: Mapping[int, Began], key: str) -> bool:
+def _drawn_from(began: Mapping[int, StepStart], key: str) -> bool:
     """Whether steps move a global generator."""
     return len({seen.generators[key] for seen in began.values()}) > 1
 
 
 def samples_elsewhere(
-    undisturbed: Sequence[Record], other: Sequence[Record], after: int
+    undisturbed: Sequence[RankRecord], other: Sequence[RankRecord], after: int
 ) -> bool | None:
     """Whether another number of ranks had the samples that were next, each once.
 
@@ -143,7 +246,7 @@ def samples_elsewhere(
     return Counter(wanted[:size]) == Counter(got[:size])
 
 
-def _draws_its_own(undisturbed: Sequence[Record], other: Sequence[Record]) -> bool:
+def _draws_its_own(undisturbed: Sequence[RankRecord], other: Sequence[RankRecord]) -> bool:
     """Whether each rank had the same in each step as on more ranks, and no sample ever came twice:
     it is drawn by step and rank, and belongs to no data set.
     """
@@ -157,7 +260,7 @@ def _draws_its_own(undisturbed: Sequence[Record], other: Sequence[Record]) -> bo
     return same and len(set(rows)) == len(rows)
 
 
-def _rows(records: Sequence[Record], after: int) -> list[list[str]]:
+def _rows(records: Sequence[RankRecord], after: int) -> list[list[str]]:
     """The samples of all ranks for each step after one."""
     steps = sorted({step for record in records for step in record.done if step > after})
     return [

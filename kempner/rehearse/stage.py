@@ -39,10 +39,10 @@ SILENCED = {
     "CLEARML_OFFLINE_MODE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
-"""No tracker hears of a rehearsal. MLflow has no such variable: it gets a folder."""
+"""Variables that keep a rehearsal from trackers. MLflow has none for this: it gets a folder."""
 
 
-class Started(Protocol):
+class StartedRank(Protocol):
     """A rank that runs or has ended."""
 
     pid: int
@@ -90,7 +90,7 @@ class Stage:
     ) -> list[int]:
         """Run a rank for each of `outputs`, to which it prints; how they ended."""
         places = _places(len(outputs))
-        started: list[Started] = []
+        started: list[StartedRank] = []
         try:
             for place, output in zip(places, outputs, strict=True):
                 environ = {**os.environ, **SILENCED, **variables, **place}
@@ -106,7 +106,7 @@ class Stage:
         environ: Mapping[str, str],
         output: BinaryIO,
         other_order: bool,
-    ) -> Started:
+    ) -> StartedRank:
         hash_seed = {"PYTHONHASHSEED": str(1 + other_order)}
         arguments = arguments_of_python(command)
         if arguments is not None:
@@ -136,7 +136,7 @@ def _places(size: int) -> list[dict[str, str]]:
     return [{**common, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(size)]
 
 
-def _wait(started: Sequence[Started]) -> list[int]:
+def _wait(started: Sequence[StartedRank]) -> list[int]:
     """Until all have ended; those whose peer has died are killed."""
     until = None
     while None in (codes := [rank.poll() for rank in started]):
@@ -148,7 +148,7 @@ def _wait(started: Sequence[Started]) -> list[int]:
     return [rank.wait() or 0 for rank in started]
 
 
-def _kill(started: Sequence[Started]) -> None:
+def _kill(started: Sequence[StartedRank]) -> None:
     """What still runs, with all that it has started."""
     for rank in started:
         if rank.poll() is None:

@@ -17,38 +17,46 @@ from kempner.config.sections import Config
 from kempner.run.control.protocol import Event, Outcome, PeerLost, Phase, Stop, shorten
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.signals import Received
+from kempner.run.process.signals import ReceivedSignal
 from kempner.run.process.stop_reason import LEFT_EARLY, StopReason, reason_of_signal
 from kempner.run.record.attempts import Attempt
-from kempner.run.record.events.attempt import RankReady
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.checkpoint import CheckpointCommitted
-from kempner.run.record.events.health import ConnectionsStalled, StandsAt
-from kempner.run.record.events.job import NodeSuspected
-from kempner.run.record.events.stop import Completed, Signalled, Stopped, StopRequested
-from kempner.run.record.events.training import Evaluated
-from kempner.run.record.events.vocabulary import parse_event
+from kempner.run.record.events import (
+    CheckpointCommitted,
+    Completed,
+    ConnectionsStalled,
+    Evaluated,
+    LedgerEvent,
+    NodeSuspected,
+    RankReady,
+    Signalled,
+    StandsAt,
+    Stopped,
+    StopRequested,
+)
 from kempner.run.record.ledger import Ledger
-from kempner.supervisor.control.events import Connected, Disconnected, Heard, News
+from kempner.run.record.vocabulary import parse_event
+from kempner.supervisor.control.events import Connected, Disconnected, News, RankMessage
 from kempner.supervisor.control.rank_roster import RankRoster
 from kempner.supervisor.control.server import ControlServer
 from kempner.supervisor.launchers.base import Launcher
-from kempner.supervisor.monitors.base import Adviser, Monitors, Snapshot, Surroundings
+from kempner.supervisor.monitors.base import Adviser, Monitors, RankConditions, Snapshot
 from kempner.supervisor.monitors.findings import Hang
-from kempner.supervisor.monitors.hang_detector import HangDetector
-from kempner.supervisor.monitors.hang_evidence import NODES_ANSWER, HangEvidence
-from kempner.supervisor.monitors.memory import MemoryMonitor
-from kempner.supervisor.monitors.oom import explained
-from kempner.supervisor.monitors.process_probe import NOT_KILLED, describe_stuck, still_here
+from kempner.supervisor.monitors.hangs import NODES_ANSWER, HangDetector, HangEvidence
+from kempner.supervisor.monitors.memory import MemoryMonitor, explained
+from kempner.supervisor.monitors.process_probe import NOT_KILLED, describe_stuck, local_processes
 from kempner.supervisor.monitors.reporter import Reporter
 from kempner.supervisor.monitors.run_times import RunTimes
 from kempner.supervisor.monitors.straggler import StragglerMonitor
-from kempner.supervisor.policy.attempt_state import AttemptLife, AttemptState, Deadline, Trigger
-from kempner.supervisor.policy.outcome import OwnLoop, RankExit, describe_exit, failed
+from kempner.supervisor.policy.attempt_state import (
+    AttemptLife,
+    AttemptState,
+    Deadline,
+    StopSoFar,
+    Trigger,
+)
+from kempner.supervisor.policy.outcome import RankExit, ReportedLoop, describe_exit, failed
 from kempner.supervisor.policy.stop import StopOrder, renew, time_to_abandon
-from kempner.supervisor.policy.stop_so_far import StopSoFar
-from kempner.supervisor.slurm.job_monitor import JobSeen
-from kempner.supervisor.slurm.job_view import JobView
+from kempner.supervisor.slurm.job_monitor import JobSeen, JobView
 
 LOOK = 0.5
 """Seconds between looks at the clock; whatever happens ends the wait at once."""
@@ -71,16 +79,16 @@ ranks are told at once."""
 
 
 @dataclass(frozen=True)
-class UserAsked:
+class UserStopSignal:
     """A signal by which this process told itself that a person has asked for a stop."""
 
-    received: Received
+    received: ReceivedSignal
 
 
 _UNEXPLAINED = (StopReason.SIGNAL, StopReason.PEER_STOPPED)
 """Of these Slurm may know the reason."""
 
-AttemptEvent: TypeAlias = Received | UserAsked | RankExit | News | JobSeen
+AttemptEvent: TypeAlias = ReceivedSignal | UserStopSignal | RankExit | News | JobSeen
 
 
 class AttemptFollower:
@@ -126,32 +134,32 @@ class AttemptFollower:
         return self._evidence.hang
 
     @property
-    def signals(self) -> list[Received]:
+    def signals(self) -> list[ReceivedSignal]:
         """The signals that asked for a stop, in their order."""
         return self._stop.signals
 
     @property
     def stop_reason(self) -> StopReason:
-        """Why the ranks were asked to stop, or said that they do; NONE if nobody asked them."""
+        """Why the ranks were asked to stop, or said that they do; NONE if there was no request."""
         return self._stop.reason
 
     @property
     def ends(self) -> list[RankExit]:
         """How ranks ended, in the order of the first sign of it."""
         usage, ends = self._channel.usage(), self.roster.ends
-        if self.of_stranger:
+        if self.reports_nothing:
             ends = [self._channel.interpret(end) for end in ends]  # one may have said more since
         return [explained(end, usage, self.roster.joined) for end in ends]
 
     @property
-    def of_stranger(self) -> bool:
+    def reports_nothing(self) -> bool:
         """Whether it is a program that has not said a word over the channel."""
         return not (self.roster.must_report or self.roster.joined)
 
     @property
-    def own_loop(self) -> OwnLoop:
+    def own_loop(self) -> ReportedLoop:
         """Where the loop of a program of the user's own is; UNKNOWN for any other."""
-        return OwnLoop.UNKNOWN if self.roster.must_report else self._stop.loop
+        return ReportedLoop.UNKNOWN if self.roster.must_report else self._stop.loop
 
     @property
     def steps_done(self) -> int:
@@ -206,7 +214,7 @@ class AttemptFollower:
         """Stop in time, and end what outstays: a connection, a stop, the failure of another."""
         snapshot = self._snapshot()
         findings = self._monitors.check(snapshot)
-        self._heed_the_job()
+        self._stop_for_job_end()
         for hang in (finding for finding in findings if isinstance(finding, Hang)):
             self._end_a_hang(hang, snapshot)
         self._miss_ranks(snapshot)
@@ -219,7 +227,7 @@ class AttemptFollower:
         if time_up and collected:
             self._evidence.close(snapshot)
         if self._all_gone():
-            outstayed = self._launcher.alive() and still_here(self.roster.joined)
+            outstayed = self._launcher.alive() and local_processes(self.roster.joined)
             self._advance(Trigger.OUTSTAYED if outstayed else Trigger.ALL_ENDED)
         if self._life.over or self._life.state is AttemptState.KILLING:
             self.times.ranks_left()
@@ -238,7 +246,7 @@ class AttemptFollower:
     def _leave_behind(self, now: float) -> None:
         """Name the ranks that outlive a SIGKILL, and their nodes: nothing else can start there."""
         sure = now - self._life.since >= SURE_AFTER
-        stuck = {**self.roster.survivors(), **still_here(self.roster.joined)} if sure else {}
+        stuck = {**self.roster.survivors(), **local_processes(self.roster.joined)} if sure else {}
         gone = self.roster.joined.keys() - self.roster.survivors().keys()
         for rank in self.roster.not_ended():
             cause = "" if rank in gone else NOT_KILLED
@@ -264,11 +272,13 @@ class AttemptFollower:
             self.times.phases.usual(),
             self._channel.usage(),
             self.roster.joined,
-            Surroundings(self.times.woke_at, self._launcher.waits()),
+            RankConditions(self.times.woke_at, self._launcher.waits()),
         )
 
     def _advance(self, trigger: Trigger, within: float = inf) -> bool:
-        """Something has happened that allows for so many seconds; whether the state changes."""
+        """Take in a trigger, whose deadline is at most `within` seconds from now; whether the state
+        changes.
+        """
         before, self._life = self._life, self._life.after(trigger, self.times.now(), within)
         if self._life.state is before.state:
             return False
@@ -285,11 +295,11 @@ class AttemptFollower:
     def _end_a_hang(self, hang: Hang, snapshot: Snapshot) -> None:
         """Collect evidence first, unless a stop or a failure ends the attempt anyway."""
         if self._advance(Trigger.HANG_FOUND):
-            self.times.phases.misjudged(hang.phase, hang.still)
+            self.times.phases.note_false_hang(hang.phase, hang.still)
             self._evidence.collect(hang, snapshot)
 
     def _miss_ranks(self, snapshot: Snapshot) -> None:
-        """Take ranks for gone that were not heard of for too long."""
+        """Take ranks for gone that have sent nothing for too long."""
         steps = (report.step for report in snapshot.reports.values())
         self.roster.reached(max(steps, default=0), snapshot.now)
         self.roster.heard(self._channel.last_reports(), snapshot.now)
@@ -302,9 +312,9 @@ class AttemptFollower:
 
     def _act_on(self, attempt_event: AttemptEvent) -> None:
         match attempt_event:
-            case Received():
+            case ReceivedSignal():
                 self._pass_on(attempt_event)
-            case UserAsked(received):
+            case UserStopSignal(received):
                 self._stop_for_user(received)
             case RankExit():
                 self._note_end(attempt_event)
@@ -315,9 +325,9 @@ class AttemptFollower:
             case Disconnected() as gone:
                 self.roster.disconnected(gone, self.times.now())
                 logger().info("rank disconnected", rank=gone.rank, reason=gone.reason)
-            case Heard(rank, Event() as said):
+            case RankMessage(rank, Event() as said):
                 self._hear(rank, parse_event(said.name, said.fields))
-            case Heard(rank, Outcome() as outcome):
+            case RankMessage(rank, Outcome() as outcome):
                 self._note_end(RankExit(rank, outcome.code, sentence=outcome.sentence))
 
     def _note_connection(self, there: Connected) -> None:
@@ -339,7 +349,7 @@ class AttemptFollower:
                 self._record(event)
             case Completed() | RankReady():
                 complete = isinstance(event, Completed)
-                self._stop.loop = OwnLoop.COMPLETE if complete else OwnLoop.UNDER_WAY
+                self._stop.loop = ReportedLoop.COMPLETE if complete else ReportedLoop.UNDER_WAY
                 self._record(event)
             case Stopped():
                 self._stop.said = StopReason.of_label(event.reason)
@@ -358,7 +368,7 @@ class AttemptFollower:
     def _record(self, event: LedgerEvent) -> None:
         self._ledger.record(event, self.attempt.number)
 
-    def _pass_on(self, received: Received) -> None:
+    def _pass_on(self, received: ReceivedSignal) -> None:
         self._stop.signals.append(received)
         self.job.look()  # it knows why, and until when
         reason, sentence = reason_of_signal(received.signal), received.signal.name
@@ -366,14 +376,14 @@ class AttemptFollower:
         within = grace if left is None else min(grace, max(0.0, left))
         self.ask_to_stop(StopOrder(reason, sentence, within))
 
-    def _stop_for_user(self, received: Received) -> None:
+    def _stop_for_user(self, received: ReceivedSignal) -> None:
         """A person has asked for a stop with `kempner stop`: no signal is Slurm's warning then."""
         self._stop.signals.append(received)
         self._stop.by_user = True
         within = self._life.graces[Deadline.STOP]
         self.ask_to_stop(StopOrder(StopReason.OPERATOR, "kempner stop", within))
 
-    def _heed_the_job(self) -> None:
+    def _stop_for_job_end(self) -> None:
         """Ask for a stop when the job's end is near, or Slurm is about to end it."""
         if (warning := self.job.warning(self.times)) is not None:
             logger().warning(warning)
@@ -420,7 +430,7 @@ class AttemptFollower:
         first_to_fail = failed(end) and not self.roster.any_failed
         if not self.roster.ended(end, self.times.now()):
             return  # its own words came first and say more than its exit status
-        if first_to_fail and self.own_loop is not OwnLoop.COMPLETE:
+        if first_to_fail and self.own_loop is not ReportedLoop.COMPLETE:
             # After the last step the others may still evaluate, or export: they need not wait.
             self._channel.tell(PeerLost(end.rank, shorten(describe_exit(end))))
             self._advance(Trigger.RANK_FAILED)

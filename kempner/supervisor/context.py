@@ -1,24 +1,286 @@
-"""What a supervisor looks after, and with what."""
+"""What a supervisor looks after, and with what.
+
+Looks after the nodes without ranks, and those of other jobs: the ranks start again on more nodes
+once these are fit, and on fewer when one has to leave.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import inf
+from pathlib import Path
 
-from kempner.cluster.machine.process_start import process_began
+from kempner.cluster.machine.job_place import process_began
+from kempner.cluster.slurm.hostlist import node_name
 from kempner.config.sections import Config
 from kempner.run.control.launch_env import LaunchTerms
 from kempner.run.control.trackers import open_trackers
+from kempner.run.output.logs import logger
 from kempner.run.process.retry import storage_waits
 from kempner.run.process.signals import SignalInbox
+from kempner.run.process.stop_reason import StopReason
+from kempner.run.process.threads import keep_running
+from kempner.run.record.attempts import Attempt
+from kempner.run.record.events import NodesJoined, NodesLeft, NodesTakenBack
 from kempner.run.record.history import RunHistory
 from kempner.run.record.lease import Lease
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.growth import Growth
+from kempner.supervisor.attempt import AttemptFollower
 from kempner.supervisor.hooks import Hooks, LedgerWithHooks
-from kempner.supervisor.launchers.base import Launcher, Program
+from kempner.supervisor.launchers.base import JoinedNode, Launcher, Program
+from kempner.supervisor.nodes.exclusion import Suspect, read_shared, suspects, withdraw
+from kempner.supervisor.nodes.probe import ProbeQuestion, ProbeResult, measure
+from kempner.supervisor.policy.grow import (
+    SETTLED,
+    GrowSituation,
+    IdleNode,
+    decide_growth,
+    last_growth,
+    restart_seconds,
+    times_lost,
+    times_taken_back,
+    trusted,
+)
+from kempner.supervisor.policy.stop import StopOrder
+from kempner.supervisor.preflight import examine
 from kempner.supervisor.slurm.job_monitor import JobMonitor
+
+_OF_A_RANK = StopReason.SIGNAL, StopReason.PEER_STOPPED
+
+LEAVES_IN = 3.0
+"""Seconds before a node has to have left by which its ranks must have."""
+
+LOOKS = 4
+"""Times that a node is asked within the seconds for which it must be well."""
+
+OFTEN, SELDOM = 1.0, 30.0
+"""Fewest and most seconds between two questions."""
+
+YOUNG = 3 * SETTLED
+"""Seconds for which a node is new."""
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """The nodes that were well `at` a time (`time.monotonic`, seconds), and those that no check
+    can clear; the seconds that a restart takes, as far as the ledger tells by now."""
+
+    at: float
+    well: frozenset[str]
+    barred: frozenset[str]
+    restart_takes: float
+
+
+class _Watch:
+    """Looks at idle nodes again and again, from a thread, until it is ended; `latest` is what was
+    seen. At those that are new it looks at once, and again soon."""
+
+    def __init__(
+        self,
+        idle: Callable[[], Sequence[str]],
+        look: Callable[[Sequence[str]], Sighting],
+        every: float,
+    ) -> None:
+        self._idle, self._look, self._every, self._done = idle, look, every, threading.Event()
+        self.latest: Sighting | None = None
+        self._first_seen = dict.fromkeys(idle(), time.monotonic())
+        keep_running("idle nodes", self._work, self._done.wait)
+
+    def end(self) -> None:
+        """Look no more. A question that is under way is not waited for."""
+        self._done.set()
+
+    def _work(self) -> None:
+        looked_at = time.monotonic()
+        while not self._done.wait(OFTEN):
+            now, nodes = time.monotonic(), self._idle()
+            new = [node for node in nodes if node not in self._first_seen]
+            self._first_seen |= dict.fromkeys(new, now)
+            young = any(now - self._first_seen[node] < YOUNG for node in nodes)
+            if nodes and (new or now - looked_at >= (SETTLED if young else self._every)):
+                self.latest, looked_at = self._look(nodes), now
+
+
+class Growth:
+    """The nodes without ranks, from attempt to attempt: since when they are well, and whether the
+    ranks are to stop for them; those that have joined, and whether they have to leave. For ranks
+    that say where they are, and commit when asked to stop.
+    """
+
+    def __init__(self, launcher: Launcher, run: RunDirectory, config: Config, ours: bool) -> None:
+        self._launcher, self._run, self._config = launcher, run, config
+        self._on = ours and config.supervise.grow
+        self._watch: _Watch | None = None
+        self._judged: Sighting | None = None
+        self._well_since: dict[str, float] = {}
+        self._returns: dict[str, int] = {}
+        self._joined: dict[str, str] = {}
+        self._attempt: int | None = None
+        self._last_growth: float | None = None
+        self._began = time.time()
+
+    def watch(self, attempt: Attempt, history: RunHistory) -> None:
+        """Look after the nodes without ranks while an attempt lasts.
+
+        `history` is what is known by now: it is not read again.
+        """
+        self._judged, self._attempt = None, attempt.number
+        if not self._on:
+            return
+        self._returns = times_taken_back(history) | times_lost(history)
+        self._last_growth = last_growth(history, self._began)
+        own = suspects(history, time.time(), self._config.resilience.suspect_for)
+        wait = self._config.supervise.grow_after
+        look = partial(self._look, attempt, own)
+        every = min(SELDOM, max(OFTEN, wait / LOOKS))
+        self._watch = _Watch(lambda: self._launcher.idle.nodes, look, every)
+
+    def end_watch(self) -> None:
+        """Look no more: the attempt is over."""
+        if self._watch is not None:
+            self._watch.end()
+        self._watch = None
+
+    @property
+    def latest(self) -> Sighting | None:
+        """What was seen last in this attempt; None if nothing was yet."""
+        return None if self._watch is None else self._watch.latest
+
+    def consider(self, follower: AttemptFollower) -> None:
+        """Ask the ranks to stop if it is time to start them again on other nodes."""
+        if self._joined and follower.trains:
+            for node, how in self._departing().items():
+                until = max(0.0, (how.seconds_left or 0.0) - LEAVES_IN)
+                until = min(self._config.supervise.stop_grace, until)
+                sentence = f"{node}{how.of_job} has to leave the run: {how.reason}"
+                follower.ask_to_stop(StopOrder(StopReason.NODE_LEAVES, sentence, until))
+        seen = self.latest
+        if seen is None or seen is self._judged:
+            return
+        self._judged = seen
+        self._well_since = {n: self._well_since.get(n, seen.at) for n in seen.well}
+        left, missing = follower.job.seconds_to_train(follower.times), self._launcher.idle.missing
+        since = None if self._last_growth is None else time.time() - self._last_growth
+        decision = decide_growth(
+            GrowSituation(
+                used=len(self._launcher.used),
+                missing=missing,
+                idle=self._idle_nodes(),
+                training=follower.trains,
+                since_growth=since,
+                restart_takes=seen.restart_takes,
+                left=left,
+                wait=self._config.supervise.grow_after,
+            )
+        )
+        if decision.nodes:
+            within = self._config.supervise.stop_grace
+            within = within if left is None else min(within, left)
+            follower.ask_to_stop(StopOrder(StopReason.GROW, decision.reason, within))
+
+    def take_back(self, ledger: Ledger, attempt: Attempt) -> None:
+        """Before a start: nodes that have been well for long enough are suspect no more."""
+        if not self._on:
+            return
+        idle = self._launcher.idle
+        able = trusted(self._idle_nodes(), self._config.supervise.grow_after)
+        nodes = tuple(node.name for node in able if not node.joined)[: idle.missing]
+        if not nodes:
+            return
+        reason = f"well for {self._config.supervise.grow_after:.0f} s or more"
+        ledger.record(NodesTakenBack(nodes, reason), attempt.number)
+        logger().warning(f"{', '.join(nodes)} taken back: {reason}")
+        for node in nodes:
+            del self._well_since[node]
+        folder = self._config.resilience.suspects_dir
+        try:
+            if folder is not None:
+                withdraw(Path(folder), nodes, self._names)
+        except OSError as error:
+            logger().warning(f"resilience.suspects_dir={folder} cannot be used: {error.strerror}")
+
+    def note_changes(self, ledger: Ledger, attempt: Attempt) -> None:
+        """Before a start, when its nodes are chosen: tell of those of other jobs that have ranks
+        now, or none any more. It belongs to the attempt before, if this supervisor had one."""
+        number = attempt.number if self._attempt is None else self._attempt
+        joined = self._launcher.joined
+        now = {node: joined[node].job for node in self._launcher.used if node in joined}
+        gone = [node for node in self._joined if node not in now]
+        if new := [node for node in now if node not in self._joined]:
+            ledger.record(NodesJoined(tuple(new), tuple(now[n] for n in new)), number)
+            logger().warning(f"on nodes of other jobs, too: {', '.join(new)}")
+        for lost in (False, True):
+            nodes = tuple(n for n in gone if (joined[n].leaves_by is None) is lost)
+            if nodes:
+                reason = "gone without a word" if lost else joined[nodes[0]].reason
+                ledger.record(NodesLeft(nodes, reason, lost), number)
+                logger().warning(f"without {', '.join(nodes)} from now on: {reason}")
+        self._joined = now
+
+    def explains(self, reason: StopReason) -> bool:
+        """Whether ranks that stopped for a signal were signalled by the end of a job that had
+        joined: Slurm signals all that it ends."""
+        return reason in _OF_A_RANK and bool(self._departing())
+
+    @property
+    def _names(self) -> set[str]:
+        """What this run is called among those that share their suspects."""
+        return {self._run.path.name, self._config.run.name or ""}
+
+    def _departing(self) -> dict[str, JoinedNode]:
+        """Nodes with ranks that have said that they have to leave."""
+        joined = self._launcher.joined
+        return {n: joined[n] for n in self._joined if joined[n].leaves_by is not None}
+
+    def _idle_nodes(self) -> tuple[IdleNode, ...]:
+        now, barred = time.monotonic(), self._judged.barred if self._judged else frozenset()
+        joined = self._launcher.joined
+        return tuple(
+            IdleNode(
+                node,
+                now - self._well_since[node] if node in self._well_since else None,
+                self._returns.get(node, 0),
+                node in barred,
+                node in joined,
+                joined[node].seconds_left if node in joined else None,
+            )
+            for node in self._launcher.idle.nodes
+        )
+
+    def _look(self, attempt: Attempt, own: dict[str, Suspect], idle: Sequence[str]) -> Sighting:
+        """Ask the nodes, and this one to compare them with."""
+        here = node_name(os.environ)
+
+        def ask(question: ProbeQuestion) -> list[ProbeResult]:
+            others = self._launcher.ask_idle(question)
+            mine = measure(replace(question, site_check=None))
+            return [mine, *(answer for answer in others if answer.node != here)]
+
+        nodes = [here, *(node for node in idle if node != here)]
+        found = examine(nodes, ask, self._launcher.size, attempt, self._run, self._config)
+        barred = {node for node, suspect in own.items() if suspect.failed}
+        if (folder := self._config.resilience.suspects_dir) is not None:
+            theirs = read_shared(Path(folder), time.time())
+            barred |= {n for n, s in theirs.items() if s.run not in self._names}
+        well = found.answered - found.unfit.keys()
+        return Sighting(
+            time.monotonic(), well & set(idle), frozenset(barred), self._restart_takes()
+        )
+
+    def _restart_takes(self) -> float:
+        """As the ledger tells, the start of this attempt included; no end where it cannot be read:
+        then nothing changes now."""
+        try:
+            return restart_seconds(RunHistory.read(self._run.ledger))
+        except OSError as error:
+            logger().info("the ledger cannot be read now", reason=error.strerror)
+            return inf
 
 
 @dataclass(frozen=True)

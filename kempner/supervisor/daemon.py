@@ -1,14 +1,24 @@
-"""The daemon: runs one attempt after another, passes stops on, decides how the run ends."""
+"""The daemon: runs one attempt after another, passes stops on, decides how the run ends.
+
+Bounds what ranks print into files of the attempt: the first and the last of it are kept.
+
+A rank writes into its file by itself, appending, so that nothing slows it down and no reader can
+block it. A thread looks at the sizes; from a file that has grown too large it takes the middle out.
+
+
+"""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Collection
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 
-from kempner.cluster.machine.rlimits import raise_open_file_limit
+from kempner.cluster.machine.limits import raise_open_file_limit
 from kempner.cluster.slurm.job import restart_count
 from kempner.config.sections import Config
 from kempner.run.control.launch_env import BuddyTerms, Control, Launch
@@ -18,52 +28,140 @@ from kempner.run.output.logs import logger, open_log
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.retry import (
     StorageUnavailableError,
-    Waited,
+    StorageWait,
     WaitStoppedError,
     storage_waits,
 )
-from kempner.run.process.side_thread import unless
-from kempner.run.process.signals import LEFT_AT_ONCE, Received, SignalInbox, insists
+from kempner.run.process.signals import LEFT_AT_ONCE, ReceivedSignal, SignalInbox, insists
+from kempner.run.process.threads import helper_thread, unless
 from kempner.run.record.attempts import Attempt, begin_attempt, prune_attempts
-from kempner.run.record.events.attempt import AttemptEnded, AttemptStarted, ProgramAdvanced
-from kempner.run.record.events.health import StorageWaited
+from kempner.run.record.events import AttemptEnded, AttemptStarted, ProgramAdvanced, StorageWaited
 from kempner.run.record.gave_up import refuse_if_given_up
 from kempner.run.record.history import RunHistory
 from kempner.run.record.lease import Lease
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.attempt import AttemptEvent, AttemptFollower, UserAsked
+from kempner.supervisor.attempt import AttemptEvent, AttemptFollower, UserStopSignal
 from kempner.supervisor.context import SupervisorContext
-from kempner.supervisor.control.auth import Membership, listen
 from kempner.supervisor.control.file_transport import FileTransport
+from kempner.supervisor.control.peers import Membership, listen
 from kempner.supervisor.control.program_reports import ProgramReports
-from kempner.supervisor.control.rank_roster import RankRoster
-from kempner.supervisor.control.rank_status import RankStatusFile
+from kempner.supervisor.control.rank_roster import RankRoster, RankStatusFile
 from kempner.supervisor.control.server import ControlServer
 from kempner.supervisor.hooks import Hooks, LedgerWithHooks
 from kempner.supervisor.launchers.base import Launcher, Program
 from kempner.supervisor.metrics_export import MetricsExports
 from kempner.supervisor.monitors.run_times import RunTimes
-from kempner.supervisor.nodes.shared_suspects import known_suspects
-from kempner.supervisor.output_limit import OutputLimit
+from kempner.supervisor.nodes.exclusion import known_suspects
 from kempner.supervisor.policy.outcome import (
     Decision,
-    OwnLoop,
+    ReportedLoop,
     after_training,
     decide_outcome,
+    has_advanced,
     left_early,
 )
-from kempner.supervisor.policy.program_progress import has_advanced
 from kempner.supervisor.policy.restart import failures
 from kempner.supervisor.policy.salvage import why_not_kept
 from kempner.supervisor.preflight import choose_nodes
 from kempner.supervisor.readiness import check_ready, check_run_directory
 from kempner.supervisor.recovery import is_asked_to_stop, restart_or_finish
 from kempner.supervisor.salvage import salvage
-from kempner.supervisor.slurm.job_monitor import JobMonitor
-from kempner.supervisor.slurm.job_view import JobView
-from kempner.supervisor.slurm.requeue_job import job_facts, requeue_or_explain, stay_out_of_queue
+from kempner.supervisor.slurm.job_monitor import JobMonitor, JobView
+from kempner.supervisor.slurm.requeue_job import end_without_requeue, job_facts, requeue_or_explain
 from kempner.supervisor.start_progress import StartProgress
+
+EVERY = 1.0
+"""Seconds between two looks; of many files, a hundredth of a second each."""
+
+CLOSED_WITHIN = 5.0
+"""Seconds for the last look: storage may hang."""
+
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bytes of a file that are kept: the first `head`, and at least the last `tail`.
+
+    A file is cut once it is larger than `most`; what was last in it by then is in a file beside it.
+    """
+
+    head: int = 16 << 20
+    tail: int = 16 << 20
+    most: int = 48 << 20
+
+
+class OutputLimit:
+    """Looks after the outputs in the folder of an attempt, from `start` until `close`."""
+
+    def __init__(self, folder: Path, bounds: Bounds = Bounds()) -> None:
+        self._folder, self._bounds = folder, bounds
+        self._over = threading.Event()
+        self._thread = helper_thread(self._serve, "outputs")
+        self._told = False
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look for a last time."""
+        self._over.set()
+        self._thread.join(CLOSED_WITHIN)
+
+    def _serve(self) -> None:
+        over = False
+        while not over:
+            over = self._over.is_set()
+            looked_at = self._look()
+            self._over.wait(max(EVERY, looked_at / 100))
+
+    def _look(self) -> int:
+        """Cut what is too large; how many files there are."""
+        files = 0
+        try:
+            for path in self._folder.glob("rank-*.out"):
+                files += 1
+                if path.stat().st_size > self._bounds.most:
+                    self._tell(path)
+                    cut(path, self._bounds)
+        except OSError as error:
+            logger().info("cannot look at the ranks' output", error=str(error))
+        return files
+
+    def _tell(self, path: Path) -> None:
+        if self._told:
+            return
+        self._told = True
+        most, first = self._bounds.most >> 20, self._bounds.head >> 20
+        logger().warning(
+            f"a rank has printed more than {most} MiB: the first {first} MiB of each rank's output "
+            f"in this attempt are kept, and the last of it, in {path} and {before(path).name}"
+        )
+
+
+def before(path: Path) -> Path:
+    """Where the last part is of what was taken out of an output."""
+    return path.with_name(f"{path.name}.before")
+
+
+def cut(path: Path, bounds: Bounds) -> None:
+    """Take out what is between the head and what comes from now on; its last part is kept beside.
+
+    What is written in the milliseconds in which that happens is lost with the rest. Raises
+    `OSError`.
+    """
+    with path.open("r+b") as file, before(path).open("wb") as kept:
+        size = os.fstat(file.fileno()).st_size
+        at = max(bounds.head, size - bounds.tail)
+        while at < size and (piece := os.pread(file.fileno(), min(_PIECE, size - at), at)):
+            kept.write(piece)
+            at += len(piece)
+        os.ftruncate(file.fileno(), bounds.head)
+    said = f"\n[kempner: output was left out here; the last of it is in {before(path).name}]\n"
+    with path.open("ab", buffering=0) as file:
+        file.write(said.encode())
+
 
 NOT_KEPT = "checkpoint.in_memory=true is for `kempner train`; this program's steps are not kept"
 
@@ -163,7 +261,7 @@ def _bring_to_an_end(context: SupervisorContext) -> ExitCode:
     suspect = known_suspects(history, context.config.resilience, context.run.path.name)
     job = context.job
     if job is not None and context.lease.stop_asked:
-        stay_out_of_queue(
+        end_without_requeue(
             job, context.ledger, history, 0 if follower is None else follower.attempt.number
         )
         job = None
@@ -194,7 +292,7 @@ def _leave(
     return end.code
 
 
-def _tell_of_wait(ledger: Ledger, attempt: Attempt, waited: Waited) -> None:
+def _tell_of_wait(ledger: Ledger, attempt: Attempt, waited: StorageWait) -> None:
     ledger.record(StorageWaited(**asdict(waited)), attempt.number)
 
 
@@ -203,8 +301,8 @@ def _follow_attempt(context: SupervisorContext) -> tuple[AttemptFollower, Decisi
     launcher, signals = context.launcher, context.signals
     incoming: SimpleQueue[AttemptEvent] = SimpleQueue()
 
-    def pass_on(came: Received) -> None:
-        incoming.put(UserAsked(came) if context.lease.stop_asked else came)
+    def pass_on(came: ReceivedSignal) -> None:
+        incoming.put(UserStopSignal(came) if context.lease.stop_asked else came)
 
     signals.react_with(pass_on)  # from here on a stop is passed on to the ranks
     listeners = listen(launcher.addresses, context.config.supervise.ports)
@@ -225,13 +323,13 @@ def _follow_attempt(context: SupervisorContext) -> tuple[AttemptFollower, Decisi
     buddy = _buddy_terms(context.config) if in_memory else None
     launch = Launch(attempt, control, terms=context.terms(), in_memory=in_memory, buddy=buddy)
     try:
-        _see_it_through(context, follower, channel, launch, incoming)
+        _run_attempt(context, follower, channel, launch, incoming)
     finally:
         program.close()
     decision = _outcome(follower)
     follower.tell_phase_durations()
     _close(context.ledger, attempt, decision, follower)
-    if follower.of_stranger and not context.program.ours:
+    if follower.reports_nothing and not context.program.ours:
         _note_advance(context, follower, program.furthest_step)
     return follower, decision
 
@@ -281,7 +379,7 @@ def _begin(context: SupervisorContext) -> Attempt:
 def _follower(
     context: SupervisorContext, attempt: Attempt, channel: ControlServer
 ) -> AttemptFollower:
-    """Who follows the attempt, and knows what the ones before it were like."""
+    """The follower of an attempt, with what was learned from earlier attempts."""
     size = context.launcher.size
     return AttemptFollower(
         attempt,
@@ -295,7 +393,7 @@ def _follower(
     )
 
 
-def _see_it_through(
+def _run_attempt(
     context: SupervisorContext,
     follower: AttemptFollower,
     channel: ControlServer,
@@ -327,7 +425,7 @@ def _see_it_through(
         outputs.close()
         channel.close()
         progress.close(clean=any(end.rank == 0 and (end.status or 0) >= 0 for end in follower.ends))
-    context.lease.check()  # or what follows would be written into somebody else's ledger
+    context.lease.check()  # or what follows would be written into another supervisor's ledger
     follower.take_in(incoming, wait=False)
     rank_status.update(channel.last_reports(), now=True)
 
@@ -339,9 +437,9 @@ def _outcome(follower: AttemptFollower) -> Decision:
     decision = decide_outcome(follower.ends, stop_requested=follower.stop_reason)
     if follower.hang is not None and not follower.stop_reason:
         decision = Decision(ExitCode.HUNG, follower.hang.sentence, follower.hang.laggard)
-    if follower.own_loop is OwnLoop.COMPLETE:
+    if follower.own_loop is ReportedLoop.COMPLETE:
         return after_training(decision, follower.ends)
-    if follower.own_loop is OwnLoop.UNDER_WAY and decision.code is ExitCode.COMPLETED:
+    if follower.own_loop is ReportedLoop.UNDER_WAY and decision.code is ExitCode.COMPLETED:
         return left_early(decision, follower.steps_done)
     return decision
 

@@ -1,7 +1,7 @@
-"""Runs the site's hooks: commands that hear of what the ledger hears of.
+"""Runs the site's hooks: commands that are run for events of the ledger.
 
-They run one after the other, beside everything else: none of them delays the ranks, and whatever
-becomes of one, the run does not change.
+They run one after the other, in the background: none of them delays the ranks, and a hook that
+fails does not change the run.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from kempner.cluster.machine.shell_command import run_shell
-from kempner.config.site.hooks import HooksSection
+from kempner.config.site import HooksSection
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.helper_thread import start_thread
-from kempner.run.record.events.attempt import AttemptEnded, RunGivenUp
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.job import NodeSuspected, NotRequeued
+from kempner.run.process.threads import start_thread
+from kempner.run.record.events import (
+    AttemptEnded,
+    LedgerEvent,
+    NodeSuspected,
+    NotRequeued,
+    RunGivenUp,
+)
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 
@@ -70,7 +74,7 @@ class Hooks:
 
 
 class LedgerWithHooks(Ledger):
-    """A ledger; hooks hear of each event once it is written."""
+    """A ledger that runs the hook of each event once the event is written."""
 
     def __init__(self, path: Path, hooks: Hooks) -> None:
         super().__init__(path)

@@ -89,7 +89,7 @@ class MetricsExports:
                     os.killpg(process.pid, signal.SIGKILL)
 
     def _follow(self, name: str) -> None:
-        """Wait for its end, which nobody else would take note of."""
+        """Wait for the end of an exporter, and log it if it failed."""
         code = self._running[name].wait()
         if code and not self._closing.is_set():
             logger().warning(

@@ -10,22 +10,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from kempner.cluster.machine.fitness import SHARED_WITHIN
+from kempner.cluster.machine.limits import SHARED_WITHIN
 from kempner.config.sections import Config
 from kempner.run.output.logs import logger
 from kempner.run.process.durable_io import comes_to_hold
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.record.attempts import Attempt
-from kempner.run.record.events.job import NodeSuspected
+from kempner.run.record.events import NodeSuspected
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.hooks import about_run
 from kempner.supervisor.launchers.base import Launcher
-from kempner.supervisor.nodes.exclusion import Suspect
+from kempner.supervisor.nodes.exclusion import Suspect, known_suspects
 from kempner.supervisor.nodes.health_check import Diagnosis, diagnose
 from kempner.supervisor.nodes.probe import SITE_CHECK, ProbeQuestion, ProbeResult, SiteCheck
-from kempner.supervisor.nodes.shared_suspects import known_suspects
 from kempner.supervisor.policy.outcome import Decision
 
 Answers: TypeAlias = Sequence[ProbeResult]
@@ -52,8 +51,8 @@ def choose_nodes(
             logger().warning(f"health check: {warning}")
         for node, reason in found.unfit.items():
             ledger.record(NodeSuspected(node, reason), attempt.number)
-    accused = _accused(history, config)
-    launcher.avoid({node: suspect.reason for node, suspect in accused.items()})
+    suspected = _suspect_nodes(history, config)
+    launcher.avoid({node: suspect.reason for node, suspect in suspected.items()})
 
 
 def nodes_to_exclude(
@@ -71,18 +70,18 @@ def nodes_to_exclude(
     and the next start is the `last` one. Where a checkpoint could not be written, rank 0 says so
     for all; where the nodes do not fit together, any rank; of a hang that none began, none does.
     """
-    accused = _accused(history, config)
-    used = launcher.unavoidable(accused)
+    suspected = _suspect_nodes(history, config)
+    used = launcher.unavoidable(suspected)
     began_by_none = decision.code is ExitCode.HUNG and not node
     if decision.code is ExitCode.CHECKPOINT_FAILED or decision.environment or began_by_none:
-        return {name: accused[name].reason for name in used if accused[name].proven}
+        return {name: suspected[name].reason for name in used if suspected[name].proven}
     by_habit = last and len(launcher.nodes) > 1
-    if node not in used or not (accused[node].proven or by_habit):
+    if node not in used or not (suspected[node].proven or by_habit):
         return {}
-    return {node: accused[node].reason}
+    return {node: suspected[node].reason}
 
 
-def _accused(history: RunHistory, config: Config) -> dict[str, Suspect]:
+def _suspect_nodes(history: RunHistory, config: Config) -> dict[str, Suspect]:
     return known_suspects(history, config.resilience, config.run.name or "")
 
 

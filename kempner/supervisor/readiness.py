@@ -17,23 +17,26 @@ from typing import TypeVar
 
 from kempner.checkpoint.format.manifest import Identity, read
 from kempner.checkpoint.format.names import CheckpointFolder
-from kempner.checkpoint.store.compatibility import compare_identities
-from kempner.checkpoint.store.room import judge_room
-from kempner.checkpoint.store.selection import choose
+from kempner.checkpoint.store.commit import judge_room
+from kempner.checkpoint.store.selection import choose, compare_identities
 from kempner.cluster.slurm.job import restart_count
 from kempner.config.sections import Config
-from kempner.data.files.find import find_data
-from kempner.data.files.index import Index, fingerprint
-from kempner.data.files.requirements import check_held_out, check_samples, vocabulary
+from kempner.data.files.index import (
+    Index,
+    check_held_out,
+    check_samples,
+    find_data,
+    fingerprint,
+    vocabulary,
+)
 from kempner.model.spec.memory import checkpoint_bytes
 from kempner.model.spec.mesh import check_tensor_degree
 from kempner.model.spec.shape import model_record
 from kempner.run.process.exit_codes import CheckpointWriteError, DataError, UsageError
 from kempner.run.process.retry import is_passing, storage_waits
 from kempner.run.record.attempts import CURRENT
-from kempner.run.record.recorded_config import changes_since, describe_changes
+from kempner.run.record.recorded_config import changes_since, describe_changes, used_before
 from kempner.run.record.run_dir import RunDirectory
-from kempner.run.record.used_before import used_before
 
 T = TypeVar("T")
 
@@ -50,9 +53,9 @@ class Ready:
 
 
 def check_run_directory(run: RunDirectory, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise `UsageError` if the run's directory is, or would be, none that can be written.
+    """Raise `UsageError` if the run's directory cannot be created or written.
 
-    What worked before is left to whoever writes there: it may be over soon.
+    A directory that was written before raises nothing here: the error may pass, and writes retry.
     """
     advice = "set run.dir and run.name to a folder that can be written"
     if any(len(os.fsencode(name)) > _LONGEST_NAME for name in run.path.parts):

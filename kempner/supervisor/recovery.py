@@ -1,4 +1,7 @@
-"""What is done after an attempt failed: start the ranks again, leave the machine, or give up."""
+"""What is done after an attempt failed: start the ranks again, leave the machine, or give up.
+
+Gives up on a run: writes the reason to the ledger and to the file `GAVE_UP`.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,28 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
 from kempner.cluster.slurm.hostlist import node_of
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.side_thread import unless
-from kempner.run.record.events.attempt import (
+from kempner.run.process.retry import free_space_helps
+from kempner.run.process.threads import unless
+from kempner.run.record import gave_up
+from kempner.run.record.attempts import Attempt, read_current
+from kempner.run.record.events import (
     AttemptFailed,
     AttemptStarted,
+    NodeSuspected,
     ProgramAdvanced,
     Restarting,
+    RunGivenUp,
 )
-from kempner.run.record.events.job import NodeSuspected
+from kempner.run.record.gave_up import FirstFailure, GaveUp
+from kempner.run.record.ledger import Ledger
+from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.attempt import AttemptFollower
 from kempner.supervisor.context import SupervisorContext
-from kempner.supervisor.give_up import give_up
 from kempner.supervisor.launchers.base import CannotRestart
 from kempner.supervisor.nodes.health_check import NO_ANSWER
 from kempner.supervisor.policy.outcome import Decision, RankExit, is_lost
@@ -31,11 +41,74 @@ from kempner.supervisor.policy.restart import (
     RestartDecision,
     as_it_worked_before,
     decide_restart,
-    is_worth_a_mark,
+    decide_storage_restart,
+    find_outage,
+    prevents_restart,
 )
-from kempner.supervisor.policy.storage_restart import decide_storage_restart, find_outage
 from kempner.supervisor.preflight import nodes_to_exclude
 from kempner.supervisor.salvage import dismiss_if_in_vain
+
+_ADVICE: Mapping[ExitCode, str] = {
+    ExitCode.CRASHED: "fix what the exception or the signal points to",
+    ExitCode.PEERS_LOST: "look at the nodes and at the network between them",
+    ExitCode.HUNG: "look in the stacks for what each rank was waiting for",
+    ExitCode.BAD_DATA: "repair or replace the data or checkpoint named above",
+    ExitCode.STORAGE_UNAVAILABLE: "see to the storage named above",
+    ExitCode.CHECKPOINT_FAILED: "see why checkpoint.dir could not be written to",
+    ExitCode.DIVERGED: "lower optimizer.lr, or look at the data named above",
+}
+
+
+def give_up(
+    run: RunDirectory,
+    attempt: Attempt,
+    decision: Decision,
+    failure: Failure,
+    node: str,
+    mark: bool = True,
+) -> GaveUp:
+    """Record in the ledger and in the run's directory why kempner gives up; returns the record.
+
+    `decision.reason` is why, `node` the host of the rank that failed first. Without `mark` another
+    start is not prevented. A run that a newer attempt has taken over is not marked: it is not over.
+    """
+    rank = decision.culprit
+    verdict = GaveUp(
+        code=decision.code,
+        reason=decision.reason,
+        attempt=attempt.number,
+        first=None if rank is None else FirstFailure(rank, failure.step, node, failure.raised),
+        see=[str(path) for path in evidence(run, attempt.number, rank)],
+        advice=f"{_advise(decision)}; then delete {run.gave_up}, and start again",
+    )
+    try:
+        if read_current(run.attempts) != attempt:
+            return verdict
+        if mark:
+            gave_up.write(run, verdict)
+        else:
+            verdict = replace(verdict, advice=f"{_advise(decision)}; then start again")
+    except OSError as error:
+        logger().warning("cannot be written", file=str(run.gave_up), error=error.strerror)
+        verdict = replace(verdict, advice=f"{_advise(decision)}; then start again")
+    Ledger(run.ledger).record(RunGivenUp.from_fields(verdict.fields()), attempt.number)
+    return verdict
+
+
+def _advise(decision: Decision) -> str:
+    """What to do about it."""
+    if decision.code is ExitCode.CHECKPOINT_FAILED and free_space_helps(decision.reason):
+        return "free disk space or raise the quota"
+    return _ADVICE[decision.code]
+
+
+def evidence(run: RunDirectory, attempt: int, rank: int | None) -> list[Path]:
+    """The files that tell more about the rank that failed first, or the supervisor's own log."""
+    if rank is None:
+        return [run.supervisor_log(attempt)]
+    kinds = (run.log(attempt, rank), run.output(attempt, rank), run.stacks(attempt, rank))
+    return [path for path in kinds if path.exists()]
+
 
 BEGINS_WITHIN = 30.0
 """Seconds within which a program that fails before it has said a word has not begun."""
@@ -71,7 +144,7 @@ def restart_or_finish(
         if decision.code is ExitCode.STORAGE_UNAVAILABLE and _may_come_back(context):
             return replace(decision, reason=verdict.reason)
         final = replace(decision, reason=verdict.reason)
-        mark = is_worth_a_mark(failure, earlier, _ran_for_long(context, follower))
+        mark = prevents_restart(failure, earlier, _ran_for_long(context, follower))
         said = give_up(context.run, attempt, final, failure, node, mark)
         return replace(final, reason=str(said))
     if _may_come_back(context) and follower.too_late_to_restart():
@@ -85,14 +158,14 @@ def restart_or_finish(
 
 def _may_pass(follower: AttemptFollower, decision: Decision) -> bool:
     """Whether a failure of a program that does not report may follow from the stop: a rank may have
-    been signalled before anybody knew why, and failed for want of it."""
+    been signalled before the stop and its reason were known here, and failed because of it."""
     healed = decision.code in HEALED_BY_A_RESTART and not decision.final
-    return healed and follower.of_stranger
+    return healed and follower.reports_nothing
 
 
 def _ran_for_long(context: SupervisorContext, follower: AttemptFollower) -> bool:
     """Whether an attempt of a program that does not report its steps may have made some."""
-    if not follower.of_stranger:
+    if not follower.reports_nothing:
         return False
     started = context.history.refresh().entries(AttemptStarted)
     return bool(started) and time.time() - started[-1].time > LONG
@@ -232,7 +305,7 @@ def _failure(context: SupervisorContext, follower: AttemptFollower, decision: De
 def _unstarted(follower: AttemptFollower, culprit: RankExit | None) -> int | None:
     """The exit status of a program of the user's own that ended by itself, before it had said a
     word, so soon that it cannot have begun: an import fails, say."""
-    if culprit is None or not follower.of_stranger or follower.steps_done:
+    if culprit is None or not follower.reports_nothing or follower.steps_done:
         return None
     by_itself = culprit.status is not None and culprit.status > 0
     return culprit.status if by_itself and follower.seconds_run() < BEGINS_WITHIN else None

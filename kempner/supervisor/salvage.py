@@ -16,10 +16,10 @@ from kempner.run.output.logs import logger
 from kempner.run.process.awake_clock import AwakeClock
 from kempner.run.process.durable_io import fsync_directory
 from kempner.run.process.retry import StorageUnavailableError, storage_waits
-from kempner.run.process.side_thread import unless
 from kempner.run.process.signals import insists
+from kempner.run.process.threads import unless
 from kempner.run.record.attempts import Attempt, Fence
-from kempner.run.record.events.checkpoint import (
+from kempner.run.record.events import (
     CheckpointCommitted,
     SalvageDismissed,
     StepSalvaged,
@@ -83,8 +83,8 @@ def dismiss_if_in_vain(context: SupervisorContext, attempt: Attempt, reached: in
 
 
 def _is_too_late(context: SupervisorContext, clock: AwakeClock, seconds: float) -> bool:
-    """Whether nobody waits for a salvage any more: storage may hang, or be away on one node; the
-    fence stops what is left of it once the next attempt begins."""
+    """Whether a salvage is no longer waited for: storage may hang, or be unavailable on one node.
+    The fence stops what is left of it once the next attempt begins."""
     over = clock.now() > seconds
     return over or insists(context.signals.received) or context.lease.lost
 

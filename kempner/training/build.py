@@ -14,18 +14,16 @@ from torch import nn
 
 import kempner
 from kempner.checkpoint.context import CheckpointContext
-from kempner.checkpoint.format.manifest import Identity, Origin
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import Identity, Origin, TrainState
 from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.slots.memory import open_slots
 from kempner.checkpoint.store.retention import Keep
 from kempner.checkpoint.tensors.step_slots import StepMemory
 from kempner.config.loading import digest, dumps
 from kempner.config.sections import CheckpointSection, Config
-from kempner.data.files.index import fingerprint
-from kempner.data.files.requirements import check_held_out, vocabulary
+from kempner.data.files.index import check_held_out, fingerprint, vocabulary
 from kempner.data.files.token_file import Corpus
-from kempner.data.order.batch_slices import Slicing
+from kempner.data.order.global_batches import Slicing
 from kempner.data.serve.loader import Feed
 from kempner.model.compilation import compile_blocks
 from kempner.model.factory import create, place
@@ -39,14 +37,12 @@ from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import DataError
 from kempner.run.process.retry import empty, storage_waits
 from kempner.run.record.attempts import Attempt, Fence
-from kempner.run.record.events.attempt import FaultsPlanned
-from kempner.run.record.events.checkpoint import CheckpointCommitted, StartedAnew
+from kempner.run.record.events import CheckpointCommitted, FaultsPlanned, StartedAnew
 from kempner.run.record.history import RunHistory
-from kempner.run.record.ledger import Recorder
-from kempner.run.record.recorded_config import changes_since, describe_changes
+from kempner.run.record.ledger import EventRecorder
+from kempner.run.record.recorded_config import changes_since, describe_changes, used_before
 from kempner.run.record.run_dir import RunDirectory
-from kempner.run.record.used_before import used_before
-from kempner.training.compute.communication import choose_communication
+from kempner.training.compute.forward_backward import choose_communication
 from kempner.training.compute.optimizer import build_optimizer
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks
@@ -147,7 +143,7 @@ def _open_profiler(config: Config, run: RunDirectory, ranks: Ranks, attempt: Att
 def _build_model(
     config: Config, corpus: Corpus, ranks: Ranks, rank_link: RankLink, choice: Choice
 ) -> nn.Module:
-    """The model, ready to train. Raises `UsageError` for one of the user's own that is none."""
+    """The model, ready to train. Raises `UsageError` if a user's own function returns no model."""
     vocab_size = vocabulary(config, corpus.index)
     if config.model.factory is None:
         transformer = build_model(config, vocab_size, ranks.device, ranks.mesh, choice)
@@ -196,7 +192,7 @@ def _resume(
     config: Config,
     ranks: Ranks,
     checkpoints: CheckpointEngine,
-    record: Recorder,
+    record: EventRecorder,
     history: RunHistory,
 ) -> TrainState:
     """Load the newest checkpoint; where it stands, with every rollback that is known of.

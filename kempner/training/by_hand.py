@@ -28,9 +28,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.registered.everything import Everything, gather
-from kempner.checkpoint.registered.groups import is_optimizer_of
+from kempner.checkpoint.format.manifest import TrainState
+from kempner.checkpoint.registered.groups import RegisteredState, gather, is_optimizer_of
 from kempner.config.sections import CheckpointSection
 from kempner.run.control.protocol import Phase
 from kempner.run.output import logs
@@ -39,7 +38,7 @@ from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.process.worker_process import heed_for_children
-from kempner.run.record.events.stop import Completed
+from kempner.run.record.events import Completed
 from kempner.training.compute.seeds import program_seed
 from kempner.training.groups.process_groups import open_votes
 from kempner.training.homes import LOOPS
@@ -48,13 +47,12 @@ from kempner.training.policy.final_save import time_to_spare
 from kempner.training.rank_link.rank_link import find_place
 from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.recognition import describe_optimizer
-from kempner.training.session import Entry, at_prompt
+from kempner.training.session import RunEntry, at_prompt
 from kempner.training.survive import check_whole, device_of, open_checkpoints, parameters_of
 from kempner.training.vote.final_save import commit_last_step, unwritten
 from kempner.training.vote.vote import Vote, VoteGroup, VoteResult
-from kempner.training.watch import generators
-from kempner.training.watch.living import find_living
-from kempner.training.watch.strangers import Given, Strangers
+from kempner.training.watch import watch
+from kempner.training.watch.strangers import HeldObjects, UnheldObjects, find_living
 from kempner.training.watch.watch import LOOKS
 
 
@@ -78,7 +76,7 @@ class _Process:
         return self._listener
 
     def add(self, manager: CheckpointManager) -> None:
-        """Another one is open."""
+        """Take note of another open manager."""
         self.managers.append(manager)
         self.pid = os.getpid()
 
@@ -97,10 +95,10 @@ _PROCESS = _Process()
 
 
 @dataclass
-class _Unheld:
+class _UnheldObjects:
     """What the loop changes and no checkpoint holds, as far as the first saves show it."""
 
-    strangers: Strangers
+    strangers: UnheldObjects
     looks: int = LOOKS
 
     def look(self) -> str:
@@ -148,15 +146,15 @@ class CheckpointManager:
         accept_changes: Collection[str] = (),
     ) -> None:
         name = type(self).__name__
-        entry = Entry(name, run_dir, accept_changes, _PROCESS.listener)
+        entry = RunEntry(name, run_dir, accept_changes, _PROCESS.listener)
         with entry.guard():
             check_whole(name, "keep_last", keep_last, 2)
             device = device_of(name, model, optimizer)
             _refuse_second(Path(run_dir))
-            given = Given(model, optimizer, state or {}, per_rank or {}, watches_data=False)
+            given = HeldObjects(model, optimizer, state or {}, per_rank or {}, watches_data=False)
             everything = gather(model, optimizer, given.state, given.per_rank)
-            self._unheld = _Unheld(Strangers(given))
-            self._generators = generators.GlobalGenerators(torchs=True)
+            self._unheld = _UnheldObjects(UnheldObjects(given))
+            self._generators = watch.GlobalGenerators(torchs=True)
             session = entry.meet(
                 device,
                 {"run_dir": str(run_dir), "keep_last": keep_last, **parameters_of(model)},
@@ -226,7 +224,7 @@ class CheckpointManager:
             loop.save(None)
 
     def close(self) -> None:
-        """Wait for the save in flight, and let go of the run: another manager may have it.
+        """Wait for the save in flight, and release the run: another manager may have it.
 
         The end of the block of a `ShutdownHandler` does so, and the end of the process. Raises
         `CheckpointWriteError` if the last save has failed.
@@ -235,7 +233,7 @@ class CheckpointManager:
             with self._session.progress.during(Phase.SAVE):
                 self._engine.settle()
             failed = bool(self._engine.failures.count) and self._loop is not None
-            self._let_go()
+            self._release()
             self._engine.close()
             if failed and self._loop is not None:
                 raise unwritten(self._loop)
@@ -257,14 +255,14 @@ class CheckpointManager:
             if self._trained:
                 self._give_up_unsaved(loop)
             code = loop.leave(VoteResult(stop=stop))
-        self._let_go()
+        self._release()
         return code
 
     def _break_off(self) -> None:
         """An exception leaves the loop: the newest checkpoint stays as it is."""
         if self._loop is not None:
             self._loop.wait_for_save()
-        self._let_go()
+        self._release()
 
     def _end(self) -> None:
         """The process ends, and no block of a handler has closed this."""
@@ -273,7 +271,7 @@ class CheckpointManager:
         raised = hasattr(sys, "last_value")  # what has ended the program
         if self._saved is not None and not raised:
             self._session.record(Completed(self._saved))
-        self._let_go()
+        self._release()
 
     def _begin(self, found: TrainState | None) -> OwnLoop:
         loop = self._loop = OwnLoop(self._session, self._engine, found)
@@ -325,7 +323,7 @@ class CheckpointManager:
                 "ShutdownHandler: save inside of it, or make another CheckpointManager"
             )
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._closed = True
         self._hook.remove()
         self._engine.release_staging()  # nothing waits for that once the hook is gone
@@ -372,7 +370,7 @@ class ShutdownHandler:
     def should_shutdown(self) -> bool:
         """Whether to save and to leave the loop; the same on every rank.
 
-        Every rank must call it as often: after each step, or only every so many.
+        Every rank must call it after the same steps: after each, or after every tenth, say.
 
         Raises `CheckpointWriteError` if saves keep failing, as `resilience.patience` says.
         """
@@ -430,14 +428,14 @@ class ShutdownHandler:
 
 
 def _leave_now(reason: StopReason) -> NoReturn:
-    """The ranks have agreed to stop, and what there is to save is saved."""
+    """The ranks have agreed to stop, and the last save has ended."""
     if at_prompt() and reason is StopReason.INTERRUPT:
         raise KeyboardInterrupt
     raise SystemExit(int(ExitCode.STOPPED))
 
 
-def _with_generators(everything: Everything, held: generators.GlobalGenerators) -> Everything:
-    per_rank = {**everything.registered.per_rank, generators.NAME: held.held()}
+def _with_generators(everything: RegisteredState, held: watch.GlobalGenerators) -> RegisteredState:
+    per_rank = {**everything.registered.per_rank, watch.GENERATORS: held.held()}
     return replace(everything, registered=replace(everything.registered, per_rank=per_rank))
 
 

@@ -29,7 +29,7 @@ _DROPPING = {
 
 
 @dataclass
-class Leaving:
+class StepsEnd:
     """How the steps come to be closed before their end."""
 
     by_hand: bool = False
@@ -39,8 +39,8 @@ class Leaving:
 class Steps:
     """The iterator over the steps of `make`, which it closes as soon as it is dropped."""
 
-    def __init__(self, make: Callable[[Leaving], Generator[object, None, None]]) -> None:
-        self._leaving, self._process = Leaving(), os.getpid()
+    def __init__(self, make: Callable[[StepsEnd], Generator[object, None, None]]) -> None:
+        self._leaving, self._process = StepsEnd(), os.getpid()
         self._steps = make(self._leaving)
         self._users: frozenset[int] = frozenset()
         self._abandoned = False

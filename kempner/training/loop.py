@@ -10,7 +10,7 @@ from functools import cached_property
 from torch import nn
 from torch.optim import Optimizer
 
-from kempner.checkpoint.format.train_state import Rollback, TrainState
+from kempner.checkpoint.format.manifest import Rollback, TrainState
 from kempner.checkpoint.manager import CheckpointEngine
 from kempner.config.sections import Config
 from kempner.data.serve.loader import Feed, MicroBatch, StepBatch
@@ -19,9 +19,8 @@ from kempner.run.control.heartbeat import Progress
 from kempner.run.control.protocol import Phase
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import DivergedError, ExitCode, PeersLostError, RunError
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.training import Diverged, Evaluated, RolledBack
-from kempner.run.record.ledger import Recorder
+from kempner.run.record.events import Diverged, Evaluated, LedgerEvent, RolledBack
+from kempner.run.record.ledger import EventRecorder
 from kempner.training.compute.forward_backward import accumulate, weightless
 from kempner.training.compute.optimizer import update
 from kempner.training.fault_injection import FaultInjector
@@ -29,7 +28,7 @@ from kempner.training.groups.process_groups import Ranks
 from kempner.training.observe.evaluation import Evaluation
 from kempner.training.observe.metrics import StepMetrics
 from kempner.training.observe.profiler import Profiler
-from kempner.training.policy.anomalies import Health, Plan, observe, plan_rollback
+from kempner.training.policy.anomalies import Health, RollbackPlan, observe, plan_rollback
 from kempner.training.policy.lr_schedule import learning_rate
 from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.vote.final_save import (
@@ -62,7 +61,7 @@ class Data:
         """Why there is no more data on this rank."""
 
     def take(self, give_up: Callable[[], bool]) -> StepBatch | None:
-        """The next batch; None if `give_up` says so first, or there is none to come."""
+        """The next batch; None if `give_up` returns true first, or the data is over."""
         try:
             return self.feed.take(give_up)
         except RunError as error:
@@ -87,7 +86,7 @@ class Tools:
     evaluation: Evaluation
     faults: FaultInjector
     progress: Progress
-    record: Recorder
+    record: EventRecorder
     profiler: Profiler
     communication: Choice = EACH_MICRO_BATCH
 
@@ -107,7 +106,7 @@ class Training:
 
     @cached_property
     def vote_group(self) -> VoteGroup:
-        """The ranks as voters."""
+        """The group in which the ranks vote."""
         return VoteGroup(self.ranks.votes)
 
     @property
@@ -121,7 +120,7 @@ class Training:
 
     @property
     def train_state(self) -> TrainState:
-        """Where the run stands."""
+        """The step and the position in the data."""
         return self.state.train_state
 
     @property
@@ -165,7 +164,7 @@ def train(run: Training) -> ExitCode:
             batch = run.tools.data.take(give_up=run.shutdown.should_shutdown)
         ballot = run.vote_group.open(run.vote(void=batch is None))
         if batch is None and (agreed := ballot.close()).all_void:
-            break  # nobody waits in the step for anybody: a stop need not wait for its end
+            break  # no rank waits for another in the step: a stop need not wait for its end
         with run.tools.faults.during_step(step, run.model):
             loss = accumulate(
                 run.model,
@@ -183,7 +182,7 @@ def train(run: Training) -> ExitCode:
         with run.progress.waiting("the vote"):
             agreed = ballot.close()
         if agreed.void or (agreed.diverged and agreed.stop):
-            break  # a rank had no data, or nobody wants the step: it did not happen, on any rank
+            break  # a rank had no data, or the step is discarded: it did not happen, on any rank
         if agreed.diverged:
             roll_back(run)
             continue
@@ -315,7 +314,7 @@ def agree_on_rollback(run: Training, trouble: TrainState) -> int:
     committed = run.checkpoints.branch()
     budget = run.config.resilience.max_rollbacks
     plan = run.ranks.broadcast(plan_rollback(committed, run.train_state.rollbacks, budget))
-    assert isinstance(plan, Plan)  # rank 0 made it
+    assert isinstance(plan, RollbackPlan)  # rank 0 made it
     if plan.to is not None:
         return plan.to
     run.record(Diverged(trouble.step, plan.reason))

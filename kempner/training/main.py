@@ -1,4 +1,7 @@
-"""Runs one rank: find its place, build everything, train, exit with the right code."""
+"""Runs one rank: find its place, build everything, train, exit with the right code.
+
+Error message for running out of memory, with the relevant numbers.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
+import psutil
 import torch
 
 from kempner.cluster.slurm.hostlist import node_name
@@ -15,6 +19,7 @@ from kempner.cluster.slurm.job import restart_count
 from kempner.cluster.world import World
 from kempner.config.sections import Config, SuperviseSection
 from kempner.model.compilation import keep_compiled
+from kempner.run.control.heartbeat import Progress
 from kempner.run.control.launch_env import Launch
 from kempner.run.control.leftovers import end_leftovers
 from kempner.run.control.protocol import Phase
@@ -23,18 +28,52 @@ from kempner.run.output.logs import logger, open_log
 from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
 from kempner.run.process.retry import PASSING, storage_waits
 from kempner.run.record.attempts import Attempt, begin_attempt, prune_attempts
-from kempner.run.record.events.attempt import AttemptStarted, RankReady
+from kempner.run.record.events import AttemptStarted, RankReady
 from kempner.run.record.lease import Lease
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.build import build
 from kempner.training.fault_injection import arm
-from kempner.training.groups.device_check import check_device
-from kempner.training.groups.process_groups import Ranks, add_variables, choose_device, connect
+from kempner.training.groups.process_groups import (
+    Ranks,
+    add_variables,
+    check_device,
+    choose_device,
+    connect,
+)
 from kempner.training.loop import Training, train
-from kempner.training.oom_message import describe_shortage
 from kempner.training.rank_link.rank_link import RankLink
 from kempner.training.rank_link.shutdown import StopListener
+
+_NO_HOST_MEMORY = ("DefaultCPUAllocator", "not enough memory")
+"""What torch says when the host has none to give; it has no exception type for that."""
+
+
+def describe_shortage(error: BaseException, progress: Progress) -> str | None:
+    """A sentence if `error` means that memory ran out, on a GPU or on the host; else None."""
+    said = str(error)
+    where = f"in phase {progress.phase} after step {progress.step}"
+    if isinstance(error, torch.OutOfMemoryError):
+        free, total = torch.cuda.mem_get_info()
+        return (
+            f"out of GPU memory {where}: tensors have {_gib(torch.cuda.memory_allocated())}, "
+            f"PyTorch reserved {_gib(torch.cuda.memory_reserved())}, {_gib(free)} of {_gib(total)} "
+            "are free; lower train.micro_batch_size or train.seq_len, shard over more ranks, or "
+            "set parallelism.reduce_gradients to micro_batch and reshard_after_forward to always"
+        )
+    if isinstance(error, MemoryError) or any(words in said for words in _NO_HOST_MEMORY):
+        host = psutil.virtual_memory()
+        return (
+            f"out of memory {where}: this rank has {_gib(psutil.Process().memory_info().rss)}, "
+            f"{_gib(host.available)} of the host's {_gib(host.total)} are available; ask for more "
+            "memory, or lower train.micro_batch_size or data.num_dataloader_workers"
+        )
+    return None
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
 
 _PEER_GONE = (
     "Connection closed by peer",
@@ -73,10 +112,10 @@ def main(config: Config, rank_link: RankLink, shutdown: StopListener) -> NoRetur
 
 
 def classify(error: BaseException, rank_link: RankLink) -> ExitCode:
-    """The exit code for an exception that nobody expected: a lost peer, storage that fails, or a
-    crash of our own.
+    """The exit code for an unexpected exception: a lost peer, storage that fails, or a crash of
+    this rank.
 
-    The supervisor's word comes first. What the error says decides where its word is not there yet,
+    What the supervisor has said takes precedence. The error decides where it has said nothing yet,
     or there is no supervisor.
     """
     told = rank_link.link is not None and rank_link.link.peer_lost is not None
@@ -158,7 +197,7 @@ class Ownership:
     lease: Lease | None = None
 
     def release(self) -> None:
-        """Let go of the run: whoever starts it next need not wait."""
+        """Release the lease, so that the next start need not wait."""
         if self.lease is not None:
             self.lease.release()
 
@@ -168,7 +207,7 @@ def take_run(
 ) -> Ownership:
     """The supervisor's attempt, or one that rank 0 begins where there is no supervisor.
 
-    Raises `UsageError`, on every rank, if somebody else owns the run, or it cannot be written.
+    Raises `UsageError`, on every rank, if another process owns the run, or it cannot be written.
     """
     if launch is not None:
         return Ownership(launch.attempt)

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import TrainState
 from kempner.config.sections import CheckpointSection
 from kempner.run.control.protocol import Phase
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.retry import storage_waits
-from kempner.run.record.events.base import LedgerEvent
+from kempner.run.record.events import LedgerEvent
 from kempner.training.policy.final_save import time_to_spare
 from kempner.training.rehearsal.switch import recorder
 from kempner.training.session import Session
@@ -30,7 +30,7 @@ from kempner.training.vote.final_save import (
     refuse_to_go_on_unsaved,
     vote_to_go_on,
 )
-from kempner.training.vote.vote import Ballot, Steps, StepVote, Vote, VoteGroup, VoteResult
+from kempner.training.vote.vote import Ballot, LoopSteps, StepVote, Vote, VoteGroup, VoteResult
 
 IDLE_AT_MOST = 8
 """Steps in a row in which no optimizer has stepped. `GradScaler` skips some when it begins."""
@@ -56,7 +56,7 @@ class OwnLoop:
         self.idle = 0
         """In how many steps, up to the last, no optimizer has stepped on this rank."""
         self.left_after: int | None = None
-        """The step after which this rank has left the loop of its own accord."""
+        """The step after which this rank has left the loop without being asked to."""
         self._ballot: Ballot | None = None
         self._recorder = recorder()
 
@@ -160,7 +160,7 @@ class OwnLoop:
     def vote(self) -> Vote:
         """This rank's vote at this moment."""
         vote = vote_to_go_on(self.shutdown, self.checkpoints)
-        return StepVote(**vars(vote), own=Steps(self.idle, self.left_after))
+        return StepVote(**vars(vote), own=LoopSteps(self.idle, self.left_after))
 
     def _refuse_to_go_on_unsaved(self, agreed: VoteResult) -> None:
         limits = CheckpointSection().max_failures, storage_waits().patience

@@ -1,4 +1,5 @@
-"""Whether a program that starts is the one that its run belongs to; rank 0 looks, all hear of it.
+"""Whether a program that starts is the one that its run belongs to: rank 0 checks, all ranks learn
+the result.
 
 standing = recognise(folder, ranks, this_program(ranks, facts), ...)  # refused or told
 standing.refuse_if_complete(step)  # when the newest checkpoint is loaded
@@ -22,9 +23,9 @@ from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import DataError
 from kempner.run.process.retry import storage_waits
 from kempner.run.record.identity import (
+    Consequence,
     Difference,
     RunIdentity,
-    Verdict,
     compare,
     describe_refusal,
     plain,
@@ -32,8 +33,7 @@ from kempner.run.record.identity import (
     write_identity,
 )
 from kempner.run.record.lease import Holder
-from kempner.run.record.program.command import files_of_process, identity_of_process
-from kempner.run.record.program.copies import keep_copies
+from kempner.run.record.program import files_of_process, identity_of_process, keep_copies
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.build import versions
 from kempner.training.groups.process_groups import Ranks
@@ -42,7 +42,7 @@ _ANOTHER_RUN = "give it another run_dir"
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunComparison:
     """What the run in `folder` was at its start before (None: it is new, or older than this is
     kept), what it is now, and the differences; the same on all ranks.
     """
@@ -62,7 +62,7 @@ class Standing:
 
         Differences that the user accepts change how a run goes on; one that is complete does not.
         """
-        accepted = [each for each in self.differences if each.verdict is Verdict.ACCEPTED]
+        accepted = [each for each in self.differences if each.verdict is Consequence.ACCEPTED]
         steps = self.now.facts.get("steps")
         if accepted and isinstance(steps, int) and step >= steps:
             changes = "; ".join(each.sentence for each in accepted)
@@ -89,28 +89,28 @@ def recognise(
     program: RunIdentity,
     accepted: Collection[str],
     launched_as_before: bool,
-) -> Standing:
+) -> RunComparison:
     """Compare this program with the one whose run it is, and say what differs, in a line each.
 
     `launched_as_before` says that a supervisor has looked at its command. Raises `DataError`, on
     all ranks alike, where the result would be another program's.
     """
-    standing = Standing(folder, None, program)
+    standing = RunComparison(folder, None, program)
     if ranks.world.rank == 0:
         before = storage_waits().retry(partial(read_identity, folder), path=folder.identity)
         if before is not None and launched_as_before:
             program = replace(program, launched=before.launched)
-            standing = Standing(folder, None, program)
+            standing = RunComparison(folder, None, program)
         # Without a checkpoint it begins anew, whatever was tried before.
         if before is not None and any(folder.checkpoints.glob("step-*")):
             found = compare(before, program, accepted)
-            standing = Standing(folder, before, program, tuple(found))
+            standing = RunComparison(folder, before, program, tuple(found))
     told = ranks.broadcast(standing)
-    assert isinstance(told, Standing)  # rank 0 made one
+    assert isinstance(told, RunComparison)  # rank 0 made one
     if refusal := describe_refusal(told.differences, folder.path, _ANOTHER_RUN):
         raise DataError(refusal)
     for each in told.differences:
-        accepted_first = "accepted: " if each.verdict is Verdict.ACCEPTED else ""
+        accepted_first = "accepted: " if each.verdict is Consequence.ACCEPTED else ""
         ranks.say(f"{accepted_first}{each.sentence}")
     return told
 

@@ -15,14 +15,13 @@ import torch
 
 from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format.manifest import Identity, Origin
-from kempner.cluster.machine.rlimits import raise_open_file_limit
+from kempner.cluster.machine.limits import raise_open_file_limit
 from kempner.config.resilience import ResilienceSection
 from kempner.config.sections import SuperviseSection
-from kempner.config.site.network import DistributedSection
+from kempner.config.site import DistributedSection
 from kempner.run.control.heartbeat import Progress
-from kempner.run.control.launch_env import Launch, LaunchTerms
+from kempner.run.control.launch_env import Launch, LaunchTerms, place_of
 from kempner.run.control.protocol import Phase
-from kempner.run.control.rehearsal import place_of
 from kempner.run.control.trackers import begin_next_loop, note_mlflow_run
 from kempner.run.output import logs
 from kempner.run.output.console import protect
@@ -31,41 +30,38 @@ from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
 from kempner.run.process.retry import storage_waits
 from kempner.run.process.worker_process import heed_for_children
 from kempner.run.record.attempts import Fence
-from kempner.run.record.events.attempt import RankReady
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.checkpoint import CheckpointCommitted, Resumed
+from kempner.run.record.events import CheckpointCommitted, LedgerEvent, RankReady, Resumed
 from kempner.run.record.history import RunHistory
 from kempner.run.record.identity import OUTPUT_DIR, RunIdentity, accepted_names
-from kempner.run.record.program.command import relative
+from kempner.run.record.program import relative
 from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.save_times import Durations
 from kempner.training.build import host_facts, read_history, versions
 from kempner.training.compute.seeds import set_rng
 from kempner.training.groups.process_groups import Ranks, adopt
-from kempner.training.homes import LOOPS, Claim, Home, Supervised
-from kempner.training.last_words import LastWords
+from kempner.training.homes import LOOPS, Claim, Home, LastWords, SupervisedProcess
 from kempner.training.rank_link.rank_link import RankLink, join
 from kempner.training.rank_link.shutdown import StopListener
-from kempner.training.recognition import Standing, recognise, this_program
+from kempner.training.recognition import RunComparison, recognise, this_program
 
 
 @dataclass(frozen=True)
-class Beside:
+class RunBeside:
     """The run of a trainer whose results are in `output_dir`; made by `run_beside`."""
 
     output_dir: Path
 
 
-def run_beside(output_dir: str | Path) -> Beside:
-    """What to give to `Entry` as `run_dir` for a run that belongs to a folder of results.
+def run_beside(output_dir: str | Path) -> RunBeside:
+    """What to give to `RunEntry` as `run_dir` for a run that belongs to a folder of results.
 
     It is where the run of a loop without `run_dir` would be; a start of the same program with
     another folder is another run.
     """
-    return Beside(Path(output_dir))
+    return RunBeside(Path(output_dir))
 
 
-class Entry:
+class RunEntry:
     """On the way into a run: this process traps the stop signals, and the supervisor knows of it.
 
     `name` is what the user calls, for messages. At a prompt the signals are left alone until
@@ -79,15 +75,15 @@ class Entry:
     def __init__(
         self,
         name: str,
-        run_dir: str | Path | Beside | None,
+        run_dir: str | Path | RunBeside | None,
         accept_changes: Collection[str] = (),
         listener: StopListener | None = None,
     ) -> None:
         protect()
         logs.configure()
         self._accepted = accepted_names(accept_changes, os.environ)
-        self._beside = run_dir if isinstance(run_dir, Beside) else None
-        self._named = place_of(run_dir) if run_dir and not isinstance(run_dir, Beside) else None
+        self._beside = run_dir if isinstance(run_dir, RunBeside) else None
+        self._named = place_of(run_dir) if run_dir and not isinstance(run_dir, RunBeside) else None
         self._session: Session | None = None
         entered = LOOPS.supervised
         self._shutdown = entered.shutdown if entered else listener or StopListener(at_prompt())
@@ -99,7 +95,7 @@ class Entry:
             self._entered = entered or self._enter(name)
             self.rank_link = self._entered.rank_link
 
-    def _enter(self, name: str) -> Supervised:
+    def _enter(self, name: str) -> SupervisedProcess:
         """Call the supervisor, if there is one."""
         launch = Launch.from_environment(os.environ)
         terms = launch.terms if launch is not None else None
@@ -107,14 +103,14 @@ class Entry:
             terms.run if terms is not None else self._named or place_of(_usual(name, sys.argv[0]))
         )
         link = join(RunDirectory(usual), _as_told(terms), self._shutdown)
-        entered = Supervised(link, self._shutdown, LastWords(link), terms)
+        entered = SupervisedProcess(link, self._shutdown, LastWords(link), terms)
         if launch is not None:
             LOOPS.supervised = entered
         return entered
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """If this ends with an exception, let go of the signals and of the run."""
+        """If this ends with an exception, release the signals and the run."""
         try:
             yield
         except BaseException:
@@ -196,7 +192,7 @@ class Session:
         self.fence = Fence(home.run.attempts, claim.attempt)
         self._last_words, self._released = last_words, False
         self.ranks, self.shutdown = ranks, shutdown
-        self.standing = Standing(home.folder, None, RunIdentity())
+        self.standing = RunComparison(home.folder, None, RunIdentity())
         """What the run was before, and is now."""
         self.accepted: Collection[str] = ()
         """Names of differences that the user accepts, for `CheckpointEngine.restore` as well."""
@@ -275,7 +271,7 @@ class Session:
             note_mlflow_run(RunDirectory(launch.terms.run).trackers)
 
     def end(self, code: ExitCode, words: str, complete: bool) -> None:
-        """Part from the other ranks; the supervisor hears of `code` when this process exits.
+        """Leave the other ranks; the supervisor is sent `code` when this process exits.
 
         `complete` is whether nothing is left to do.
         """
@@ -307,7 +303,7 @@ class Session:
             heed_for_children(False)
 
     def release(self) -> None:
-        """Let go of the run: whoever starts it next need not wait."""
+        """Release the run, so that the next start need not wait."""
         if not self._released:
             self._released = True
             self._claim.release()
@@ -318,7 +314,7 @@ class Session:
 
     @property
     def run(self) -> RunDirectory:
-        """Where its files are."""
+        """The directory of the run."""
         return self._home.folder
 
     def trap_signals(self) -> None:
@@ -328,7 +324,7 @@ class Session:
 
     @property
     def progress(self) -> Progress:
-        """What the supervisor hears of this rank."""
+        """The progress that is reported to the supervisor."""
         return self._rank_link.progress
 
     def record(self, event: LedgerEvent) -> None:
@@ -343,17 +339,17 @@ class Session:
         return f" (loop {self._home.number})" if self._home.number > 1 else ""
 
     def say(self, words: str) -> None:
-        """Tell the user, once."""
+        """Print a sentence, on rank 0 only."""
         self.ranks.say(words)
 
 
 def at_prompt() -> bool:
-    """Whether somebody types at this process, in a notebook, IPython or Python's own prompt."""
+    """Whether this process is interactive: a notebook, IPython or Python's own prompt."""
     return hasattr(sys, "ps1")
 
 
 def _as_told(terms: LaunchTerms | None) -> SuperviseSection:
-    """The supervisor's patience; without one nobody waits for anybody."""
+    """The supervisor's timeouts; the defaults without a supervisor, where they are not used."""
     if terms is None:
         return SuperviseSection()
     return SuperviseSection(

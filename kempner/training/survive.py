@@ -23,19 +23,18 @@ from torch.optim import Optimizer
 from kempner.checkpoint.format.manifest import read
 from kempner.checkpoint.format.names import CheckpointFolder
 from kempner.checkpoint.manager import CheckpointEngine
-from kempner.checkpoint.registered.everything import Everything, gather
+from kempner.checkpoint.registered.groups import RegisteredState, gather
 from kempner.checkpoint.store.retention import Keep
 from kempner.checkpoint.store.selection import choose
 from kempner.config.sections import CheckpointSection
 from kempner.data.serve.draws import key
 from kempner.data.serve.places import supply_of
 from kempner.run.process.exit_codes import DataError, UsageError
-from kempner.training.batches import NAME, Batches
 from kempner.training.compute.seeds import given_seed, program_seed
 from kempner.training.recognition import describe_optimizer
-from kempner.training.session import Entry, Session
-from kempner.training.survivor import Plan, Survivor
-from kempner.training.watch.strangers import Given
+from kempner.training.session import RunEntry, Session
+from kempner.training.survivor import NAME, Batches, LoopPlan, Survivor
+from kempner.training.watch.strangers import HeldObjects
 from kempner.training.watch.watch import Watch
 
 
@@ -127,8 +126,8 @@ def survive(
     Ctrl-C the state is committed, and iterating raises `KeyboardInterrupt`; a second one within two
     seconds raises it at once. `run_dir` has no default there.
     """
-    todo = Todo(steps, save_every, keep_last, seed, accumulate)
-    entry = Entry("survive", run_dir, accept_changes)
+    todo = LoopRequest(steps, save_every, keep_last, seed, accumulate)
+    entry = RunEntry("survive", run_dir, accept_changes)
     with entry.guard():
         todo.check(has_data=data is not None)
         device = device_of("survive", model, optimizer)
@@ -140,15 +139,15 @@ def survive(
         batches = _open_batches(session, data, todo, noise)
         if batches is not None:
             everything = batches.held_with(everything)
-        held = Given(model, optimizer, given["state"], given["per_rank"], data)
+        held = HeldObjects(model, optimizer, given["state"], given["per_rank"], data)
         watch = Watch(everything, held)
         everything = watch.held_with(everything)
         checkpoints = open_checkpoints(session, everything, optimizer, keep_last, noise)
-        return Survivor(Plan(steps, save_every, noise), session, checkpoints, batches, watch)
+        return Survivor(LoopPlan(steps, save_every, noise), session, checkpoints, batches, watch)
 
 
 @dataclass(frozen=True)
-class Todo:
+class LoopRequest:
     """What a loop is to do, as it was asked for."""
 
     steps: int
@@ -180,7 +179,7 @@ def check_whole(caller: str, name: str, given: object, smallest: int | None) -> 
 
 
 def _facts(
-    todo: Todo,
+    todo: LoopRequest,
     model: nn.Module,
     optimizer: Optimizer,
     data: Any,
@@ -244,7 +243,7 @@ def _seed_of_run(session: Session) -> int | None:
         return None
 
 
-def _open_batches(session: Session, data: Any, todo: Todo, seed: int) -> Batches | None:
+def _open_batches(session: Session, data: Any, todo: LoopRequest, seed: int) -> Batches | None:
     if data is None:
         return None
     world = session.ranks.world
@@ -267,7 +266,7 @@ def device_of(caller: str, model: nn.Module, optimizer: Optimizer) -> torch.devi
 
 def open_checkpoints(
     session: Session,
-    everything: Everything,
+    everything: RegisteredState,
     optimizer: Optimizer,
     keep_last: int,
     seed: int | None,

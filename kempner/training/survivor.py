@@ -3,42 +3,100 @@
 However the loop is left, what is done is committed: after the last step or `finish` the run is
 complete; after a `break` or a `return` it goes on at the next start. After an exception the newest
 checkpoint stays as it is, since the step under way is not whole.
+
+The batches of a loop's steps: from a loader, and held by its checkpoints.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.manager import CheckpointEngine
+from kempner.checkpoint.registered.groups import RegisteredState
+from kempner.checkpoint.registered.objects import Held
 from kempner.data.serve.draws import kept
+from kempner.data.serve.places import Supply
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
 from kempner.run.process.retry import storage_waits
 from kempner.run.process.stop_reason import StopReason
-from kempner.training.batches import Batches
-from kempner.training.leaving import Leaving, Steps, describe_uncommitted
+from kempner.training.leaving import Steps, StepsEnd, describe_uncommitted
 from kempner.training.own_loop import OwnLoop, describe_idleness
 from kempner.training.session import Session, at_prompt
 from kempner.training.vote.vote import VoteResult
 from kempner.training.watch.watch import Watch
 
+NAME = "data"
+"""Under which a checkpoint holds the place."""
+
+
+class Batches:
+    """What each step trains on: a batch, or a list of `accumulate` of them."""
+
+    def __init__(self, supply: Supply, accumulate: int | None) -> None:
+        self._supply, self._accumulate = supply, accumulate
+        self._before: dict[str, Any] | None = None
+        self._put_back = False
+        self.epoch = 0
+        """The epoch that the last batch belonged to."""
+
+    def take(self) -> Any:
+        """What the next step trains on."""
+        self._before = self._supply.state_dict()
+        if self._accumulate is None:
+            return self._one()
+        return [self._one() for _ in range(self._accumulate)]
+
+    def _one(self) -> Any:
+        batch, self.epoch = self._supply.take()
+        return batch
+
+    def put_back(self) -> None:
+        """The step that was begun is not made: its batches are those of the next start."""
+        self._put_back = self._before is not None
+
+    def close(self) -> None:
+        """Let go of what reads."""
+        self._supply.close()
+
+    def held_with(self, everything: RegisteredState) -> RegisteredState:
+        """With the place as part of each checkpoint."""
+        objects = everything.registered
+        held = {NAME: Held(self._place, self._go_to)}
+        if self._supply.shared:
+            return replace(
+                everything, registered=replace(objects, shared={**objects.shared, **held})
+            )
+        return replace(
+            everything, registered=replace(objects, per_rank={**objects.per_rank, **held})
+        )
+
+    def _place(self) -> Mapping[str, Any]:
+        if self._put_back and self._before is not None:
+            return self._before
+        return self._supply.state_dict()
+
+    def _go_to(self, place: dict[str, Any]) -> None:
+        self._supply.load_state_dict(place)
+
+
 Step = TypeVar("Step", covariant=True)
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoopPlan:
     """What a loop is to do: `steps`, and a save every `save_every` of them."""
 
     steps: int
@@ -51,7 +109,7 @@ class Survivor(Generic[Step]):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: LoopPlan,
         session: Session,
         checkpoints: CheckpointEngine,
         batches: Batches | None,
@@ -105,7 +163,7 @@ class Survivor(Generic[Step]):
         self._begun = True
         return cast("Iterator[Step]", Steps(self.run))
 
-    def run(self, leaving: Leaving) -> Generator[object, None, None]:
+    def run(self, leaving: StepsEnd) -> Generator[object, None, None]:
         """Make the steps, and part from the run however they end."""
         if at_prompt():
             self._session.trap_signals()

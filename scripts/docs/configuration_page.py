@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from kempner.config.explain import Explained, Table, tables, toml_value
+from kempner.config.explain import KeyExplanation, Table, tables, toml_value
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration_keys.md"
 
@@ -34,7 +34,7 @@ def _parts(table: Table, heading: str) -> Iterator[str]:
         yield from _parts(inner, f"{heading}#")
 
 
-def _row(key: Explained) -> str:
+def _row(key: KeyExplanation) -> str:
     name = key.name.rpartition(".")[2]
     takes = [_cell(key.takes), *([f"default `{_cell(key.default)}`"] if key.default else [])]
     if key.kind != "true or false" and not key.kind.startswith("one of "):

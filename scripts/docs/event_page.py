@@ -12,8 +12,8 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import get_type_hints
 
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.vocabulary import SUBJECTS
+from kempner.run.record.events import LedgerEvent
+from kempner.run.record.vocabulary import SUBJECTS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "events.md"
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from torch.utils.data import Dataset
 
-from kempner.data.order.shuffle import Order
+from kempner.data.order.shuffle import SampleOrder
 
 WORKERS = [
     pytest.param({"num_workers": 0}, id="no worker"),
@@ -36,5 +36,5 @@ class Numbers(Dataset[int]):
 
 
 def expected(n: int, start: int, stop: int, seed: int = 0) -> list[int]:
-    order = Order(n, seed)
+    order = SampleOrder(n, seed)
     return [order.locate(position)[1] for position in range(start, stop)]

@@ -24,19 +24,19 @@ SUBJECTS: Mapping[str, tuple[str, ...]] = {
     "slots": ("checkpoint/slots/*.py", "checkpoint/tensors/step_slots.py"),
     "buddies": ("supervisor/launchers/agents/buddy/*.py",),
     "agents": ("supervisor/launchers/agents/*.py",),
-    "joining": ("supervisor/joining/*.py", "supervisor/launchers/agents/joined/*.py"),
+    "joining": ("supervisor/joining.py", "supervisor/launchers/agents/joined/*.py"),
     "samplers": ("data/serve/sampler.py", "data/serve/plans.py", "data/serve/places.py"),
     "trainer": ("integrations/trainer/*.py", "integrations/transformers.py"),
     "lightning": ("integrations/lightning*.py",),
     "survive": ("training/survive.py", "training/survivor.py", "training/watch/*.py"),
-    "leaving": ("training/leaving.py", "training/own_loop.py"),
+    "leaving": ("training/own_loop.py",),
     "homes": ("training/homes.py",),
-    "identity": ("run/record/identity.py", "run/record/program/*.py"),
+    "identity": ("run/record/identity.py", "run/record/program.py"),
     "convert": ("checkpoint/convert/*.py", "cli/checkpoint/hugging_face.py"),
     "plan": ("training/plan/*.py", "model/spec/*.py"),
     "report": ("insight/report/*.py",),
     "triage": ("insight/triage/**/*.py",),
-    "orphans": ("training/rank_link/orphan_requeue.py", "training/rank_link/lost_supervisor.py"),
+    "orphans": ("training/rank_link/rank_link.py",),
 }
 """Patterns in kempner of the modules of each subject."""
 

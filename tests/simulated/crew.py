@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import TrainState
 from kempner.run.control.protocol import Phase, Report
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.record.attempts import Attempt

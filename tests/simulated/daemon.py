@@ -17,12 +17,11 @@ from kempner.cluster.slurm.job import JobState
 from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.stop_reason import StopReason
-from kempner.run.record.events.attempt import AttemptFailed, RunGivenUp
-from kempner.run.record.events.job import NotRequeued, Requeued
+from kempner.run.record.events import AttemptFailed, NotRequeued, Requeued, RunGivenUp
 from kempner.supervisor.attempt import RESTART_TAKES
 from kempner.supervisor.monitors.base import Snapshot
 from kempner.supervisor.monitors.findings import Hang
-from kempner.supervisor.monitors.hang_detector import HangDetector
+from kempner.supervisor.monitors.hangs import HangDetector
 from kempner.supervisor.monitors.phase_durations import learned, to_event
 from kempner.supervisor.monitors.phase_stats import PhaseStats
 from kempner.supervisor.policy import outcome, requeue, restart, stop
@@ -182,11 +181,11 @@ class Daemon:
         hangs = self._hangs.check(seen)
         if world.engine.now - self._asked_at >= ASK_EVERY:
             self._ask_slurm()
-        self._heed_the_job()
+        self._stop_for_job_end()
         for hang in hangs:
             if self._advance(Trigger.HANG_FOUND):
                 self._hang = hang
-                self._pace.misjudged(hang.phase, hang.still)
+                self._pace.note_false_hang(hang.phase, hang.still)
         if now > self._attempt_life.until:
             self._advance(Trigger.TIME_UP)
         if self._attempt_life.state is AttemptState.KILLING:
@@ -206,7 +205,7 @@ class Daemon:
             left = None if end is None else end - self._world.engine.now
             self._job_ends = None if left is None else self._awake() + left
 
-    def _heed_the_job(self) -> None:
+    def _stop_for_job_end(self) -> None:
         if self._first is None or self._seen is None:
             return
         self._durations = self.ranks.saves.learned if self.ranks else self._durations

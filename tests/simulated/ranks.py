@@ -11,13 +11,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
-from kempner.checkpoint.format.train_state import Rollback, TrainState
-from kempner.data.order.batch_slices import Slicing
+from kempner.checkpoint.format.manifest import Rollback, TrainState
+from kempner.data.order.global_batches import Slicing
 from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import DataError, DivergedError, ExitCode, RunError
 from kempner.run.record.attempts import Attempt
-from kempner.run.record.events.checkpoint import StartedAnew
-from kempner.run.record.events.training import RolledBack
+from kempner.run.record.events import RolledBack, StartedAnew
 from kempner.training import loop
 from kempner.training.policy import anomalies, final_save
 from kempner.training.policy.anomalies import Health, Numbers, remembered

@@ -6,14 +6,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.format.names import MANIFEST, CheckpointFolder, in_progress_name
-from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.store import commit, retention, selection
+from kempner.checkpoint.store.commit import SaveFailures
 from kempner.checkpoint.store.retention import Keep
-from kempner.checkpoint.store.save_failures import SaveFailures
 from kempner.run.process.exit_codes import DataError
 from kempner.run.record.attempts import Fence, SupersededError
-from kempner.run.record.events.checkpoint import CheckpointCommitted, Resumed
+from kempner.run.record.events import CheckpointCommitted, Resumed
 from kempner.run.record.save_times import SaveSeconds
 from simulated.engine import Process, Steps
 from simulated.storage import Died

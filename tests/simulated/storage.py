@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from kempner.checkpoint.format.manifest import Identity, Manifest
+from kempner.checkpoint.format.manifest import Identity, Manifest, TrainState
 from kempner.checkpoint.format.names import LATEST, WITHDRAWN, parse_step
-from kempner.checkpoint.format.train_state import TrainState
 from kempner.run.record.attempts import Attempt, begin_attempt
 from kempner.run.record.run_dir import RunDirectory
 from simulated.checks.oracle import Oracle

@@ -13,10 +13,9 @@ from kempner.config.sections import (
     SuperviseSection,
     TrainSection,
 )
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.job import Requeued
+from kempner.run.record.events import LedgerEvent, Requeued
 from kempner.run.record.history import RunHistory
-from kempner.training.rank_link import orphan_requeue
+from kempner.training.rank_link import rank_link
 from simulated import strikes
 from simulated.checks.oracle import Invariant, Oracle, Violation
 from simulated.daemon import Daemon
@@ -151,7 +150,7 @@ class World(Storage):
             return
         self._claimed.add(ranks.attempt.number)
         noticed = job.bereaved_at + self.config.supervise.supervisor_timeout
-        wait = max(orphan_requeue.TURN, noticed - self.engine.now)
+        wait = max(rank_link.TURN, noticed - self.engine.now)
         self.engine.call(wait, lambda: self._hand_back(job, ranks))
 
     def abandoned(self, ranks: Ranks, steps: int) -> None:
@@ -175,7 +174,7 @@ class World(Storage):
         if (state := self.slurm.show(job)) is None:
             self.engine.call(LONGEST_PAUSE, lambda: self._hand_back(job, ranks))
             return
-        if orphan_requeue.decide_orphan_requeue(state, state.restarts, superseded=False).requeue:
+        if rank_link.decide_orphan_requeue(state, state.restarts, superseded=False).requeue:
             if not self.slurm.requeue(job):
                 self.record(Requeued(self.history.last_step, job.id))
         elif state.state == "RUNNING" and state.may_requeue:

@@ -57,7 +57,7 @@ COMMANDS = {
     "kempner checkpoint verify runs/train": "kempner/checkpoint",
     "kempner checkpoint export runs/train --out hf": "kempner/checkpoint/convert",
     "kempner checkpoint import runs/alone --into runs/again": "kempner/checkpoint/convert",
-    "kempner checkpoint compare runs/train runs/alone": "kempner/checkpoint/compare",
+    "kempner checkpoint compare runs/train runs/alone": "kempner/checkpoint",
     "kempner eval runs/train --data data": "kempner/training/observe",
     "kempner rehearse -- python new/surviving.py": "kempner/rehearse",
     "kempner sample runs/train --prompt 'The value' --max-tokens 300": "kempner/model",

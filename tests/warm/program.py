@@ -24,7 +24,7 @@ from typing import NoReturn
 from kempner.run.control.launch_env import AS_FORKED
 from kempner.run.process.signals import STOP_SIGNALS
 from kempner.supervisor.launchers.fork_server import client, server
-from kempner.supervisor.launchers.fork_server.messages import LARGEST, Order
+from kempner.supervisor.launchers.fork_server.messages import LARGEST, ForkOrder
 
 
 class Spare:
@@ -61,17 +61,17 @@ def fork_spare() -> None:
         server.main(theirs.detach(), ())
         sys.exit()
     theirs.close()
-    start = client._Running.start
+    start = client._ServerProcess.start
 
-    def adopt(modules: Sequence[str]) -> client._Running:
-        client._Running.start = start  # type: ignore[method-assign]
+    def adopt(modules: Sequence[str]) -> client._ServerProcess:
+        client._ServerProcess.start = start  # type: ignore[method-assign]
         if sys.modules.keys() >= set(modules):
-            return client._Running(Spare(pid), ours)  # type: ignore[arg-type]
+            return client._ServerProcess(Spare(pid), ours)  # type: ignore[arg-type]
         ours.close()  # which ends it
         os.waitpid(pid, 0)
         return start(modules)
 
-    client._Running.start = adopt  # type: ignore[method-assign]
+    client._ServerProcess.start = adopt  # type: ignore[method-assign]
 
 
 def main(kind: str, folder: str, stdout: str, *arguments: str) -> None:
@@ -87,7 +87,7 @@ def main(kind: str, folder: str, stdout: str, *arguments: str) -> None:
         fork_spare()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     environ = {name: value for name, value in os.environ.items() if name not in AS_FORKED}
-    run = partial(server.run, Order(0, arguments, environ, ours=True))
+    run = partial(server.run, ForkOrder(0, arguments, environ, ours=True))
     if kind == "brief":
         run_briefly(run)
     run()

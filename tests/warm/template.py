@@ -21,7 +21,7 @@ from patience import scaled
 
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.fork_server import client
-from kempner.supervisor.launchers.fork_server.client import Forked, ForkServerClient
+from kempner.supervisor.launchers.fork_server.client import ForkedProcess, ForkServerClient
 from kempner.supervisor.launchers.fork_server.messages import arguments_of_python
 from warm.slots import dear
 
@@ -59,12 +59,12 @@ class Process(Protocol):
 class Warm:
     """A process that was forked from the template: a `Process`."""
 
-    def __init__(self, forked: Forked) -> None:
+    def __init__(self, forked: ForkedProcess) -> None:
         self.pid = forked.pid
         self._ended: Future[int] = Future()
         threading.Thread(target=self._follow, args=(forked,), name="warm", daemon=True).start()
 
-    def _follow(self, forked: Forked) -> None:
+    def _follow(self, forked: ForkedProcess) -> None:
         status = forked.wait()
         if status is None:
             self._ended.set_exception(RuntimeError("the template has died, and nobody else knows"))

@@ -11,9 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kempner.checkpoint.convert.file_copy import copy_data_file, copy_small_file
-from kempner.checkpoint.convert.file_formats import lay_out_safetensors, lay_out_torch, shard
-from kempner.checkpoint.convert.tensor_copy import OnBytes, Source, length, pour
+from kempner.checkpoint.convert.tensor_copy import (
+    OnBytes,
+    Source,
+    copy_data_file,
+    copy_small_file,
+    lay_out_safetensors,
+    lay_out_torch,
+    length,
+    pour,
+    shard,
+)
 from kempner.checkpoint.format.compact_index import CompactIndex
 from kempner.checkpoint.format.contents import Saved
 from kempner.checkpoint.format.names import METADATA

@@ -3,41 +3,209 @@
 Every tensor is read without running what is in its container, checked against what `.metadata` says
 of it, and written anew: in kempner's own containers, with checksums, and committed like any save.
 Memory holds two of the largest stored part.
+
+Reads DCP's files without executing their pickles.
+
+`.metadata` is a pickle, which the stock reader loads without restriction: a user who can write to a
+checkpoint could run code in every job that resumes from it. Here only the classes that DCP itself
+writes are allowed. Tensors are read by `torch.load(weights_only=True)`, as in the stock reader.
+
+Maps the keys of a foreign checkpoint to those of kempner: pure, with reasons for refusals.
+
+DCP flattens a nested state into keys joined by dots. What is obvious is taken: `model.<parameter>`
+as it is; `optimizer` or `optim`, with or without `state` between (as `get_state_dict` of
+`torch.distributed.checkpoint.state_dict` gives it); all of it below one more name, such as `app`.
 """
 
 from __future__ import annotations
 
+import gc
 import io
 import math
 import pickle
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 
-from kempner.checkpoint.convert.dcp_reader import RestrictedReader
-from kempner.checkpoint.convert.first_commit import NO_ATTEMPT, commit_first
-from kempner.checkpoint.convert.key_map import Fit, fit
+from kempner.checkpoint.convert.first_commit import NO_ATTEMPT, commit_first, write_listed
 from kempner.checkpoint.convert.tensor_copy import OnBytes
-from kempner.checkpoint.convert.write_listed import write_listed
-from kempner.checkpoint.format.manifest import FileEntry, Identity, Manifest
+from kempner.checkpoint.format.manifest import FileEntry, Identity, Manifest, TrainState
 from kempner.checkpoint.format.names import METADATA
 from kempner.checkpoint.format.shard_plan import Chunk, Placed, TensorSpec
-from kempner.checkpoint.format.train_state import TrainState
 from kempner.run.process.exit_codes import DataError, cannot_read
+
+_DCP = "torch.distributed.checkpoint"
+_LET_THROUGH = {
+    (f"{_DCP}.metadata", "Metadata"),
+    (f"{_DCP}.metadata", "MetadataIndex"),
+    (f"{_DCP}.metadata", "StorageMeta"),
+    (f"{_DCP}.metadata", "TensorStorageMetadata"),
+    (f"{_DCP}.metadata", "TensorProperties"),
+    (f"{_DCP}.metadata", "ChunkStorageMetadata"),
+    (f"{_DCP}.metadata", "BytesStorageMetadata"),
+    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
+    (f"{_DCP}.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("collections", "OrderedDict"),
+}
+
+
+def _member(owner: Any, name: Any) -> Any:
+    """A memory format, which Python writes as its value, and some releases of 3.11 by its name."""
+    if owner is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise pickle.UnpicklingError("builtins.getattr is not allowed there")
+    return _MEM_FORMAT_ENCODING[name]
+
+
+class _RestrictedUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # where Python 3.13 has it
+            module = "pathlib"
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) in _LET_THROUGH or is_dtype:
+            return super().find_class(module, name)
+        if (module, name) in (("builtins", "getattr"), ("__builtin__", "getattr")):
+            return _member
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed there")
+
+
+class RestrictedReader(FileSystemReader):
+    """DCP's reader, but for a `.metadata` that asks for anything beyond DCP's own classes."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The checkpoint's metadata. Raises `DataError` if it is no plain description of one."""
+        path = Path(self.path) / METADATA
+        try:
+            with open(path, "rb") as file, _without_collector():
+                metadata = _RestrictedUnpickler(file).load()
+        except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError) as error:
+            raise DataError(f"{path} is refused: {error}") from error
+        if not isinstance(metadata, Metadata):
+            raise DataError(f"{path} is refused: it does not describe a checkpoint")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Millions of objects that all stay: looking for garbage among them takes most of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+_OPTIMIZERS = ("optimizer.", "optim.")
+_GROUPS = "param_groups"
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+"""What torch puts into the names of modules that it wraps."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """`names` maps their keys to ours; `left_out` is what a run needs nothing of."""
+
+    names: dict[str, str]
+    left_out: tuple[str, ...]
+
+
+def fit(tensors: Collection[str], others: Collection[str]) -> Fit:
+    """Map the keys of `tensors`, and judge those of `others`, which are no tensors.
+
+    Outside of model and optimizer everything is left out: schedules, counters and random states
+    follow from the configuration and the step; so do the optimizer's groups. Raises `DataError`,
+    naming keys, if something of the model or of the optimizer's state does not fit.
+    """
+    root = _root([*tensors, *others])
+    names: dict[str, str] = {}
+    left_out, misfits, taken = [], [], set()
+    parameters = {
+        _unwrapped(key.removeprefix(root)) for key in tensors if key.startswith(f"{root}model.")
+    }
+    for key in sorted({*tensors, *others}):
+        ours, needed = _translate(_unwrapped(key.removeprefix(root)), parameters)
+        if not key.startswith(root) or not needed:
+            before, groups, _ = key.partition(_GROUPS)
+            left_out.append(before + groups)
+        elif ours is None or key in others or ours in taken:
+            misfits.append(key)
+        else:
+            names[key] = ours
+            taken.add(ours)
+    if misfits:
+        raise DataError(
+            f"{listed(misfits)} cannot be imported: what belongs to the model must be a tensor, "
+            "and what belongs to the optimizer a tensor that is called "
+            "optimizer.state.<parameter>.<entry>, as get_state_dict of "
+            "torch.distributed.checkpoint.state_dict calls it"
+        )
+    return Fit(names, tuple(dict.fromkeys(left_out)))
+
+
+def listed(keys: Collection[str]) -> str:
+    """The first few of some keys, in words."""
+    first = ", ".join(list(keys)[:3])
+    return f"{first} and {len(keys) - 3} more" if len(keys) > 3 else first
+
+
+def _root(keys: Iterable[str]) -> str:
+    """What stands before `model.` in every key of the model: nothing, or one name and a dot."""
+    keys = list(keys)
+    if any(key.startswith("model.") for key in keys):
+        return ""
+    roots = {f"{parts[0]}." for key in keys if (parts := key.split("."))[1:2] == ["model"]}
+    if len(roots) != 1:
+        raise DataError(
+            f"it has no keys model.<parameter>, but {listed(sorted(keys)) or 'none'}; save "
+            '{"model": ..., "optimizer": ...} with torch.distributed.checkpoint'
+        )
+    return roots.pop()
+
+
+def _unwrapped(key: str) -> str:
+    return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
+
+
+def _translate(key: str, parameters: Collection[str]) -> tuple[str | None, bool]:
+    """Our name for a key, if there is one, and whether the state would miss it without."""
+    if key.startswith("model."):
+        return key, True
+    prefix = next((prefix for prefix in _OPTIMIZERS if key.startswith(prefix)), None)
+    if prefix is None:
+        return None, False
+    rest = key.removeprefix(prefix)
+    for name in (rest, rest.removeprefix("state.")):
+        if f"model.{name.rpartition('.')[0]}" in parameters:
+            return f"optimizer.{name}", True
+    return None, not rest.startswith(_GROUPS)
+
 
 _ADAMW = {"step", "exp_avg", "exp_avg_sq"}
 """The entries by which AdamW's state is known; those of others are not theirs alone."""
 
 
 @dataclass(frozen=True)
-class Foreign:
+class StockCheckpoint:
     """A stock checkpoint whose keys fit."""
 
     path: Path
@@ -45,7 +213,7 @@ class Foreign:
     fit: Fit
 
     @classmethod
-    def open(cls, path: Path) -> Foreign:
+    def open(cls, path: Path) -> StockCheckpoint:
         """Raises `DataError` if there is no stock checkpoint, or its keys do not fit."""
         try:
             metadata = RestrictedReader(path).read_metadata()
@@ -98,7 +266,9 @@ class Foreign:
         return entry
 
 
-def import_dcp(foreign: Foreign, into: Path, train_state: TrainState, on_bytes: OnBytes) -> Path:
+def import_dcp(
+    foreign: StockCheckpoint, into: Path, train_state: TrainState, on_bytes: OnBytes
+) -> Path:
     """Commit a stock checkpoint as the first one of the folder `into`; return its path.
 
     Raises `DataError` if something in it is not a plain tensor, and as `commit_first`.
@@ -113,7 +283,7 @@ def import_dcp(foreign: Foreign, into: Path, train_state: TrainState, on_bytes: 
     return commit_first(into, train_state.step, write)
 
 
-def _what_is_known(foreign: Foreign, world: int) -> Identity:
+def _what_is_known(foreign: StockCheckpoint, world: int) -> Identity:
     names = (name for name in foreign.fit.names.values() if name.startswith("optimizer."))
     entries = {name.rpartition(".")[2] for name in names}
     return Identity(
@@ -126,7 +296,7 @@ def _what_is_known(foreign: Foreign, world: int) -> Identity:
     )
 
 
-def _write(foreign: Foreign, path: Path, on_bytes: OnBytes) -> dict[str, FileEntry]:
+def _write(foreign: StockCheckpoint, path: Path, on_bytes: OnBytes) -> dict[str, FileEntry]:
     found = [*foreign.files().items()]
 
     def read(number: int, placed: Sequence[Placed]) -> Iterator[Tensor]:

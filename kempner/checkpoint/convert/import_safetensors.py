@@ -2,27 +2,135 @@
 
 They become float32, as a run keeps its weights. Memory holds the largest tensor, as it is stored
 and as float32.
+
+Finds and reads tensors in a folder of safetensors files, one at a time.
+
+The format is eight bytes with the header's length, the header in JSON, and the tensors without
+gaps (https://github.com/huggingface/safetensors, "Format"). Its own library maps whole files, whose
+pages would count as memory.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kempner.checkpoint.convert.first_commit import NO_ATTEMPT, commit_first
-from kempner.checkpoint.convert.safetensors_reader import Located
-from kempner.checkpoint.convert.tensor_copy import OnBytes
-from kempner.checkpoint.convert.write_listed import write_listed
-from kempner.checkpoint.format.contents import Saved
-from kempner.checkpoint.format.manifest import Identity, Manifest
+from kempner.checkpoint.convert.first_commit import NO_ATTEMPT, commit_first, write_listed
+from kempner.checkpoint.convert.tensor_copy import SAFETENSORS_DTYPES, OnBytes, octets
+from kempner.checkpoint.format.contents import Saved, are_numbers
+from kempner.checkpoint.format.manifest import Identity, Manifest, TrainState
 from kempner.checkpoint.format.shard_plan import Chunk, Placed, TensorSpec
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.run.process.exit_codes import DataError, cannot_read
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+_LARGEST_HEADER = 100_000_000
+"""Bytes; the library refuses more, too."""
+
+_DTYPES = {theirs: ours for ours, theirs in SAFETENSORS_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorLocation:
+    """A tensor in a file: `start` is its first byte, `dtype` torch's name."""
+
+    path: Path
+    start: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    def read(self) -> Tensor:
+        """The tensor. Raises `DataError` if the file has become shorter, and as `cannot_read`."""
+        tensor = torch.empty(self.shape, dtype=getattr(torch, self.dtype))
+        into, at = octets(tensor), self.start
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                while into and (done := os.preadv(descriptor, [into], at)):
+                    into, at = into[done:], at + done
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise cannot_read(self.path, error) from error
+        if into:
+            raise DataError(f"{self.path} ends before byte {at + len(into)}; copy it again")
+        return tensor
+
+
+def find_tensors(folder: Path) -> dict[str, TensorLocation]:
+    """Every tensor of a model in a folder, by name.
+
+    That are those of `model.safetensors.index.json`, or of `model.safetensors`. Raises `DataError`
+    for what is missing or damaged, and as `cannot_read`.
+    """
+    if not (folder / INDEX).is_file():
+        return _header(folder / WHOLE)
+    placed = _json(folder / INDEX, (folder / INDEX).read_bytes()).get("weight_map")
+    if not isinstance(placed, Mapping) or not all(
+        isinstance(file, str) and Path(file).name == file for file in placed.values()
+    ):
+        raise DataError(f"{folder / INDEX} is damaged: it does not say where the weights are")
+    files = {file: _header(folder / file) for file in sorted(set(placed.values()))}
+    for name, file in placed.items():
+        if name not in files[file]:
+            raise DataError(f"{folder / file} does not have {name}, which {INDEX} says it has")
+    return {name: files[file][name] for name, file in placed.items()}
+
+
+def _header(path: Path) -> dict[str, TensorLocation]:
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(size - 8, _LARGEST_HEADER):
+                raise DataError(f"{path} is damaged or cut off: its header does not fit into it")
+            header = _json(path, file.read(length))
+    except OSError as error:
+        advice = "name a folder with a model in safetensors, as Hugging Face has them"
+        raise cannot_read(path, error, advice) from error
+    try:
+        return {
+            name: _located(path, 8 + length, size, **entry)
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (TypeError, ValueError, KeyError) as error:
+        raise DataError(f"{path} is damaged or cut off: its header makes no sense") from error
+
+
+def _located(
+    path: Path, begin: int, size: int, dtype: str, shape: Any, data_offsets: Any
+) -> TensorLocation:
+    """A tensor as the header says; raises `ValueError`, `TypeError` or `KeyError` for nonsense."""
+    first, end = data_offsets
+    ours = _DTYPES[dtype]
+    width = getattr(torch, ours).itemsize
+    if not are_numbers([*shape, first, end]) or end - first != math.prod(shape) * width:
+        raise ValueError("a tensor without its bytes")
+    if begin + end > size:
+        raise ValueError("a tensor beyond the end")
+    return TensorLocation(path, begin + first, ours, tuple(shape))
+
+
+def _json(path: Path, content: bytes) -> dict[str, Any]:
+    try:
+        table = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is damaged: it is not JSON ({error})") from error
+    if not isinstance(table, dict):
+        raise DataError(f"{path} is damaged: it is not a table")
+    return table
+
 
 _FLOAT32 = "float32"
 
@@ -37,7 +145,7 @@ class Weights:
     Those beyond the stored ones are 0. `model` is what the checkpoint says of the model.
     """
 
-    located: Mapping[str, Located]
+    located: Mapping[str, TensorLocation]
     rows: Mapping[str, int]
     model: Mapping[str, Any]
 
@@ -55,7 +163,7 @@ def import_weights(
 ) -> Path:
     """Commit the weights as the first checkpoint of the folder `into`; return its path.
 
-    Each safetensors file becomes one of the checkpoint. Raises as `Located.read` and
+    Each safetensors file becomes one of the checkpoint. Raises as `TensorLocation.read` and
     `commit_first`.
     """
     saved = weights.saved

@@ -1,25 +1,27 @@
-"""Copies whole tensors of a checkpoint into other files, a few at a time.
-
-A format says which bytes go before, between and after the tensors; the tensors' own bytes are read,
-checked and written in batches, so that memory holds one batch, or one tensor if that is larger.
-"""
+"""Copies whole tensors and whole files of a checkpoint into files of other formats."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.serialization import skip_data
 
 from kempner.checkpoint.format.contents import Contents, Saved
-from kempner.checkpoint.format.manifest import Manifest, read
+from kempner.checkpoint.format.manifest import Manifest, read, whole_sum
 from kempner.checkpoint.io.file_writer import reserve, write_all
-from kempner.checkpoint.tensors.load import fill
-from kempner.checkpoint.tensors.open_contents import open_contents
+from kempner.checkpoint.io.verified_reader import Cursor, VerifiedFile
+from kempner.checkpoint.tensors.load import fill, open_contents
+from kempner.run.process.durable_io import write_durable
+from kempner.run.process.exit_codes import DataError
 
 BATCH_BYTES = 256 << 20
 """Tensors that are read together, so that small ones do not cost a file opened each."""
@@ -29,7 +31,7 @@ OnBytes = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorSlot:
     """Where in a file the bytes of the tensor `key` begin, and as what it is written there.
 
     It may be of another floating-point type than in the checkpoint, and without the last rows.
@@ -82,9 +84,8 @@ def length(saved: Saved) -> int:
 
 
 def dtype_of(saved: Saved) -> torch.dtype:
-    """A tensor's dtype."""
     dtype = getattr(torch, saved.dtype)
-    assert isinstance(dtype, torch.dtype)  # whoever described the contents has seen to it
+    assert isinstance(dtype, torch.dtype)  # checked when the contents were described
     return dtype
 
 
@@ -93,7 +94,7 @@ def total(tensors: Mapping[str, Saved]) -> int:
     return sum(map(length, tensors.values()))
 
 
-def pour(path: Path, slots: Sequence[Slot], source: Source, on_bytes: OnBytes) -> None:
+def pour(path: Path, slots: Sequence[TensorSlot], source: Source, on_bytes: OnBytes) -> None:
     """Write tensors into their slots of the file at `path`, which has its length; fsync it.
 
     Raises `DataError` for damage in the checkpoint and `OSError` for what cannot be written.
@@ -125,3 +126,149 @@ def _fitted(tensor: Tensor, written: Saved) -> Tensor:
 
 def _empty(saved: Saved) -> Tensor:
     return torch.empty(saved.shape, dtype=dtype_of(saved))
+
+
+_SLAB_BLOCKS = 16
+
+
+def copy_data_file(
+    checkpoint: Path, manifest: Manifest, name: str, target: Path, on_bytes: OnBytes
+) -> None:
+    """Copy a file that has checksums by block, and fsync it.
+
+    Raises `DataError` for a damaged block, and `OSError` for what cannot be written.
+    """
+    entry = manifest.files[name]
+    file = VerifiedFile(checkpoint / name, entry, manifest.files)
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    cursor = Cursor(file)
+    try:
+        reserve(descriptor, entry.bytes)
+        step = _SLAB_BLOCKS * file.block_bytes
+        buffer = memoryview(bytearray(min(step, entry.bytes)))
+        for start in range(0, entry.bytes, step):
+            slab = buffer[: min(step, entry.bytes - start)]
+            cursor.fill(slab, start // file.block_bytes)
+            write_all(descriptor, slab, start)
+            on_bytes(len(slab))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+        cursor.close()
+
+
+def copy_small_file(checkpoint: Path, manifest: Manifest, name: str, target: Path) -> None:
+    """Copy a file that has one checksum, and fsync it; raises as `copy_data_file`."""
+    path = checkpoint / name
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    if whole_sum(content) != manifest.files[name].xxh3_128:
+        raise DataError(f"{name}: checksum does not match")
+    write_durable(target, content)
+
+
+SAFETENSORS_DTYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+
+
+def lay_out_safetensors(
+    path: Path, tensors: Mapping[str, Saved], names: Mapping[str, str]
+) -> list[TensorSlot]:
+    """Create a safetensors file for `tensors`, called as `names` says by key; where they go.
+
+    The format is eight bytes with the header's length, the header in JSON, and the tensors without
+    gaps (https://github.com/huggingface/safetensors, "Format"). Its own library writes a file only
+    from tensors that are all in memory. Raises `DataError` for a dtype that the format lacks.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    ends = [0]
+    for key, saved in tensors.items():
+        if saved.dtype not in SAFETENSORS_DTYPES:
+            raise DataError(f"{key} is {saved.dtype}, which safetensors does not have")
+        ends.append(ends[-1] + length(saved))
+        header[names[key]] = {
+            "dtype": SAFETENSORS_DTYPES[saved.dtype],
+            "shape": saved.shape,
+            "data_offsets": ends[-2:],
+        }
+    described = json.dumps(header).encode()
+    described += b" " * (-len(described) % 8)  # so that every tensor is aligned for its dtype
+    before = len(described).to_bytes(8, "little") + described
+    with open(path, "xb") as file:
+        file.write(before)
+        file.truncate(len(before) + ends[-1])
+    return [
+        TensorSlot(key, len(before) + start, saved)
+        for (key, saved), start in zip(tensors.items(), ends, strict=False)
+    ]
+
+
+def shard(tensors: Mapping[str, Saved], largest: int) -> list[dict[str, Saved]]:
+    """Tensors in as few groups, in order, as hold `largest` bytes each, or one larger tensor."""
+    shards: list[dict[str, Saved]] = [{}]
+    held = 0
+    for key, saved in tensors.items():
+        size = length(saved)
+        if shards[-1] and held + size > largest:
+            shards.append({})
+            held = 0
+        shards[-1][key] = saved
+        held += size
+    return shards
+
+
+def lay_out_torch(
+    path: Path, tensors: Mapping[str, Saved], facts: Mapping[str, int]
+) -> list[TensorSlot]:
+    """Create the file that `torch.save` makes of a nested state; where its tensors go.
+
+    `model.<name>` goes to `["model"][name]`, `optimizer.<name>.<entry>` to
+    `["optimizer"][name][entry]`; `facts` lie beside them. `torch.load(weights_only=True)` reads it.
+    The checksums that the zip format keeps per entry are not those of the tensors; torch does not
+    look at them, other programs may warn.
+    """
+    nested: dict[str, Any] = {"model": {}, "optimizer": {}, **facts}
+    with FakeTensorMode():
+        fakes = {key: torch.empty(s.shape, dtype=dtype_of(s)) for key, s in tensors.items()}
+    for key, fake in fakes.items():
+        kind, _, name = key.partition(".")
+        if kind == "optimizer":
+            parameter, _, entry = name.rpartition(".")
+            nested[kind].setdefault(parameter, {})[entry] = fake
+        else:
+            nested[kind][name] = fake
+    with open(path, "xb") as file, skip_data(materialize_fake_tensors=True):
+        torch.save(nested, file)
+    reader: Any = torch._C.PyTorchFileReader(str(path))
+    keys = {id(fake): key for key, fake in fakes.items()}
+    saved_in_order = (keys[id(fake)] for fake in _leaves(nested))
+    return [
+        TensorSlot(key, reader.get_record_offset(f"data/{number}"), tensors[key])
+        for number, key in enumerate(saved_in_order)
+    ]
+
+
+def _leaves(nested: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Tensors in the order in which `torch.save` meets, and numbers, them."""
+    for value in nested.values():
+        if isinstance(value, Mapping):
+            yield from _leaves(value)
+        elif isinstance(value, Tensor):
+            yield value

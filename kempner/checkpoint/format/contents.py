@@ -1,10 +1,18 @@
-"""What a checkpoint contains and where: one view of DCP's `.metadata` and the compact index."""
+"""What a checkpoint contains and where: one view of DCP's `.metadata` and the compact index.
+
+How many bytes the containers of a checkpoint take, as its index says it.
+
+They depend on dtype and sizes alone, but also on the torch that wrote them; another one, which
+loads, may put other bytes around a tensor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
+
+from kempner.run.process.exit_codes import DataError
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class Contents(Protocol):
 
 
 @dataclass(frozen=True)
-class Renamed:
+class RenamedContents:
     """The same tensors under other keys; `before` has what each of them is saved as."""
 
     contents: Contents
@@ -71,3 +79,60 @@ def overlap(
     low = [max(a, b) for a, b in zip(offsets, others, strict=True)]
     high = [min(a + n, b + m) for a, n, b, m in ends]
     return None if any(a >= b for a, b in zip(low, high, strict=True)) else (low, high)
+
+
+class Extent(Protocol):
+    """A container: how many bytes of `data` are in it, and its whole `length`."""
+
+    @property
+    def data(self) -> int: ...
+
+    @property
+    def length(self) -> int:
+        """Bytes of the whole container."""
+        ...
+
+
+Extents = Callable[[str, tuple[int, ...]], Extent]
+"""The extent of the container for a tensor of this dtype and these sizes."""
+
+
+class _SharedContents(NamedTuple):
+    data: int
+    length: int
+
+
+def list_extents(
+    pieces: Iterable[tuple[str, tuple[int, ...]]], extents: Extents
+) -> list[list[Any]]:
+    """What an index says of the `pieces`, each a dtype and sizes, once for each kind."""
+    listed = []
+    for dtype, sizes in sorted(set(pieces)):
+        around = extents(dtype, sizes)
+        listed.append([dtype, sizes, around.data, around.length])
+    return listed
+
+
+def read_extents(listed: Any) -> Extents:
+    """The extents that an index lists. Raises `ValueError` or `TypeError` for what is no list.
+
+    What is returned raises `DataError` for a kind of piece that is not listed.
+    """
+    known: dict[tuple[str, tuple[int, ...]], _SharedContents] = {}
+    for dtype, sizes, data, length in listed:
+        numbers = [*sizes, data, length]
+        if not are_numbers(numbers) or length < data:
+            raise ValueError(f"a container of {dtype} {sizes} makes no sense")
+        known[dtype, tuple(sizes)] = _SharedContents(data, length)
+
+    def extent(dtype: str, sizes: tuple[int, ...]) -> Extent:
+        if (dtype, sizes) not in known:
+            raise DataError(f"the index does not say how long a container of {dtype} {sizes} is")
+        return known[dtype, sizes]
+
+    return extent
+
+
+def are_numbers(values: Iterable[Any]) -> bool:
+    """Whether all are whole numbers that are not negative."""
+    return all(type(number) is int and number >= 0 for number in values)

@@ -6,6 +6,8 @@ holds an xxh3_64 for each of the file's blocks, so that a reader can check the r
 
 The manifest is stored in one canonical form (sorted keys, two spaces, a final newline) and carries
 a checksum of itself, so that any flipped bit in it shows.
+
+The train state: where a run stands, all of its state that is not in a tensor.
 """
 
 from __future__ import annotations
@@ -16,14 +18,58 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import xxhash
 
 from kempner.checkpoint.format.names import MANIFEST
-from kempner.checkpoint.format.train_state import TrainState
 from kempner.run.process.exit_codes import DataError
 from kempner.run.process.retry import read_filled, storage_waits
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """The loss diverged, last at step `at`; the run rolled back to step `to`.
+
+    The samples [`start`, `end`) of the endless order, from that checkpoint to the trouble, are left
+    out from then on.
+    """
+
+    at: int
+    to: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Where the run stands.
+
+    `step` steps are done, `cursor` is the next position in the endless order of samples, `tokens`
+    counts what was trained on. `losses` are those of the last sound steps, the newest last, with
+    which new ones are compared; `rollbacks` are all of the run so far.
+    """
+
+    step: int = 0
+    cursor: int = 0
+    tokens: int = 0
+    losses: tuple[float, ...] = ()
+    rollbacks: tuple[Rollback, ...] = ()
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """Back from what `dataclasses.asdict` gave; other fields are passed over.
+
+        Raises `KeyError` or `TypeError` where they are of something else.
+        """
+        return cls(
+            step=fields["step"],
+            cursor=fields["cursor"],
+            tokens=fields["tokens"],
+            losses=tuple(fields.get("losses", ())),
+            rollbacks=tuple(Rollback(**rollback) for rollback in fields.get("rollbacks", ())),
+        )
+
 
 FORMAT: Final = 1
 BLOCK_BYTES: Final = 1 << 20

@@ -7,9 +7,9 @@
     step-00000120.damaged-a4           a commit that attempt 4 found damaged
     verified.jsonl                     what `kempner checkpoint verify` found, and when
     .step-00000120.a0-51d07be2         a commit whose deletion has begun
-    .reading-step-00000120.7c0e44d1    somebody reads step 120
+    .reading-step-00000120.7c0e44d1    a process reads step 120
 
-Anything else belongs to somebody else, and is never read, moved or deleted.
+Anything else is not kempner's, and is never read, moved or deleted.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def parse_step(name: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class Aside:
+class SetAside:
     """What a checkpoint that was set aside tells by its name; `why` is "abandoned" or "damaged"."""
 
     step: int
@@ -90,11 +90,11 @@ class Aside:
     attempt: int
 
 
-def parse_aside(name: str) -> Aside | None:
+def parse_aside(name: str) -> SetAside | None:
     """The meaning of a name that `CheckpointFolder.set_aside` gave, or None for any other name."""
     match = _ASIDE.fullmatch(name)
     step = parse_step(match[1]) if match else None
-    return Aside(step, match[2], int(match[3])) if match and step is not None else None
+    return SetAside(step, match[2], int(match[3])) if match and step is not None else None
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class CheckpointFolder:
         fsync_directory(self.path)
 
     def leftovers(self, before_attempt: int) -> list[Path]:
-        """In-progress folders of attempts below `before_attempt`: nobody will finish them."""
+        """In-progress folders of attempts below `before_attempt`, which will not be finished."""
         if not self.path.is_dir():
             return []
         matches = ((entry, _IN_PROGRESS.fullmatch(entry.name)) for entry in self.path.iterdir())

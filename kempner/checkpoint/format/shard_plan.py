@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import NamedTuple
 from zlib import crc32
 
-from kempner.checkpoint.format.extents import Extent, Extents
+from kempner.checkpoint.format.contents import Extent, Extents
 
 ALIGNMENT = 64
 """Containers start at multiples of this, and so does the data in them."""
@@ -72,7 +72,7 @@ class Placed:
     container: Extent
 
 
-class Listed(NamedTuple):
+class ListedChunk(NamedTuple):
     """A chunk as a table of contents lists it: `length` bytes of its file from `start` on."""
 
     key: str
@@ -253,7 +253,7 @@ def list_all(
     specs: Sequence[TensorSpec],
     world: int,
     container: Extents,
-) -> Iterator[list[Listed]]:
+) -> Iterator[list[ListedChunk]]:
     """The contents of every file, by its number."""
     for part in by_file(specs):
         layouts = Layouts(part, container)
@@ -262,16 +262,16 @@ def list_all(
             pieces = layouts.pieces(rank)
             placed = layouts.placed(pieces, rank)
             yield [
-                Listed(key, piece.offsets, piece.sizes, start, around.length)
+                ListedChunk(key, piece.offsets, piece.sizes, start, around.length)
                 for key, start, around in ((p.chunk.key, p.start, p.container) for p in placed)
                 if (piece := pieces[kinds[key]]) is not None
             ]
 
 
-def listed(placed: Iterable[Placed]) -> list[Listed]:
+def listed(placed: Iterable[Placed]) -> list[ListedChunk]:
     """One file's contents, as a table of contents lists them."""
     return [
-        Listed(p.chunk.key, p.chunk.offsets, p.chunk.sizes, p.start, p.container.length)
+        ListedChunk(p.chunk.key, p.chunk.offsets, p.chunk.sizes, p.start, p.container.length)
         for p in placed
     ]
 

@@ -5,6 +5,12 @@ The page cache is bypassed (O_DIRECT) where buffer and file system allow it: ano
 kernel's work to clean it up, would take a core from training. Where they do not, pages are written
 back early and dropped behind: a cache full of dirty checkpoint pages makes the last fsync, and
 whatever else needs memory, slow.
+
+The files of what is frozen: written twice, then linked from one checkpoint to the next.
+
+Each checkpoint stays complete by itself: whatever reads, copies or deletes one need not know of it,
+and the file goes with the last checkpoint that has it. A flipped bit in it damages every checkpoint
+that it is linked to, so neighbours never share one: there are two, taken in turn.
 """
 
 from __future__ import annotations
@@ -15,11 +21,14 @@ import fcntl
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import xxhash
 
-from kempner.checkpoint.format.manifest import BLOCK_BYTES, FileSums
+from kempner.checkpoint.format.manifest import BLOCK_BYTES, FileSums, decode_sidecar, sum_file
+from kempner.checkpoint.format.names import CheckpointFolder
+from kempner.run.process.exit_codes import DataError
 
 SLAB_BYTES = 16 * BLOCK_BYTES
 """Bytes per write(2)."""
@@ -67,7 +76,7 @@ def write_stream(path: Path, content: memoryview) -> FileSums:
 def _pour(descriptor: int, content: memoryview) -> FileSums:
     reserve(descriptor, len(content))
     blocks: list[str] = []
-    write = _Direct(descriptor) if _begins_on_a_page(content) else _Cached(descriptor)
+    write = _DirectWriter(descriptor) if _begins_on_a_page(content) else _CachedWriter(descriptor)
     with ThreadPoolExecutor(1, "checksums", initializer=yield_to_training) as beside:
         for start in range(0, len(content), SLAB_BYTES):
             slab = content[start : start + SLAB_BYTES]
@@ -94,7 +103,7 @@ def _begins_on_a_page(content: memoryview) -> bool:
     return ctypes.addressof(ctypes.c_byte.from_buffer(content)) % DIRECT_ALIGNMENT == 0
 
 
-class _Cached:
+class _CachedWriter:
     """Writes slabs, in order, through the page cache, and keeps it small."""
 
     def __init__(self, descriptor: int) -> None:
@@ -107,7 +116,7 @@ class _Cached:
             _drop_behind(self._descriptor, start - WRITE_BEHIND * SLAB_BYTES)
 
 
-class _Direct(_Cached):
+class _DirectWriter(_CachedWriter):
     """Writes slabs, in order, past the page cache as long as the file system takes them so."""
 
     def __init__(self, descriptor: int) -> None:
@@ -161,3 +170,41 @@ def _sync_range(descriptor: int, start: int, length: int, flags: int) -> None:
         code = ctypes.get_errno()
         if code not in _NOT_SUPPORTED:
             raise OSError(code, os.strerror(code))
+
+
+class BaseFiles:
+    """Those of one rank in the checkpoints of `folder`."""
+
+    def __init__(self, folder: CheckpointFolder) -> None:
+        self._folder = folder
+        self._sound: set[tuple[int, int]] = set()
+        """Device and inode of files that this process has written, or read and found sound."""
+
+    def write(self, path: Path, name: str, sidecar: str, content: memoryview) -> FileSums:
+        """Have `content` in the file `name` of `path`, by a link if the checkpoint before the
+        newest has the same; the checksums of its blocks. Raises `OSError` as `write_stream`.
+        """
+        sums, target = sum_content(content), path / name
+        older = self._folder.committed()[-2:-1]
+        if not older or not self._link(self._folder.step(older[0]), name, sidecar, sums, target):
+            write_stream(target, content)
+            self._sound.add(_identity(target))
+        return sums
+
+    def _link(self, older: Path, name: str, sidecar: str, sums: FileSums, target: Path) -> bool:
+        """Whether there is now a link to the file in `older`, which has these sums."""
+        with suppress(OSError, DataError):  # not there, or no links on this file system: written
+            source = older / name
+            if decode_sidecar((older / sidecar).read_bytes(), older / sidecar)[1].get(name) != sums:
+                return False
+            if _identity(source) not in self._sound and sum_file(source) != sums:
+                return False
+            os.link(source, target)
+            self._sound.add(_identity(target))
+            return True
+        return False
+
+
+def _identity(file: Path) -> tuple[int, int]:
+    found = file.stat()
+    return found.st_dev, found.st_ino

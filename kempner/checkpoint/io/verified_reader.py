@@ -1,4 +1,7 @@
-"""Reads ranges of a data file, verifying the checksum of every block that they touch."""
+"""Reads ranges of a data file, verifying the checksum of every block that they touch.
+
+Reads files that a manifest lists: whether one is damaged, or only cannot be read now.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,42 @@ import numpy as np
 import xxhash
 
 from kempner.checkpoint.format.manifest import FileEntry, FileSums, decode_sidecar, whole_sum
-from kempner.checkpoint.io.patient_reads import read_listed
+from kempner.checkpoint.format.names import MANIFEST
 from kempner.run.process.exit_codes import DataError
-from kempner.run.process.retry import empty, read_filled
+from kempner.run.process.retry import empty, read_filled, storage_waits
+
+R = TypeVar("R")
+
+
+def read_listed(path: Path, work: Callable[[], R]) -> R:
+    """What `work` returns, which opens and reads a file that its checkpoint's manifest lists.
+
+    The file was there when the manifest was written. So it is missing only if the manifest can
+    still be seen beside it; otherwise the folder is away. Raises `DataError` if it is missing, or
+    empty and stays so, and as `StorageWaits.retry` where it cannot be read now.
+    """
+
+    def once() -> R:
+        try:
+            return work()
+        except FileNotFoundError as error:
+            if os.access(path.with_name(MANIFEST), os.F_OK):
+                raise DataError(f"cannot be read: {error.strerror}") from error
+            raise
+
+    try:
+        return storage_waits().retry(once, worked=True, path=path)
+    except OSError as error:
+        words = "" if error.errno == errno.ENODATA else "cannot be read: "
+        raise DataError(f"{words}{error.strerror}") from error
+
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class MemoryCopy:
-    """What may be the content of a file, in shared memory: so many bytes from `start` on."""
+    """What may be the content of a file, in shared memory from `start` on."""
 
     descriptor: int
     start: int
@@ -52,7 +81,6 @@ class VerifiedFile:
 
     @property
     def name(self) -> str:
-        """The file's name."""
         return self.path.name
 
 

@@ -1,10 +1,17 @@
-"""Verifies a checkpoint by reading every byte; needs no torch."""
+"""Verifies a checkpoint by reading every byte; needs no torch.
+
+Stores results of `verify` beside the checkpoints, since a commit never changes.
+
+One JSON object a line. A checkpoint is known by the digest of its manifest, so that a finding
+follows it through a rename and never speaks of another one that came to have its name.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,13 +25,16 @@ from kempner.checkpoint.format.manifest import (
     FileSums,
     Manifest,
     decode_sidecar,
+    digest,
     read,
     whole_sum,
 )
-from kempner.checkpoint.format.names import MANIFEST
-from kempner.checkpoint.io.patient_reads import read_listed
+from kempner.checkpoint.format.names import MANIFEST, VERIFIED
+from kempner.checkpoint.io.verified_reader import read_listed
+from kempner.run.process.durable_io import append_line
 from kempner.run.process.exit_codes import DataError
 from kempner.run.process.retry import empty
+from kempner.run.record.ledger import read_lines
 
 READERS = 4
 """Files that are read at a time."""
@@ -200,3 +210,28 @@ def _check_open_length(descriptor: int, path: Path, entry: FileEntry) -> None:
 def _check_length(length: int, entry: FileEntry) -> None:
     if length != entry.bytes:
         raise DataError(f"has {length} bytes instead of {entry.bytes}")
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The outcome of reading every byte at `time` (Unix, seconds): how many files are damaged."""
+
+    time: float
+    damaged: int
+
+
+def record(folder: Path, manifest: Manifest, damages: Sequence[Damage], now: float) -> None:
+    """Keep what a verification found. Raises `OSError`."""
+    entry = {"time": round(now, 3), "manifest": digest(manifest), "damaged": len(damages)}
+    append_line(folder / VERIFIED, json.dumps(entry))
+
+
+def read_findings(folder: Path) -> dict[str, Verification]:
+    """The last finding on each checkpoint, by its manifest's digest."""
+    found = {}
+    for line in read_lines(folder / VERIFIED):
+        try:
+            found[str(line["manifest"])] = Verification(float(line["time"]), int(line["damaged"]))
+        except (KeyError, TypeError, ValueError):
+            continue  # not a line of ours
+    return found

@@ -1,28 +1,41 @@
 """Step slots: shared memory that holds a rank's last steps, and outlives the rank.
 
-Who starts the ranks of a node makes the slots, as files in memory that have no name
+The process that starts the ranks of a node makes the slots, as files in memory that have no name
 (memfd_create(2)), and keeps them open. A rank opens them by way of `/proc` and copies its state
 into one after the other. They vanish with the process that made them: nothing is left behind.
 
 A slot is a header of `IMAGE_AT` bytes (magic, length and xxh3_64 of a JSON text, the text) and the
 rank's data file, byte for byte. The magic is taken away before anything is overwritten, and put
 back last. What all checkpoints have in common beside the data is in a file of its own, the notes.
+
+The board of a rank: 4 KiB of shared memory in which it tells what its buddy is to have.
+
+All ranks pin the same step at once. The process that keeps a rank's slots sends what is pinned to
+another node, and then allows the rank to pin another step. Each field is one aligned word of 64
+bits, and has one writer.
+
+Copies of what the ranks of another node hold: whole ones, in memory of this node.
+
+Of each rank there are two. What arrives takes the place of the older one, so that the newer one is
+there until the next is whole.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
 import struct
+import threading
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 import xxhash
 
+from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.format.shard_plan import data_file
-from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.verified_reader import MemoryCopy
 
 SLOTS = 3
@@ -56,7 +69,7 @@ class Branch:
 
 
 @dataclass(frozen=True)
-class Held:
+class SlotContents:
     """What a slot holds: the state of one rank after a step.
 
     `plan` is the digest of what is where, `shared` a number for what all ranks must hold alike,
@@ -97,7 +110,7 @@ class SlotMemory:
 
     @classmethod
     def grown(cls, descriptor: int, image: int) -> Self:
-        """With room for a data file of so many bytes, and nothing in it."""
+        """With room for a data file of `image` bytes, and empty."""
         os.ftruncate(descriptor, 0)
         os.ftruncate(descriptor, IMAGE_AT + image)
         return cls(descriptor)
@@ -107,7 +120,7 @@ class SlotMemory:
         """All bytes that a data file may take."""
         return memoryview(self._map)[IMAGE_AT:]
 
-    def publish(self, held: Held) -> bool:
+    def publish(self, held: SlotContents) -> bool:
         """Say that it now holds this; False if there is no room to say so."""
         text = held.encode()
         if _HEAD.size + len(text) > IMAGE_AT:
@@ -121,17 +134,17 @@ class SlotMemory:
         """It holds nothing any more."""
         self._map[: len(_MAGIC)] = bytes(len(_MAGIC))
 
-    def held(self) -> Held | None:
+    def held(self) -> SlotContents | None:
         """What it holds, if anything."""
         text = _text(self._map[:IMAGE_AT])
-        held = None if text is None else Held.decode(text)
+        held = None if text is None else SlotContents.decode(text)
         return held if held is not None and held.image <= len(self.image) else None
 
 
-def read_held(descriptor: int) -> Held | None:
-    """What a slot holds, of which somebody else may change the size at any time."""
+def read_held(descriptor: int) -> SlotContents | None:
+    """What a slot holds, whose size another process may change at any time."""
     text = _text(os.pread(descriptor, IMAGE_AT, 0))
-    return None if text is None else Held.decode(text)
+    return None if text is None else SlotContents.decode(text)
 
 
 def _text(header: bytes) -> bytes | None:
@@ -200,13 +213,12 @@ class LentSlots:
         return sum(512 * os.fstat(slot).st_blocks for slot in self.slots)
 
     def empty(self) -> None:
-        """Give that memory back."""
+        """Free the memory of the slots."""
         for slot in self.slots:
             os.ftruncate(slot, 0)
 
     @property
     def all(self) -> tuple[int, ...]:
-        """Every one of them."""
         return (*self.slots, self.notes, *(() if self.board is None else (self.board,)))
 
 
@@ -232,7 +244,7 @@ class SlotHolder:
         """Tell a rank by its environment where its slots are. It gets a board of its own."""
         name, before = f"kempner-{rank}", self._lent.get(rank)
         if before is not None and len(before.slots) != _slots(with_buddy):
-            self._let_go(rank)
+            self._close_slots(rank)
             before = None
         if before is None:
             slots = tuple(os.memfd_create(f"{name}-{n}") for n in range(_slots(with_buddy)))
@@ -250,7 +262,7 @@ class SlotHolder:
     def keep_only(self, ranks: Sequence[int]) -> None:
         """Let go of the slots of all other ranks."""
         for rank in self._lent.keys() - set(ranks):
-            self._let_go(rank)
+            self._close_slots(rank)
 
     def slots(self) -> dict[int, list[SlotMemory]]:
         """Those that were ever filled, by rank. Raises as `SlotMemory`."""
@@ -268,13 +280,13 @@ class SlotHolder:
         """Descriptors of the boards."""
         return [lent.board for lent in self._lent.values() if lent.board is not None]
 
-    def _let_go(self, rank: int) -> None:
+    def _close_slots(self, rank: int) -> None:
         for descriptor in self._lent.pop(rank).all:
             os.close(descriptor)
 
 
 def open_slots(environ: Mapping[str, str]) -> LentSlots | None:
-    """Descriptors of this rank's own; None if nobody keeps any for it."""
+    """Descriptors of this rank's own; None if it has no slots."""
     owner, *lists = environ.get(STEP_SLOTS, "").split(":")
     opened: list[int] = []
     try:
@@ -291,3 +303,134 @@ def open_slots(environ: Mapping[str, str]) -> LentSlots | None:
 
 def _slots(with_buddy: bool) -> int:
     return SLOTS + (PINNED if with_buddy else 0)
+
+
+SIZE = 4096
+_SLOTS = 16
+
+
+@dataclass(frozen=True)
+class Pin:
+    """The rank's how-manieth pin it is, from 1, and the number of the slot."""
+
+    number: int
+    slot: int
+
+
+class Board:
+    """A board, mapped into this process. Raises `OSError` and `ValueError` if that fails."""
+
+    def __init__(self, descriptor: int) -> None:
+        if os.fstat(descriptor).st_size < SIZE:
+            os.ftruncate(descriptor, SIZE)
+        words = mmap.mmap(descriptor, SIZE)
+        self._pin, self._allowed, self._since = (
+            ctypes.c_uint64.from_buffer(words, 64 * n) for n in range(3)
+        )
+
+    @property
+    def pinned(self) -> Pin:
+        """The last one; number 0 if there was none."""
+        return Pin(*divmod(self._pin.value, _SLOTS))
+
+    def pin(self, slot: int) -> None:
+        """By the rank: that slot is not overwritten, and is to be sent."""
+        self._pin.value = (self.pinned.number + 1) * _SLOTS + slot
+
+    @property
+    def may_pin(self) -> bool:
+        """Whether what was pinned before has arrived, and may be followed by another."""
+        return bool(self._allowed.value > self.pinned.number)
+
+    def allow(self) -> None:
+        """By who sends: what is pinned has arrived."""
+        self._allowed.value = self.pinned.number + 1
+
+    @property
+    def since(self) -> int:
+        """As `Branch.since`, of what counts now."""
+        return int(self._since.value)
+
+    def go_back(self) -> None:
+        """By the rank: what was held so far counts no more."""
+        self._since.value += 1
+
+
+@dataclass
+class _Copy:
+    """A descriptor, its memory, and what that holds."""
+
+    descriptor: int
+    memory: SlotMemory
+    held: SlotContents | None = None
+
+
+@dataclass
+class CopyHolder:
+    """The copies that this node keeps for others. Safe to use from several threads."""
+
+    _copies: dict[int, list[_Copy]] = field(default_factory=dict)
+    _notes: Notes | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self, held: SlotContents) -> SlotMemory:
+        """Where such an image is to be received; it holds nothing from now on. Raises `OSError`."""
+        with self._lock:
+            copies = self._copies.setdefault(held.rank, [])
+            if len(copies) < COPIES and not any(_same(copy.held, held) for copy in copies):
+                copies.append(_new(held))
+            copy = min(copies, key=lambda copy: _worth(copy.held, held))
+            if len(copy.memory.image) != held.image:
+                os.close(copy.descriptor)
+                copies.remove(copy)
+                copy = _new(held)
+                copies.append(copy)
+            copy.memory.withdraw()
+            copy.held = None
+            return copy.memory
+
+    def publish(self, memory: SlotMemory, held: SlotContents, notes: Notes | None) -> None:
+        """It has arrived as it was sent. Rank 0 sends its notes with it, at least once."""
+        with self._lock:
+            self._notes = notes or self._notes
+            memory.publish(held)
+            for copy in self._copies.get(held.rank, ()):
+                if copy.memory is memory:
+                    copy.held = held
+
+    def clear(self) -> None:
+        """Let go of all of them."""
+        with self._lock:
+            for copies in self._copies.values():
+                for copy in copies:
+                    os.close(copy.descriptor)
+            self._copies, self._notes = {}, None
+
+    def slots(self) -> dict[int, list[SlotMemory]]:
+        """All copies, by rank."""
+        with self._lock:
+            return {rank: [copy.memory for copy in kept] for rank, kept in self._copies.items()}
+
+    def notes(self) -> Notes | None:
+        """Rank 0's, if that is one of those kept here."""
+        with self._lock:
+            return self._notes
+
+
+def _new(held: SlotContents) -> _Copy:
+    descriptor = os.memfd_create(f"kempner-copy-{held.rank}")
+    return _Copy(descriptor, SlotMemory.grown(descriptor, held.image))
+
+
+def _same(kept: SlotContents | None, held: SlotContents) -> bool:
+    return kept is not None and _worth(kept, held) == (0, 0)
+
+
+def _worth(kept: SlotContents | None, held: SlotContents) -> tuple[int, int]:
+    """The lowest is overwritten: the same once more, then what counts no more, then the oldest."""
+    if kept is None or kept.branch.nonce != held.branch.nonce:
+        return 1, 0
+    step = kept.train_state.step
+    if (kept.branch, step) == (held.branch, held.train_state.step):
+        return 0, 0
+    return 2 + kept.branch.since, step

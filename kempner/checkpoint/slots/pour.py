@@ -1,7 +1,8 @@
 """Turns what slots hold into the files of a checkpoint, once their ranks are gone. Without torch.
 
-Each who keeps slots says what they offer; where all ranks offer the same step, it pours that into
-the folder of a checkpoint in progress, and whoever commits is told what the manifest needs.
+Each process that keeps slots says what they offer. Where all ranks offer the same step, it is
+written to the folder of a checkpoint in progress, and the committing process is told what the
+manifest needs.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from typing import Any, Protocol
 from kempner.checkpoint.format.manifest import (
     FileEntry,
     FileSums,
+    TrainState,
     encode_sidecar,
     sidecar_name,
     whole_sum,
 )
 from kempner.checkpoint.format.shard_plan import data_file
-from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.file_writer import write_stream
-from kempner.checkpoint.slots.memory import Held, Notes, SlotMemory
+from kempner.checkpoint.slots.memory import Notes, SlotContents, SlotMemory
 from kempner.run.process.durable_io import join_directory, write_durable
 
 
 @dataclass(frozen=True)
 class Offer:
     """A step of an attempt that a rank's slot holds, or a copy of it on its buddy's node; `plan`
-    and `shared` as in `Held`, `since` as in `Branch`.
+    and `shared` as in `SlotContents`, `since` as in `Branch`.
     """
 
     rank: int
@@ -53,7 +54,7 @@ class Poured:
     identity: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Holder(Protocol):
+class SlotOwner(Protocol):
     """Who keeps slots, of ranks of its own or copies of other nodes' slots."""
 
     def slots(self) -> Mapping[int, Sequence[SlotMemory]]:
@@ -65,7 +66,7 @@ class Holder(Protocol):
         ...
 
 
-def offers(holder: Holder, nonce: str, copied: bool = False) -> list[Offer]:
+def offers(holder: SlotOwner, nonce: str, copied: bool = False) -> list[Offer]:
     """What the slots hold of the attempt with this nonce. Raises `OSError`."""
     notes = holder.notes()
     return [
@@ -84,7 +85,7 @@ def offers(holder: Holder, nonce: str, copied: bool = False) -> list[Offer]:
 
 
 def pour(
-    holder: Holder,
+    holder: SlotOwner,
     nonce: str,
     step: int,
     folder: Path,
@@ -92,7 +93,7 @@ def pour(
     instead: bool = False,
 ) -> list[Poured]:
     """Write the files of the ranks that offer a step into `folder`, of these `ranks` if they are
-    given; `instead` of what somebody else may have begun to write. Raises `OSError`.
+    given; `instead` of what another process may have begun to write. Raises `OSError`.
     """
     held_by = {each[1].rank: each for each in _of_attempt(holder, nonce) if _is_at(each[1], step)}
     chosen = [each for rank, each in held_by.items() if ranks is None or rank in ranks]
@@ -103,18 +104,18 @@ def pour(
         return list(pool.map(lambda each: _pour(each[0], each[1], holder.notes, folder), chosen))
 
 
-def _is_at(held: Held, step: int) -> bool:
+def _is_at(held: SlotContents, step: int) -> bool:
     return held.train_state.step == step
 
 
-def _of_attempt(holder: Holder, nonce: str) -> list[tuple[SlotMemory, Held]]:
+def _of_attempt(holder: SlotOwner, nonce: str) -> list[tuple[SlotMemory, SlotContents]]:
     filled = [(slot, slot.held()) for slots in holder.slots().values() for slot in slots]
     whole = [(slot, held) for slot, held in filled if held is not None]
     return [(slot, held) for slot, held in whole if held.branch.nonce == nonce]
 
 
 def _pour(
-    slot: SlotMemory, held: Held, read_notes: Callable[[], Notes | None], folder: Path
+    slot: SlotMemory, held: SlotContents, read_notes: Callable[[], Notes | None], folder: Path
 ) -> Poured:
     name, sidecar = data_file(held.rank), sidecar_name(held.rank)
     sums = write_stream(folder / name, slot.image[: held.image])

@@ -1,6 +1,6 @@
-"""What is asked of who keeps slots on another node, and what comes back: texts in JSON.
+"""Requests to the processes that keep slots on other nodes, and their replies, in JSON.
 
-Nodes that nobody hears any more are left out: what their ranks held may be on their buddies' nodes.
+Nodes that do not answer are left out: what their ranks held may be on their buddies' nodes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from typing import TypeAlias
 
 from pydantic import TypeAdapter
 
-from kempner.checkpoint.slots.board import Board
-from kempner.checkpoint.slots.copies import CopyHolder
-from kempner.checkpoint.slots.memory import SlotHolder
+from kempner.checkpoint.slots.memory import Board, CopyHolder, SlotHolder
 from kempner.checkpoint.slots.pour import Offer, Poured, offers, pour
 
 Ask: TypeAlias = Callable[[Mapping[str, str]], Mapping[str, str]]
@@ -87,8 +85,8 @@ def offers_of(ask: Ask, nodes: Iterable[str], nonce: str) -> dict[str, tuple[Off
 def poured_by(
     ask: Ask, offered: Mapping[str, Iterable[Offer]], nonce: str, step: int, folder: Path
 ) -> list[Poured]:
-    """Have the nodes pour what they have `offered` of a step into a folder; a copy only where
-    nobody has its original, or its node cannot write. Raises `OSError` if nobody can.
+    """Have the nodes write what they have `offered` of a step into a folder; a copy only where no
+    node has its original, or that node cannot write. Raises `OSError` if no node can.
     """
     held = {node: [offer for offer in told if offer.step == step] for node, told in offered.items()}
     left = {offer.rank for told in held.values() for offer in told}
@@ -103,7 +101,7 @@ def poured_by(
         failed = [node for node in shares if node not in replies or replies[node].why]
         held = {node: told for node, told in held.items() if node not in failed}
         if not failed:
-            break  # some may be gone; whoever asked sees that
+            break  # some slots may be gone; the caller sees that from what it gets
         if not left <= {offer.rank for told in held.values() for offer in told}:
             raise _error(replies.get(failed[0]))
     return poured
@@ -117,7 +115,7 @@ class Share:
     copies: tuple[int, ...]
 
     def of(self, request: SlotRequest) -> SlotRequest:
-        """The request for this."""
+        """The request with this share."""
         return replace(request, own=self.own, copies=self.copies)
 
 

@@ -5,18 +5,25 @@
 
 A crash after any of these leaves either the previous commit or the new one as the newest, never a
 torn one; and an attempt that was superseded changes nothing.
+
+Counts saves that failed in a row, and tells when to try the next one: a pure record.
+
+Judges whether the disk has room for the checkpoints of a run.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from kempner.checkpoint.format.manifest import Manifest, encode
 from kempner.checkpoint.format.names import MANIFEST, CheckpointFolder
 from kempner.checkpoint.store.selection import left_behind
+from kempner.run.output.units import size_text
 from kempner.run.process.durable_io import (
     LATE,
     await_entry,
@@ -33,7 +40,7 @@ class Guard(Protocol):
 
     @property
     def attempt(self) -> Attempt:
-        """Who is committing."""
+        """The attempt that commits."""
         ...
 
     def check(self) -> None:
@@ -73,10 +80,10 @@ def commit(
 
 
 def await_files(written: Path, names: Iterable[str], seconds: float = LATE) -> None:
-    """Wait until the files of all ranks are seen in a folder, for so many seconds in all.
+    """Wait until the files of all ranks are seen in a folder, for `seconds` in all.
 
-    A node on which it is another folder of the same name (a file system that is not mounted there,
-    say) writes its files where nobody finds them again. Raises `FileNotFoundError`.
+    A node where the path leads to another folder (because a file system is not mounted there, say)
+    has written its files where rank 0 does not see them. Raises `FileNotFoundError`.
     """
     end = time.monotonic() + seconds
     for name in names:
@@ -86,3 +93,81 @@ def await_files(written: Path, names: Iterable[str], seconds: float = LATE) -> N
                 f"its rank has written {name}, but rank 0 does not see it in {written}: is that on "
                 "a file system that all nodes share?"
             )
+
+
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 15.0
+"""Seconds from the second failure to the next try, and the most, but for saves that take longer to
+fail: each pause is twice as long as the last. After the first failure nothing is waited for; after
+the second it will take a while: a full disk is as full after the next step."""
+
+
+@dataclass(frozen=True)
+class SaveFailures:
+    """Saves that failed since the last commit. Times are in seconds of one clock.
+
+    `since` is when the first one had failed, `last` when the newest had, and `took` how long that
+    was under way. `reason` says why, and `passing` whether time may heal it: storage that refused.
+    """
+
+    count: int = 0
+    since: float = 0.0
+    last: float = 0.0
+    took: float = 0.0
+    reason: str = ""
+    passing: bool = True
+
+    def with_another(self, now: float, took: float, reason: str, passing: bool) -> SaveFailures:
+        """These and one more."""
+        since = self.since if self.count else now
+        return SaveFailures(self.count + 1, since, now, took, reason, passing)
+
+    def lasting(self, now: float) -> float:
+        """For how many seconds no save has worked; infinite where time does not heal it."""
+        if not self.count:
+            return 0.0
+        return now - self.since if self.passing else math.inf
+
+    @property
+    def pause(self) -> float:
+        """Seconds between the last failure and the next try."""
+        if self.count <= 1:
+            return 0.0
+        pause = min(FIRST_PAUSE * 2.0 ** min(self.count - 2, 10), LONGEST_PAUSE)
+        return max(pause, self.took)
+
+    def due(self, now: float) -> bool:
+        """Whether it is time for the next try."""
+        return self.count > 0 and now - self.last >= self.pause
+
+
+@dataclass(frozen=True)
+class DiskRoom:
+    """Whether checkpoints fit. `sentence` says what is short, and what to do; empty if nothing is.
+
+    `refused` says that not even one fits.
+    """
+
+    sentence: str = ""
+    refused: bool = False
+
+
+def judge_room(free: int, size: int, there: int, keep: int) -> DiskRoom:
+    """Whether `free` bytes are enough for checkpoints of about `size` bytes each.
+
+    `keep` of them stay, `there` are there already, and the next one is written before the oldest
+    is deleted.
+    """
+    one, left = size_text(size), size_text(free)
+    if free < size:
+        return DiskRoom(
+            f"a checkpoint needs about {one}, and {left} are free: free disk space, or set "
+            "checkpoint.dir to a larger disk",
+            refused=True,
+        )
+    more = max(1, keep + 1 - there)
+    if free < more * size:
+        return DiskRoom(
+            f"{left} are free, and {more} more checkpoints of about {one} are to come: free disk "
+            "space, or lower checkpoint.keep_last"
+        )
+    return DiskRoom()

@@ -3,30 +3,162 @@
 A deletion has three acts: the manifest is renamed to `manifest.withdrawn.json` (from then on there
 is no checkpoint), the folder is renamed to a name that says it is dying, and its content is
 deleted. Where a crash or an error ends it, a later pass goes on.
+
+Markers that say which checkpoint is being read, so that retention does not delete it.
+
+A reader puts a marker, `.reading-step-<s>.<nonce>`, beside the checkpoint (a commit is never
+written to) *before* it opens the manifest, and changes its content every few seconds. A process
+that deletes looks for markers before and after it withdraws the manifest, so that one of the two
+notices the other. A marker that has not changed for a while, on the clock of the deleting process,
+belongs to a reader that is gone: no two machines' clocks are compared, and nothing is blocked for
+ever.
+
+A network file system may show a new marker late; a reader whose checkpoint vanishes all the same
+finds a file missing, and says so.
+
+Lists the contents of a checkpoint folder without reading files in full.
 """
 
 from __future__ import annotations
 
+import os
+import platform
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from kempner.checkpoint.format.manifest import Manifest, digest, read
 from kempner.checkpoint.format.names import (
     MANIFEST,
     WITHDRAWN,
     CheckpointFolder,
     dying_name,
     leftover_step,
+    marker_name,
+    parse_aside,
+    parse_step,
 )
 from kempner.checkpoint.io.file_writer import yield_to_training
-from kempner.checkpoint.store.read_marker import Readers
+from kempner.checkpoint.io.verify import Verification, read_findings
 from kempner.run.output.logs import logger
 from kempner.run.process.durable_io import fsync_directory
+from kempner.run.process.exit_codes import DataError, UsageError
+from kempner.run.process.retry import describe
 from kempner.run.record.attempts import Fence, SupersededError
+from kempner.run.record.recorded_config import checkpoint_folder
+from kempner.run.record.run_dir import RunDirectory
+
+RENEW_EVERY = 5.0
+"""Seconds between changes of a marker."""
+
+STALE_AFTER = 60.0
+"""Seconds without a change after which a marker's reader is taken to be gone."""
+
+
+def _warn(error: OSError) -> None:
+    logger().warning(
+        "cannot mark the checkpoint as being read; retention may delete it meanwhile",
+        error=describe(error),
+    )
+
+
+@contextmanager
+def reading(
+    folder: CheckpointFolder, step: int, unmarked: Callable[[OSError], None] = _warn
+) -> Iterator[None]:
+    """While the context is open, retention leaves the checkpoint of `step` alone.
+
+    Where the folder cannot be written to, `unmarked` is told why, by default a log; the reader goes
+    on without.
+    """
+    marker = folder.path / marker_name(step, secrets.token_hex(8))
+    try:
+        _renew(marker, 0)
+    except OSError as error:
+        unmarked(error)
+        yield
+        return
+    done = threading.Event()
+    renewal = threading.Thread(
+        target=_keep_renewing, args=(marker, done), name="reading", daemon=True
+    )
+    renewal.start()
+    try:
+        yield
+    finally:
+        done.set()
+        renewal.join()
+        _remove(marker)
+
+
+def reading_at(
+    checkpoint: Path, unmarked: Callable[[OSError], None] = _warn
+) -> AbstractContextManager[None]:
+    """`reading`, of a checkpoint's path; one that is set aside is never deleted anyway."""
+    step = parse_step(checkpoint.name)
+    if step is None:
+        return nullcontext()
+    return reading(CheckpointFolder(checkpoint.parent), step, unmarked)
+
+
+class Readers:
+    """Tells whether a checkpoint is being read; remembers markers from look to look."""
+
+    def __init__(self, folder: CheckpointFolder, clock: Callable[[], float] = time.monotonic):
+        self._folder, self._clock = folder, clock
+        self._changed: dict[str, tuple[bytes, float]] = {}
+
+    def are_reading(self, step: int) -> bool:
+        """Whether a marker names `step` and its reader may be alive.
+
+        A marker is believed at the first look; one that has become stale is removed.
+        """
+        return any(self._is_alive(marker) for marker in self._folder.markers(step))
+
+    def _is_alive(self, marker: Path) -> bool:
+        try:
+            content = marker.read_bytes()
+        except FileNotFoundError:
+            return False
+        now = self._clock()
+        known, since = self._changed.get(marker.name, (None, now))
+        if content != known:
+            self._changed[marker.name] = content, now
+            return True
+        if now - since < STALE_AFTER:
+            return True
+        del self._changed[marker.name]
+        marker.unlink(missing_ok=True)
+        return False
+
+
+def _renew(marker: Path, beat: int) -> None:
+    marker.write_text(f"{platform.node()} {os.getpid()} {beat}\n")
+
+
+def _keep_renewing(marker: Path, done: threading.Event) -> None:
+    beat = 0
+    while not done.wait(RENEW_EVERY):
+        beat += 1
+        try:
+            _renew(marker, beat)
+        except OSError as error:
+            logger().warning("cannot renew a reader's marker", error=describe(error))
+            return
+
+
+def _remove(marker: Path) -> None:
+    try:
+        marker.unlink(missing_ok=True)
+    except OSError as error:
+        logger().warning("cannot remove a reader's marker", error=describe(error))
 
 
 @dataclass(frozen=True)
@@ -77,7 +209,7 @@ def prune(
     # Looked at again: a reader that came between the look and the withdrawal has its manifest and
     # goes on reading, one that comes now finds none.
     for step in folder.withdrawn():
-        attempt(step, partial(_bury, folder, step))
+        attempt(step, partial(_rename_for_deletion, folder, step))
     for dying in folder.leftovers(before_attempt=1):
         attempt(leftover_step(dying), partial(shutil.rmtree, dying))
     return failures
@@ -89,7 +221,7 @@ def _withdraw(folder: CheckpointFolder, step: int) -> None:
     fsync_directory(path)
 
 
-def _bury(folder: CheckpointFolder, step: int) -> None:
+def _rename_for_deletion(folder: CheckpointFolder, step: int) -> None:
     folder.step(step).rename(folder.path / dying_name(step, secrets.token_hex(4)))
 
 
@@ -162,3 +294,122 @@ def discard(written: Path) -> None:
     What cannot be deleted now goes with the next attempt's sweep.
     """
     shutil.rmtree(written, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One checkpoint: committed, set aside, or without a manifest.
+
+    `problem` is what is known to be wrong with it, by its manifest and the lengths of its files;
+    `finding` is what the last full verification found. `note` places it: `latest`, set aside, ...
+    """
+
+    path: Path
+    step: int
+    manifest: Manifest | None
+    problem: str | None
+    finding: Verification | None
+    note: str
+
+
+def locate(directory: Path) -> tuple[CheckpointFolder, Path | None]:
+    """The checkpoint folder that is meant by a run's directory, its checkpoints, or one of them.
+
+    In the last case the second value is that checkpoint. Raises `UsageError` if there is nothing.
+    """
+    inside = checkpoint_folder(RunDirectory(directory))
+    folder = CheckpointFolder(inside if inside.is_dir() else directory)
+    if any(_ours(folder)):
+        return folder, None
+    single = directory.resolve()  # `latest` is such a name, too
+    if (single / MANIFEST).is_file():
+        return CheckpointFolder(single.parent), single
+    if RunDirectory(directory).ledger.exists():
+        raise UsageError(
+            f"{directory} has no checkpoint in {inside} yet; the run writes one every "
+            "checkpoint.interval steps, and when it is stopped"
+        )
+    raise UsageError(
+        f"{directory} contains no checkpoint; name a run's directory, the folder that contains its "
+        "step-... folders, or one of those"
+    )
+
+
+def checkpoints_of(directory: Path) -> Path:
+    """Where the checkpoints of a run go, whose directory, or checkpoint folder, need not be there.
+
+    A folder is taken for the checkpoints themselves if it is called so or has some.
+    """
+    inside = RunDirectory(directory).checkpoints
+    itself = directory.name == inside.name or any(_ours(CheckpointFolder(directory)))
+    return directory if itself else inside
+
+
+def pick(folder: CheckpointFolder, only: Path | None, step: int | None) -> Path:
+    """The one checkpoint that is meant: `only`, or that of `step`, or `latest`.
+
+    Raises `UsageError` if there is no such thing.
+    """
+    if only is not None:
+        if step is not None and parse_step(only.name) != step:
+            raise UsageError(f"{only} is not the checkpoint of step {step}; remove --step")
+        return only
+    wanted = folder.latest() if step is None else step
+    if wanted is None:
+        raise UsageError(f"{folder.path} has no `latest`; name a checkpoint with --step")
+    return at_step(folder, wanted)
+
+
+def at_step(folder: CheckpointFolder, step: int) -> Path:
+    """The committed checkpoint of a step. Raises `UsageError`, naming what there is."""
+    committed = folder.committed()
+    if step not in committed:
+        there = ", ".join(map(str, committed)) or "none"
+        raise UsageError(f"step {step} is not committed in {folder.path}; these are: {there}")
+    return folder.step(step)
+
+
+def survey(folder: CheckpointFolder) -> list[Item]:
+    """Everything in a folder that is a checkpoint of ours, by step; costs a stat(2) per file."""
+    findings, latest = read_findings(folder.path), folder.latest()
+    items = [_examine(path, step, latest, findings) for path, step in _ours(folder)]
+    return sorted(items, key=lambda item: (item.step, item.path.name))
+
+
+def _ours(folder: CheckpointFolder) -> Iterator[tuple[Path, int]]:
+    for path in folder.path.iterdir() if folder.path.is_dir() else ():
+        aside, step = parse_aside(path.name), parse_step(path.name)
+        if aside is not None or step is not None:
+            yield path, aside.step if aside else step or 0
+
+
+def _examine(path: Path, step: int, latest: int | None, findings: dict[str, Verification]) -> Item:
+    note = _note(path.name, step, latest)
+    if not (path / MANIFEST).exists():
+        return Item(path, step, None, "no manifest: never committed, or partly deleted", None, note)
+    try:
+        manifest = read(path)
+    except DataError:
+        return Item(path, step, None, f"{MANIFEST} is damaged", None, note)
+    problem = next(_wrong_lengths(path, manifest), None)
+    return Item(path, step, manifest, problem, findings.get(digest(manifest)), note)
+
+
+def _note(name: str, step: int, latest: int | None) -> str:
+    if aside := parse_aside(name):
+        what = "made again" if aside.why == "abandoned" else "found damaged"
+        return f"{aside.why}: {what} by attempt {aside.attempt}"
+    if latest is None or step < latest:
+        return ""
+    return "latest" if step == latest else "beyond latest: from an abandoned branch"
+
+
+def _wrong_lengths(path: Path, manifest: Manifest) -> Iterator[str]:
+    for name, entry in manifest.files.items():
+        try:
+            length = (path / name).stat().st_size
+        except OSError as error:
+            yield f"{name} cannot be read: {error.strerror}"
+            continue
+        if length != entry.bytes:
+            yield f"{name} has {length} bytes instead of {entry.bytes}"

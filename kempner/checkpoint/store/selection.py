@@ -1,8 +1,16 @@
-"""Selects the checkpoint to resume from, and those to abandon: pure choices of rank 0."""
+"""Selects the checkpoint to resume from, and those to abandon: pure choices of rank 0.
+
+Checks whether this run may resume from a checkpoint: a pure comparison, with reasons.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kempner.checkpoint.format.manifest import Identity
 
 
 def choose(committed: Sequence[int], latest: int | None) -> int | None:
@@ -31,3 +39,94 @@ def left_behind(committed: Sequence[int], latest: int | None, step: int) -> list
     them; `step` itself is made again.
     """
     return [s for s in committed if s == step or (s < step and (latest is None or s > latest))]
+
+
+@dataclass(frozen=True)
+class Compatibility:
+    """`refusals` forbid the resume; `remarks` are worth a line in the log."""
+
+    refusals: tuple[str, ...]
+    remarks: tuple[str, ...]
+
+    def sentence(self, checkpoint: Path) -> str:
+        """Why the run cannot go on from a checkpoint, and what to do."""
+        return (
+            f"cannot continue from {checkpoint}: {'; '.join(self.refusals)}; set it back, or give "
+            "the new run another name with --run.name=NAME"
+        )
+
+
+def compare_identities(saved: Identity, now: Identity, accept: Collection[str]) -> Compatibility:
+    """Compare what a checkpoint was made with to what would go on from it.
+
+    Another model or optimizer is always refused. Other data and another seed are refused unless
+    `accept` names them ("data", "seed"). Another world or mesh is fine: only bit-identity is not
+    promised across it.
+    """
+    keys = {**saved.model, **now.model} if saved.model else {}
+    refusals = [
+        f"model.{key} is {_told(now.model, key)} but the checkpoint was made with "
+        f"{_told(saved.model, key)}"
+        for key in keys
+        if now.model.get(key) != saved.model.get(key)
+    ]
+    if saved.optimizer not in (None, now.optimizer):
+        refusals.append(
+            f"optimizer.name is {now.optimizer!r} but the checkpoint was made with "
+            f"{saved.optimizer!r}, and has the state of that one only"
+        )
+    remarks = []
+    for what, key, was, is_now in (
+        (
+            "data",
+            "data.dataset_path or train.seq_len",
+            saved.data_fingerprint,
+            now.data_fingerprint,
+        ),
+        ("seed", "train.seed", saved.seed, now.seed),
+    ):
+        if was is None and is_now is not None:
+            remarks.append(f"the checkpoint was imported: assuming that its {what} is this run's")
+        if was is None or is_now is None or was == is_now:
+            continue
+        if what in accept:
+            remarks.append(f"continuing with another {what} than the checkpoint's, as requested")
+        else:
+            refusals.append(
+                f"{key} differs from the checkpoint's ({is_now} instead of {was}), so samples "
+                f"would repeat or be missed (if that is intended, "
+                f'add --checkpoint.accept_changes=["{what}"])'
+            )
+    if saved.world != now.world:
+        remarks.append(
+            f"the checkpoint was written by {saved.world} ranks, now there are {now.world}"
+        )
+    elif (
+        saved.mesh and now.mesh and (was := _divided(saved.mesh)) != (is_now := _divided(now.mesh))
+    ):
+        remarks.append(
+            f"the checkpoint was written on a mesh of {was or 'one rank'}, now it is "
+            f"{is_now or 'one rank'}: results may differ in the last bits"
+        )
+    if saved.origin.host:
+        remarks += _host_remarks(saved.origin.host, now.origin.host)
+    return Compatibility(tuple(refusals), tuple(remarks))
+
+
+def _divided(mesh: Mapping[str, int]) -> str:
+    """A mesh in words; "fsdp" is what the dimension "shard" was called when it was the only one."""
+    sizes = {"shard" if name == "fsdp" else name: size for name, size in mesh.items() if size > 1}
+    return " x ".join(f"{name} {size}" for name, size in sizes.items())
+
+
+def _told(model: Mapping[str, Any], key: str) -> str:
+    """What a record says of a key; what is not in it has its default."""
+    return repr(model[key]) if key in model else "the default"
+
+
+def _host_remarks(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{key} was {saved.get(key)!r} and is {now.get(key)!r}: results may differ in the last bits"
+        for key in sorted({*saved, *now})
+        if saved.get(key) != now.get(key)
+    ]

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from kempner.checkpoint.format.shard_plan import Listed, TensorSpec, data_file, list_all
+from kempner.checkpoint.format.shard_plan import ListedChunk, TensorSpec, data_file, list_all
 from kempner.checkpoint.tensors.file_buffer import container, page_aligned
 from kempner.run.process.signals import follow_parent, stop_signals_blocked
 from kempner.run.process.worker_process import SAFE_MODULE
@@ -59,7 +59,7 @@ def build_metadata(specs: Sequence[TensorSpec], world: int) -> bytes:
     return pack(specs, list_all(specs, world, container))
 
 
-def pack(specs: Sequence[TensorSpec], files: Iterable[Sequence[Listed]]) -> bytes:
+def pack(specs: Sequence[TensorSpec], files: Iterable[Sequence[ListedChunk]]) -> bytes:
     """DCP's `.metadata` for tensors whose parts lie in `files`, one of each rank."""
     chunks: dict[str, list[ChunkStorageMetadata]] = {spec.key: [] for spec in specs}
     storage: dict[MetadataIndex, _StorageInfo] = {}

@@ -3,15 +3,19 @@
 What to read follows from the checkpoint's own metadata and the rank's own shards, so no rank asks
 another. Every block that is read is checked against its checksum first, and every element of every
 tensor must have come from somewhere.
+
+Opens a checkpoint: reads its index, and checks what no load of a tensor reads.
 """
 
 from __future__ import annotations
 
 import math
+import platform
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
@@ -20,11 +24,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kempner.checkpoint.format.compact_index import INDEX, decode
 from kempner.checkpoint.format.contents import Contents, Part, overlap
-from kempner.checkpoint.format.manifest import Manifest
+from kempner.checkpoint.format.manifest import Manifest, rank_of
 from kempner.checkpoint.io.verified_reader import Cursor, MemoryCopy, VerifiedFile
+from kempner.checkpoint.io.verify import read_whole, verify_files
 from kempner.checkpoint.tensors.state import is_sharded, local_part
-from kempner.run.process.exit_codes import DataError
+from kempner.run.process.durable_io import await_entry
+from kempner.run.process.exit_codes import DataError, NotSharedError
+from kempner.run.process.retry import storage_waits
 
 SLAB_BYTES = 8 << 20
 """Largest read, but for single rows that are larger."""
@@ -58,7 +66,7 @@ class _Piece:
 
 
 @dataclass
-class Loaded:
+class LoadedBytes:
     """How many bytes were read, and how many of them from memory."""
 
     bytes: int = 0
@@ -71,7 +79,7 @@ def fill(
     manifest: Manifest,
     contents: Contents,
     memory: Mapping[str, MemoryCopy] = NO_MEMORY,
-) -> Loaded:
+) -> LoadedBytes:
     """Read the local part of every tensor of `table`, in place; of files that are in `memory`, by
     name, from there.
 
@@ -89,7 +97,7 @@ def fill(
         files[name] = VerifiedFile(checkpoint / name, entry, manifest.files, known)
     with ThreadPoolExecutor(READERS, "reader") as pool:
         parts = list(pool.map(lambda run: _read_run(run, table, files), _runs(pieces)))
-    return Loaded(sum(part.bytes for part in parts), sum(part.from_memory for part in parts))
+    return LoadedBytes(sum(part.bytes for part in parts), sum(part.from_memory for part in parts))
 
 
 class _Box(NamedTuple):
@@ -173,7 +181,7 @@ def _runs(pieces: Sequence[_Piece]) -> Iterable[Sequence[_Piece]]:
 
 def _read_run(
     run: Sequence[_Piece], table: Mapping[str, Tensor], files: Mapping[str, VerifiedFile]
-) -> Loaded:
+) -> LoadedBytes:
     """Read pieces of one file."""
     file, checked = files[run[0].stored.file], -1
     with Cursor(file) as cursor:
@@ -187,7 +195,7 @@ def _read_run(
         end = run[-1].stored.start + run[-1].stored.length
         if end == file.sums.bytes:
             cursor.read(end - 1, end)  # the file's last block may hold no data
-        return Loaded(cursor.bytes_read, cursor.bytes_from_memory)
+        return LoadedBytes(cursor.bytes_read, cursor.bytes_from_memory)
 
 
 def _copy(piece: _Piece, target: Tensor, before: int, cursor: Cursor) -> None:
@@ -214,3 +222,54 @@ def _data_offset(prefix: bytes, stored: Part) -> int:
         raise DataError(f"{stored.file}: no tensor at byte {stored.start}")
     *_, name_length, extra_length = _HEADER.unpack_from(prefix, header)
     return header + _HEADER.size + int(name_length) + int(extra_length)
+
+
+def open_contents(checkpoint: Path, manifest: Manifest, rank: int = 0, world: int = 1) -> Contents:
+    """What a checkpoint holds. Raises `DataError` unless that is as the manifest says.
+
+    Of the files that no rank loads, `.metadata` among them, each rank of a `world` that loads
+    together checks its share, so that between them they read every block of every file.
+
+    A rank may see the folder later than rank 0, which has chosen it, and waits for it. A rank that
+    never sees it raises `NotSharedError`: the checkpoint itself may be good. Where the parent
+    folder is not seen either, storage is unavailable, and waited for.
+    """
+    storage_waits().retry(partial(_await_folder, checkpoint), worked=True)
+    contents = _read_index(checkpoint / INDEX, manifest)
+    for damage in verify_files(checkpoint, manifest, _needless_files(manifest)[rank::world]):
+        raise DataError(str(damage))
+    return contents
+
+
+def _await_folder(checkpoint: Path) -> None:
+    """Raises `OSError` if its storage is away, and `NotSharedError` if it alone is not there."""
+    checkpoint.parent.stat()
+    if not await_entry(checkpoint):
+        checkpoint.parent.stat()
+        raise NotSharedError(
+            f"{checkpoint} is not visible on {platform.node()}, although rank 0 has chosen it: is "
+            "it on a file system that all nodes share?"
+        )
+
+
+def _read_index(path: Path, manifest: Manifest) -> Contents:
+    if INDEX not in manifest.files:
+        raise DataError(f"{INDEX}: is not in the manifest")
+    try:
+        content = read_whole(path, manifest.files[INDEX])
+    except DataError as error:
+        raise DataError(f"{INDEX}: {error}") from error
+    index = decode(content, path)
+    for key, saved in index.tensors.items():
+        if not isinstance(getattr(torch, saved.dtype, None), torch.dtype):
+            raise DataError(f"{path} is damaged: {key} is {saved.dtype}, which is not a dtype")
+    return index
+
+
+def _needless_files(manifest: Manifest) -> list[str]:
+    """What no tensor is read from: files of ranks that had nothing to write, and `.metadata`."""
+    return [
+        name
+        for name, entry in manifest.files.items()
+        if (entry.sums and entry.bytes == 0) or (rank_of(name, entry) is None and name != INDEX)
+    ]

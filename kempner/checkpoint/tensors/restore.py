@@ -16,18 +16,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kempner.checkpoint.context import CheckpointContext
-from kempner.checkpoint.format.manifest import Manifest, read
+from kempner.checkpoint.format.manifest import Manifest, TrainState, read
 from kempner.checkpoint.format.names import MANIFEST, SHARED_OBJECTS, objects_file
-from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.verify import Damage, read_checked
-from kempner.checkpoint.registered.objects import GROUPS, NOTHING, Registered, take, unpack
+from kempner.checkpoint.registered.objects import GROUPS, NOTHING, RegisteredObjects, take, unpack
 from kempner.checkpoint.slots.memory import LentSlots, images_of
 from kempner.checkpoint.store import retention
-from kempner.checkpoint.store.compatibility import compare_identities
-from kempner.checkpoint.store.read_marker import reading
+from kempner.checkpoint.store.retention import reading
+from kempner.checkpoint.store.selection import compare_identities
 from kempner.checkpoint.tensors import state
-from kempner.checkpoint.tensors.load import fill
-from kempner.checkpoint.tensors.open_contents import open_contents
+from kempner.checkpoint.tensors.load import fill, open_contents
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import (
     DataError,
@@ -38,7 +36,7 @@ from kempner.run.process.exit_codes import (
     UsageError,
 )
 from kempner.run.process.retry import StorageUnavailableError, WaitStoppedError, storage_waits
-from kempner.run.record.events.checkpoint import CheckpointDamaged
+from kempner.run.record.events import CheckpointDamaged
 
 T = TypeVar("T")
 
@@ -173,7 +171,7 @@ class StateRestorer(Restorer):
         context: CheckpointContext,
         model: nn.Module,
         optimizer: Optimizer,
-        registered: Registered = NOTHING,
+        registered: RegisteredObjects = NOTHING,
         memory: LentSlots | None = None,
     ) -> None:
         """`memory` may still hold what this rank wrote."""

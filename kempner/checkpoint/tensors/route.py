@@ -1,24 +1,33 @@
-"""Where the state goes: which tensor to which place of this rank's file."""
+"""Where the state goes: which tensor to which place of this rank's file.
+
+What every rank must hold alike, because a checkpoint holds it once: compared by digests.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from xxhash import xxh3_64
 
 from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format import compact_index, shard_plan
 from kempner.checkpoint.format.manifest import FileEntry, whole_sum
 from kempner.checkpoint.format.names import METADATA
-from kempner.checkpoint.io.base_files import BaseFiles
+from kempner.checkpoint.io.file_writer import BaseFiles
+from kempner.checkpoint.registered.composite import Modules
 from kempner.checkpoint.tensors.file_buffer import FileBuffer, container, tensor_specs
 from kempner.checkpoint.tensors.staging import StagedCopy, Stager
-from kempner.checkpoint.tensors.state import Binding, check_names, local_part
+from kempner.checkpoint.tensors.state import Binding, check_names, is_sharded, local_part
 from kempner.checkpoint.tensors.step_slots import StepSlots
+from kempner.run.process.exit_codes import UsageError
 
 
 @dataclass(frozen=True)
@@ -90,7 +99,7 @@ class Route:
     image: FileBuffer
     base: FileBuffer | None
     steady: list[tuple[Tensor, Tensor]]
-    """Written by nobody between two updates: copied beside the next forward pass."""
+    """Not written between two updates: copied beside the next forward pass."""
     watched: list[tuple[str, Tensor]]
     """Keys of what is steady, and the tensors that count writes to it."""
     volatile: list[tuple[Tensor, Tensor]]
@@ -221,3 +230,92 @@ class Routes:
         """Let go of the tensors, which are about to be replaced; the layout stays."""
         self._binding = None
         self._routes.clear()
+
+
+_PIECE = 16 << 20
+"""Elements that are brought to the host at a time."""
+
+
+def digests(table: Mapping[str, Tensor]) -> dict[str, int]:
+    """A number for each tensor that is no DTensor, which tells other contents from these."""
+    return {key: _digest(tensor) for key, tensor in table.items() if not is_sharded(tensor)}
+
+
+def combine(held: Mapping[str, int]) -> int:
+    """One number of 63 bits for all of `held`."""
+    text = repr(sorted(held.items())).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def agree(context: CheckpointContext, look: Callable[[], Mapping[str, int]]) -> None:
+    """Compare what `look` returns over the ranks: a number for each tensor that it finds.
+
+    Raises `UsageError` on all ranks alike: what `look` raised on any, or which tensor differs.
+    """
+    held: Mapping[str, int] = {}
+    refusal = None
+    try:
+        held = look()
+    except UsageError as error:
+        refusal = str(error)
+    told = context.gather((refusal, combine(held)))
+    for refused, _ in told:
+        if refused is not None:
+            raise UsageError(refused)
+    if any(number != told[0][1] for _, number in told):
+        raise UsageError(describe_difference(context.gather(held)))
+
+
+def describe_difference(by_rank: Sequence[Mapping[str, int]]) -> str:
+    """Which tensor is not the same on all ranks, as a sentence; `by_rank` has the numbers."""
+    first = by_rank[0]
+    for rank, held in enumerate(by_rank):
+        if lacking := sorted(first.keys() ^ held.keys()):
+            has, lacks = (0, rank) if lacking[0] in first else (rank, 0)
+            return f"rank {has} has {lacking[0]}, and rank {lacks} does not: all must hold the same"
+        for key in sorted(held):
+            if held[key] != first[key]:
+                return (
+                    f"{key} is not the same on rank 0 and rank {rank}, and a checkpoint holds it "
+                    "once: let DistributedDataParallel or SyncBatchNorm keep it the same, or "
+                    "broadcast it in every step"
+                )
+    return "the ranks hold different states"
+
+
+class SharedBuffers:
+    """The buffers that `DistributedDataParallel` takes from rank 0 before each forward pass.
+
+    Until then those of the other ranks differ, as running statistics do, and no longer count.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        wrapped = model.wrapped if isinstance(model, Modules) else (model,)
+        modules = (module for given in wrapped for module in given.modules())
+        parallel = (module for module in modules if isinstance(module, DistributedDataParallel))
+        self._parallel = [module for module in parallel if module.broadcast_buffers]
+
+    def share(self) -> None:
+        """Take them from rank 0 now; called on every rank."""
+        for parallel in self._parallel:
+            ignored = parallel.parameters_to_ignore
+            buffers = [b for name, b in parallel.module.named_buffers() if name not in ignored]
+            for dtype in sorted({buffer.dtype for buffer in buffers}, key=str):
+                _share_from_rank_0([b for b in buffers if b.dtype is dtype], parallel.process_group)
+
+
+@torch.no_grad()
+def _share_from_rank_0(buffers: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    together = torch.cat([buffer.reshape(-1) for buffer in buffers])
+    dist.broadcast(together, group=group, group_src=0)
+    parts = torch.split(together, [buffer.numel() for buffer in buffers])
+    for buffer, part in zip(buffers, parts, strict=True):
+        buffer.copy_(part.view(buffer.shape))
+
+
+def _digest(tensor: Tensor) -> int:
+    total = xxh3_64()
+    if tensor.numel():
+        for piece in torch.split(tensor.detach().reshape(-1), _PIECE):
+            total.update(piece.cpu().view(torch.uint8).numpy().data)
+    return total.intdigest()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kempner.checkpoint.tensors.file_buffer import FileBuffer
-from kempner.cluster.machine.cgroup import MemoryGroup, memory_group
+from kempner.cluster.machine.limits import MemoryGroup, memory_group
 from kempner.config.fault_spec import FailPoint
 from kempner.run.output.logs import logger
 from kempner.run.process.fail_points import fail_point
@@ -64,7 +64,6 @@ class Stager:
             self._thread.submit(page_lock, image, room, self._device)
 
     def close(self) -> None:
-        """End the thread."""
         self._thread.shutdown()
 
     def _copy(

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kempner.checkpoint.format.contents import Contents, Renamed, Saved
-from kempner.checkpoint.registered.wrappers import without_wrappers
+from kempner.checkpoint.format.contents import Contents, RenamedContents, Saved
+from kempner.checkpoint.registered.composite import without_wrappers
 from kempner.run.process.exit_codes import MismatchError, UsageError
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is a `DTensor`.
 
     Importing `DTensor` takes half as long as importing torch, and a process that is alone has none.
-    Where nobody has imported it, no tensor can be one; nor while another thread is about to, as the
-    first save does.
+    Where it was not imported, no tensor can be one; nor while another thread is importing it, as
+    the first save does.
     """
     sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return sharded is not None and isinstance(tensor, sharded)
@@ -303,7 +303,7 @@ def by_plain_names(contents: Contents, model: nn.Module) -> Contents:
     renamed = len(before) == len(contents.tensors) and any(
         new != old for new, old in before.items()
     )
-    return Renamed(contents, before) if renamed else contents
+    return RenamedContents(contents, before) if renamed else contents
 
 
 def saved_optimizer_tensors(contents: Contents) -> dict[str, Saved]:

@@ -17,10 +17,16 @@ import torch
 import torch.distributed as dist
 
 from kempner.checkpoint.context import CheckpointContext
+from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.format.shard_plan import Placed, file_length
-from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.slots.board import Board
-from kempner.checkpoint.slots.memory import Branch, Held, LentSlots, Notes, SlotMemory
+from kempner.checkpoint.slots.memory import (
+    Board,
+    Branch,
+    LentSlots,
+    Notes,
+    SlotContents,
+    SlotMemory,
+)
 from kempner.checkpoint.tensors.file_buffer import FileBuffer
 from kempner.checkpoint.tensors.staging import room_to_lock
 from kempner.run.output.logs import logger
@@ -63,8 +69,8 @@ class Pins:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Where a rank keeps its steps, None if nobody has lent it any memory; in `group` the ranks
-    agree on what they hold.
+    """Where a rank keeps its steps, None if it was lent no memory; in `group` the ranks agree on
+    what they hold.
     """
 
     lent: LentSlots | None
@@ -135,7 +141,7 @@ class StepSlots:
         rank, world = self.context.rank, self.context.world
         nonce, length = self.context.fence.attempt.nonce, len(slot.image.content)
         branch = Branch(nonce, self.memory.pins.since)
-        held = Held(train_state, branch, rank, world, plan, shared, length, self._identity)
+        held = SlotContents(train_state, branch, rank, world, plan, shared, length, self._identity)
         if slot.memory.publish(held):
             slot.step = train_state.step
 
@@ -166,7 +172,6 @@ class StepSlots:
         self._asked = answer, work
 
     def hear(self) -> None:
-        """Wait for the answer."""
         if self._asked is None:
             return
         answer, work = self._asked

@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kempner.checkpoint.format.names import MANIFEST, METADATA
-from kempner.checkpoint.store.inventory import locate, pick
-from kempner.checkpoint.store.read_marker import reading_at
+from kempner.checkpoint.store.retention import locate, pick, reading_at
 from kempner.cli.checkpoint import inspect
 from kempner.cli.checkpoint.convert import warn_unmarked
 from kempner.cli.checkpoint.hugging_face import has_weights, matching_names, needless
 from kempner.cli.progress import busy, counter
-from kempner.cluster.machine.rlimits import raise_open_file_limit
+from kempner.cluster.machine.limits import raise_open_file_limit
 from kempner.run.process.exit_codes import ExitCode
 
 if TYPE_CHECKING:
-    from kempner.checkpoint.compare.pairs import Pair
-    from kempner.checkpoint.compare.sides import Side
+    from kempner.checkpoint.compare import Pair, Side
     from kempner.checkpoint.format.contents import Saved
 
 _HELP = (
@@ -54,7 +52,7 @@ def compare(
     """
     raise_open_file_limit()
     with _open(a) as one, _open(b) as other:
-        from kempner.checkpoint.compare.pairs import bytes_to_read, pairs
+        from kempner.checkpoint.compare import bytes_to_read, pairs
 
         one, other = _matched(one, other, model_only)
         found = []
@@ -71,21 +69,21 @@ def compare(
 @contextmanager
 def _open(path: Path) -> Iterator[Side]:
     with busy("importing torch"):
-        from kempner.checkpoint.compare import sides
+        from kempner.checkpoint import compare
 
     if has_weights(path):
-        yield sides.safetensors(path)
+        yield compare.safetensors(path)
     elif (path / METADATA).is_file() and not (path / MANIFEST).is_file():
-        yield sides.stock(path)
+        yield compare.stock(path)
     else:
         checkpoint = pick(*locate(path), None)
         with reading_at(checkpoint, warn_unmarked):
-            yield sides.own(checkpoint)
+            yield compare.own(checkpoint)
 
 
 def _matched(a: Side, b: Side, model_only: bool) -> tuple[Side, Side]:
     """Both sides with the tensors that the other can have, under names that it can have."""
-    from kempner.checkpoint.compare.sides import SAFETENSORS
+    from kempner.checkpoint.compare import SAFETENSORS
 
     if a.kind == b.kind == SAFETENSORS:
         return a, b
@@ -94,7 +92,7 @@ def _matched(a: Side, b: Side, model_only: bool) -> tuple[Side, Side]:
     elif b.kind == SAFETENSORS:
         a, b = _as_ours(a, b)
     elif model_only:
-        from kempner.checkpoint.compare.sides import model_of
+        from kempner.checkpoint.compare import model_of
 
         a, b = model_of(a), model_of(b)
     return a, b
@@ -102,7 +100,7 @@ def _matched(a: Side, b: Side, model_only: bool) -> tuple[Side, Side]:
 
 def _as_ours(ours: Side, theirs: Side) -> tuple[Side, Side]:
     """The model of a checkpoint, and a folder of Hugging Face under the checkpoint's names."""
-    from kempner.checkpoint.compare.sides import model_of, renamed, without
+    from kempner.checkpoint.compare import model_of, renamed, without
 
     ours = model_of(ours)
     extra = needless(theirs.path, theirs.tensors)

@@ -12,8 +12,7 @@ import typer
 
 from kempner.checkpoint.format.manifest import read
 from kempner.checkpoint.format.names import MANIFEST, METADATA
-from kempner.checkpoint.store.inventory import checkpoints_of, locate, pick
-from kempner.checkpoint.store.read_marker import reading_at
+from kempner.checkpoint.store.retention import checkpoints_of, locate, pick, reading_at
 from kempner.cli.checkpoint import inspect
 from kempner.cli.checkpoint.hugging_face import (
     described,
@@ -23,7 +22,7 @@ from kempner.cli.checkpoint.hugging_face import (
 )
 from kempner.cli.checkpoint.trained_on import Data
 from kempner.cli.progress import busy, counter
-from kempner.cluster.machine.rlimits import raise_open_file_limit
+from kempner.cluster.machine.limits import raise_open_file_limit
 from kempner.run.process.exit_codes import UsageError, cannot_write
 
 
@@ -188,7 +187,7 @@ def _import_hugging_face(
     with busy("importing torch"):
         from kempner.checkpoint.convert.import_safetensors import import_weights
         from kempner.checkpoint.convert.tensor_copy import total
-        from kempner.checkpoint.format.train_state import TrainState
+        from kempner.checkpoint.format.manifest import TrainState
 
     section, weights = read_model(source, vocab_multiple)
     state = TrainState(step or 0, cursor or 0)
@@ -214,7 +213,7 @@ def _own_checkpoint(source: Path) -> Path | None:
 
 def _import_own(checkpoint: Path, folder: Path, step: int | None, cursor: int | None) -> None:
     with busy("importing torch"):
-        from kempner.checkpoint.convert.import_own import import_own, place_of
+        from kempner.checkpoint.convert.first_commit import import_own, place_of
 
     with reading_at(checkpoint, warn_unmarked):
         manifest = place_of(read(checkpoint), step, cursor)
@@ -232,13 +231,12 @@ def _import_own(checkpoint: Path, folder: Path, step: int | None, cursor: int | 
 
 def _import_stock(source: Path, folder: Path, step: int | None, cursor: int | None) -> None:
     with busy("importing torch"):
-        from kempner.checkpoint.convert.import_dcp import Foreign, import_dcp
-        from kempner.checkpoint.convert.key_map import listed
+        from kempner.checkpoint.convert.import_dcp import StockCheckpoint, import_dcp, listed
         from kempner.checkpoint.convert.tensor_copy import total
     from kempner.checkpoint.format.contents import Saved
-    from kempner.checkpoint.format.train_state import TrainState
+    from kempner.checkpoint.format.manifest import TrainState
 
-    foreign = Foreign.open(source)
+    foreign = StockCheckpoint.open(source)
     tensors = {spec.key: Saved(spec.shape, spec.dtype) for spec in foreign.specs()}
     state = TrainState(step or 0, cursor or 0)
     with _into(folder), counter("importing", total(tensors)) as on_bytes:
@@ -290,6 +288,6 @@ def _folders_around(out: Path) -> Iterator[None]:
         yield
     except BaseException:
         for folder in missing:
-            with suppress(OSError):  # somebody else may have put something into it
+            with suppress(OSError):  # another process may have written into it
                 folder.rmdir()
         raise

@@ -25,7 +25,6 @@ _LOCK = ".cache/kempner-download.lock"
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `download` to `app`."""
     app.command("download")(download)
 
 

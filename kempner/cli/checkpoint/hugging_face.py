@@ -27,8 +27,7 @@ from kempner.run.process.exit_codes import DataError, UsageError, cannot_read
 
 if TYPE_CHECKING:
     from kempner.checkpoint.convert.export import Form
-    from kempner.checkpoint.convert.import_safetensors import Weights
-    from kempner.checkpoint.convert.safetensors_reader import Located
+    from kempner.checkpoint.convert.import_safetensors import TensorLocation, Weights
     from kempner.checkpoint.convert.tensor_copy import Source
 
 CONFIG = "config.json"
@@ -55,8 +54,7 @@ def read_model(folder: Path, vocab_multiple: int) -> tuple[ModelSection, Weights
 
     Raises `DataError` if it is another model than kempner's, or its files do not fit each other.
     """
-    from kempner.checkpoint.convert.import_safetensors import Weights
-    from kempner.checkpoint.convert.safetensors_reader import find_tensors
+    from kempner.checkpoint.convert.import_safetensors import Weights, find_tensors
 
     try:
         section = model_section(_read_config(folder))
@@ -72,7 +70,7 @@ def read_model(folder: Path, vocab_multiple: int) -> tuple[ModelSection, Weights
 
 def has_weights(folder: Path) -> bool:
     """Whether a folder has safetensors under the names of Hugging Face, and is no checkpoint."""
-    from kempner.checkpoint.convert.safetensors_reader import INDEX, WHOLE
+    from kempner.checkpoint.convert.import_safetensors import INDEX, WHOLE
 
     checkpoint = any((folder / name).exists() for name in (MANIFEST, METADATA))
     return not checkpoint and any((folder / name).is_file() for name in (WHOLE, INDEX))
@@ -209,11 +207,13 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
     return config
 
 
-def _pick(folder: Path, shape: Shape, found: Mapping[str, Located]) -> dict[str, Located]:
+def _pick(
+    folder: Path, shape: Shape, found: Mapping[str, TensorLocation]
+) -> dict[str, TensorLocation]:
     """The tensors of a model of this shape, by our names; refuses what is missing or too much."""
     from kempner.checkpoint.convert.import_safetensors import EXACT
 
-    picked: dict[str, Located] = {}
+    picked: dict[str, TensorLocation] = {}
     for name, size in weight_shapes(shape).items():
         theirs = str(weight_name(name))
         tensor = found.get(theirs)

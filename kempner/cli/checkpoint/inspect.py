@@ -13,16 +13,21 @@ import typer
 
 from kempner.checkpoint.format.manifest import Manifest, rank_of, read
 from kempner.checkpoint.format.names import MANIFEST, CheckpointFolder
-from kempner.checkpoint.io.verify import Damage
+from kempner.checkpoint.io.verify import Damage, record
 from kempner.checkpoint.io.verify import verify as find_damage
-from kempner.checkpoint.io.verify_log import record
-from kempner.checkpoint.store.inventory import Item, at_step, locate, survey
-from kempner.checkpoint.store.read_marker import Readers, reading_at
-from kempner.checkpoint.store.retention import Keep, expendable
+from kempner.checkpoint.store.retention import (
+    Item,
+    Keep,
+    Readers,
+    at_step,
+    expendable,
+    locate,
+    reading_at,
+    survey,
+)
 from kempner.checkpoint.store.retention import prune as delete
 from kempner.cli.progress import bar
-from kempner.insight.words import spans
-from kempner.run.output.units import size_text
+from kempner.run.output.units import size_text, spans
 from kempner.run.process.exit_codes import CheckpointWriteError, DataError, ExitCode, UsageError
 from kempner.training.observe.progress_bar import SteadyConsole
 

@@ -110,8 +110,7 @@ def load_model(
     checkpoint: Path, manifest: Manifest, shape: Shape, dtype: str, device: torch.device
 ) -> Transformer:
     """The model with the weights of a checkpoint. Raises `DataError` if it is damaged."""
-    from kempner.checkpoint.tensors.load import fill
-    from kempner.checkpoint.tensors.open_contents import open_contents
+    from kempner.checkpoint.tensors.load import fill, open_contents
     from kempner.model.sharding import build_to_load, compute_dtype
 
     model = build_to_load(shape, compute_dtype(dtype, device), device)

@@ -18,17 +18,16 @@ from rich.console import Console
 
 from kempner.cli.config import TAKES_OVERRIDES, ConfigFile
 from kempner.cli.progress import busy
-from kempner.cli.usage.words import overrides
+from kempner.cli.usage import overrides
 from kempner.cluster.slurm.allocation import Allocation
 from kempner.config.errors import ConfigError
 from kempner.config.loading import load
 from kempner.config.sections import Config
-from kempner.insight.doctor.checks.ranks import World
-from kempner.insight.doctor.examine import Patient, Supervisor, examine
-from kempner.insight.doctor.facts.plan import Plan, read_plan
+from kempner.insight.doctor.checks.fit import PlannedWorld
+from kempner.insight.doctor.examine import Examination, Supervisor, examine
+from kempner.insight.doctor.facts.plan import JobPlan, read_plan
 from kempner.insight.doctor.facts.slurm import job_plan, there_is_slurm
-from kempner.insight.doctor.finding import Finding, Level, fail, finding, worst
-from kempner.insight.doctor.table import lines, show
+from kempner.insight.doctor.finding import Finding, Level, fail, finding, lines, show, worst
 from kempner.run.output import logs
 from kempner.run.process.exit_codes import ExitCode, UsageError, cannot_read
 from kempner.run.record.run_dir import RunDirectory
@@ -41,7 +40,6 @@ USUAL_SCRIPT = Path("scripts/slurm/multinode.sh")
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `doctor` to `app`."""
     app.command(context_settings=TAKES_OVERRIDES)(doctor)
 
 
@@ -82,12 +80,12 @@ def doctor(
         return _tell([finding("configuration", fail(str(error)))], as_json)
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
     if in_allocation:
-        patient = _in_allocation(config, run, script, jobid)
+        examination = _in_allocation(config, run, script, jobid)
     else:
-        patient = _before_launch(config, run, script, nproc)
+        examination = _before_launch(config, run, script, nproc)
     supervisor = Supervisor(lambda: _would_start(config, run), _lead)
     with _tidy_when_ended():
-        return _tell(examine(patient, supervisor, looking=busy), as_json, patient.nodes)
+        return _tell(examine(examination, supervisor, looking=busy), as_json, examination.nodes)
 
 
 @contextmanager
@@ -102,16 +100,16 @@ def _tidy_when_ended() -> Iterator[None]:
 
 def _in_allocation(
     config: Config, run: RunDirectory, script: Path | None, jobid: str | None
-) -> Patient:
+) -> Examination:
     job = find_job(os.environ, jobid)
     plan = job_plan(job) if script is None else _plan(script)
     torchrun = config.slurm.launcher == "torchrun" or (plan is not None and plan.nodes.torchrun)
     allocation, _ = enter(job, os.environ, config, given=jobid is not None, per_task=not torchrun)
-    return Patient(config, run, _world_of(allocation), plan, allocation)
+    return Examination(config, run, _world_of(allocation), plan, allocation)
 
 
-def _world_of(allocation: Allocation) -> World:
-    return World(
+def _world_of(allocation: Allocation) -> PlannedWorld:
+    return PlannedWorld(
         len(allocation.nodes),
         allocation.tasks_per_node,
         allocation.gpus_per_node or None,
@@ -122,24 +120,24 @@ def _world_of(allocation: Allocation) -> World:
 
 def _before_launch(
     config: Config, run: RunDirectory, script: Path | None, nproc: int | None
-) -> Patient:
+) -> Examination:
     if script is None and nproc is None and shutil.which("sbatch") and USUAL_SCRIPT.is_file():
         with busy("asking Slurm"):
             script = USUAL_SCRIPT if there_is_slurm() else None
     plan = None if script is None else _plan(script)
     if plan is None:
-        return Patient(
-            config, run, World(1, nproc or 1, None, "--nproc" if nproc else "one process")
+        return Examination(
+            config, run, PlannedWorld(1, nproc or 1, None, "--nproc" if nproc else "one process")
         )
     section, asked = config.slurm, plan.nodes
     gpus = asked.gpus if section.gpus_per_node is None else section.gpus_per_node
     asked = replace(asked, gpus=gpus, torchrun=asked.torchrun or section.launcher == "torchrun")
     per_node = section.procs or asked.ranks or gpus or 1
-    world = World(section.hosts or asked.count or 1, per_node, gpus, plan.source)
-    return Patient(config, run, world, plan)
+    world = PlannedWorld(section.hosts or asked.count or 1, per_node, gpus, plan.source)
+    return Examination(config, run, world, plan)
 
 
-def _plan(script: Path) -> Plan:
+def _plan(script: Path) -> JobPlan:
     try:
         return read_plan(script)
     except OSError as error:

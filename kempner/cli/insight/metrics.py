@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from kempner.cli.usage.words import usable_path
+from kempner.cli.usage import usable_path
 from kempner.insight.metrics.exporters import Prometheus, TensorBoard, WandB
 from kempner.insight.metrics.follow import Opener, follow
 from kempner.insight.metrics.otlp import OpenTelemetry

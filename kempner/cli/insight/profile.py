@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kempner.cli.usage.words import usable_path
+from kempner.cli.usage import usable_path
 from kempner.insight.status.read import RunReader
 from kempner.insight.status.summary import summarise
 from kempner.run.process.exit_codes import ExitCode, UsageError, cannot_read
@@ -20,7 +20,6 @@ _LOOK = 0.5
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `profile` to `app`."""
     app.command()(profile)
 
 

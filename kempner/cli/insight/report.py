@@ -11,7 +11,7 @@ import typer
 
 import kempner
 from kempner.cli.progress import busy
-from kempner.cli.usage.words import usable_path
+from kempner.cli.usage import usable_path
 from kempner.insight.report.page.document import page
 from kempner.insight.report.page.words import share
 from kempner.insight.report.summary import RunData, read_run
@@ -24,7 +24,6 @@ DEFAULT = Path("report.html")
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `report` to `app`."""
     app.command()(report)
 
 

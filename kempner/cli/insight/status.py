@@ -10,8 +10,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from kempner.cli.insight.rows import table_row, terminal_columns
-from kempner.cli.insight.status_words import line, rows
+from kempner.cli.insight.status_words import line, rows, table_row, terminal_columns
 from kempner.cli.insight.target import is_job, named_run
 from kempner.insight.status.job import find_run
 from kempner.insight.status.read import JobWatch
@@ -27,7 +26,6 @@ PATIENCE = 5.0
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `status` to `app`."""
     app.command()(status)
 
 
@@ -53,7 +51,7 @@ def status(
         raise UsageError("--json and --watch exclude each other; call --json as often as you like")
     read = _all(patient=not watch) if target is None else _one(target, patient=not watch)
     if watch:
-        from kempner.cli.insight.watch import show_until_ctrl_c
+        from kempner.cli.insight.status_view import show_until_ctrl_c
 
         show_until_ctrl_c(read, together=target is None)
         return

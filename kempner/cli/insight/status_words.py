@@ -1,18 +1,22 @@
-"""The status of a run in words: names and values, and one line."""
+"""The status of a run in words: names and values, and one line.
+
+A table of names and values, as lines of text that fit the terminal.
+"""
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Iterator
 from datetime import datetime
+from textwrap import wrap
 
 from kempner.insight.report.page.words import duration
 from kempner.insight.status.activity import Activity
 from kempner.insight.status.facts import CheckpointFacts
 from kempner.insight.status.job import JobStatus
-from kempner.insight.status.progress import Progress
-from kempner.insight.status.summary import AttemptStatus, EndOfAttempt, Status
-from kempner.insight.words import name_or_count
-from kempner.run.output.units import count
+from kempner.insight.status.summary import AttemptStatus, EndOfAttempt, RunProgress, Status
+from kempner.run.output.units import count, name_or_count
 
 UNKNOWN = "-"
 
@@ -75,7 +79,7 @@ def places(status: Status) -> Iterator[tuple[str, str]]:
 
 
 def job_rows(job: JobStatus) -> Iterator[tuple[str, str]]:
-    """What Slurm says."""
+    """The rows on the Slurm job."""
     yield "job", describe_job(job)
     if not (job.restarts.accounting is None and job.agrees):
         yield "restarts", f"{job.restarts}{'' if job.agrees else ': THEY DISAGREE'}"
@@ -86,20 +90,20 @@ def describe_job(job: JobStatus) -> str:
     return f"{job.job} {job.state} {job.nodes}".rstrip()
 
 
-def step(progress: Progress) -> str:
+def step(progress: RunProgress) -> str:
     """`79 of 120`."""
     total = "" if progress.total is None else f" of {progress.total}"
     return UNKNOWN if progress.step is None else f"{progress.step}{total}"
 
 
-def loss(progress: Progress) -> str:
+def loss(progress: RunProgress) -> str:
     """The last one, and the last one on held-out data."""
     said = _known(progress.loss, "{:.4f}")
     held_out = progress.eval_loss
     return said if held_out is None else f"{said}, held-out {held_out:.4f}"
 
 
-def speed(progress: Progress) -> str:
+def speed(progress: RunProgress) -> str:
     """Tokens a second of all ranks, and what else is known."""
     said = [_known(progress.pace.tokens_per_second, "{:,.0f} tokens/s")]
     if progress.pace.mfu is not None:
@@ -119,7 +123,7 @@ _WAITED = {"others": "other ranks"}
 
 
 def time_left(status: Status, done_at: float) -> str:
-    """Until the last step."""
+    """The time until the last step."""
     left = max(0.0, done_at - status.now)
     return f"{duration(round(left))}, done {moment(done_at, status.now)}"
 
@@ -223,3 +227,22 @@ _TELLS = (
 
 def _known(value: float | None, form: str) -> str:
     return UNKNOWN if value is None else form.format(value)
+
+
+def terminal_columns() -> int | None:
+    """The width of the terminal; None where the output goes elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def table_row(name: str, value: str, columns: int | None) -> list[str]:
+    """A name and its value, in lines of at most `columns` characters; on a narrow screen the name
+    has a line of its own. None: one line, however long.
+    """
+    if columns is None or len(value) + 19 <= columns:
+        return [f"{name:<18} {value}"]
+    if columns >= 60:
+        indent = 19 * " "
+        return wrap(value, columns, initial_indent=f"{name:<18} ", subsequent_indent=indent)
+    if len(name) + len(value) + 2 <= columns:
+        return [f"{name}: {value}"]
+    return [f"{name}:", *wrap(value, columns, initial_indent="  ", subsequent_indent="  ")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kempner.cli.usage.words import usable_path
+from kempner.cli.usage import usable_path
 from kempner.cluster.slurm.command import SHORTLY
 from kempner.insight.status.job import find_run
 from kempner.insight.status.runs import find_runs, places

@@ -9,17 +9,15 @@ from typing import Annotated
 
 import typer
 
-from kempner.cli.insight.rows import table_row, terminal_columns
+from kempner.cli.insight.status_words import table_row, terminal_columns
 from kempner.cli.progress import busy
-from kempner.insight.triage.ledger import triage_run
-from kempner.insight.triage.logs import triage_logs
+from kempner.insight.triage.first_failure import triage_logs, triage_run
 from kempner.insight.triage.verdict import Verdict
 from kempner.run.process.exit_codes import ExitCode, UsageError, cannot_read
 from kempner.run.record.run_dir import RUN_LINE, RunDirectory
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `triage` to `app`."""
     app.command()(triage)
 
 

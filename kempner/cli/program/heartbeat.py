@@ -7,12 +7,11 @@ from typing import Annotated
 
 import typer
 
-from kempner.run.control.program.heartbeat_file import HEARTBEAT_FILE, Heartbeat, path_in, write
+from kempner.run.control.heartbeat import HEARTBEAT_FILE, Heartbeat, path_in, write
 from kempner.run.process.exit_codes import UsageError
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `heartbeat` to `app`."""
     app.command()(heartbeat)
 
 

@@ -17,7 +17,6 @@ from kempner.run.record.run_dir import RunDirectory
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `join` to `app`."""
     app.command()(join)
 
 
@@ -42,8 +41,8 @@ def join(
     """
     inbox().install()
     logs.configure()
-    from kempner.cluster.machine.job_place import Place, find_place
-    from kempner.supervisor.joining.joiner import Joiner
+    from kempner.cluster.machine.job_place import JobPlace, find_place
+    from kempner.supervisor.joining import Joiner
     from kempner.supervisor.slurm.job_monitor import JobMonitor
     from kempner.supervisor.slurm.setup import forget_other_jobs
 
@@ -55,7 +54,7 @@ def join(
         room = ranks or detect(os.environ).gpus.value or _tasks()
     except ValueError as error:
         raise UsageError(str(error)) from error
-    batch = job is not None and find_place(os.environ) is Place.BATCH_SCRIPT
+    batch = job is not None and find_place(os.environ) is JobPlace.BATCH_SCRIPT
     if batch and int(os.environ.get("SLURM_JOB_NUM_NODES") or "1") > 1:
         raise UsageError(
             f"job {job} has several nodes, and this is one of them: submit one job per node, or "

@@ -5,29 +5,19 @@ from __future__ import annotations
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
 
 from kempner.cli.progress import busy
+from kempner.cli.usage import TakesCommand
 from kempner.run.output import logs
 from kempner.run.output.console import say
 from kempner.run.process.exit_codes import ExitCode, UsageError
 
 
-class _TakesCommand(TyperCommand):
-    """Everything after `--` is a command; its arguments are not options of kempner."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        at = args.index("--") if "--" in args else len(args)
-        ctx.obj = tuple(args[at + 1 :])
-        return super().parse_args(ctx, args[:at])
-
-
 def register(app: typer.Typer) -> None:
-    """Adds `rehearse` to `app`."""
-    app.command(cls=_TakesCommand)(rehearse)
+    app.command(cls=TakesCommand)(rehearse)
 
 
 def rehearse(

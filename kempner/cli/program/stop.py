@@ -24,7 +24,6 @@ _LOOK = 0.5
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `stop` to `app`."""
     app.command()(stop)
 
 

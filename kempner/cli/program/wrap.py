@@ -18,7 +18,6 @@ from kempner.run.process.exit_codes import UsageError, cannot_read, cannot_write
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `wrap` to `app`."""
     app.command("wrap")(_wrap)
 
 

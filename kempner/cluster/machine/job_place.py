@@ -2,12 +2,15 @@
 
 A variable alone says nothing. SLURM_STEP_ID is inherited from the shell that called sbatch if that
 was in a step, and from Slurm 26.05 on it stands in the batch script, too.
+
+When this process began, which may be long before it became what it is.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -16,7 +19,7 @@ from pathlib import Path
 import psutil
 
 
-class Place(Enum):
+class JobPlace(Enum):
     """What a process is in its job."""
 
     BATCH_SCRIPT = "the batch script, or a process that it runs"
@@ -67,7 +70,7 @@ def step_of_group(path: str) -> JobStep | None:
     return _named(found[-1]) if found else None
 
 
-def place_in_job(environ: Mapping[str, str], cgroups: str, line: Sequence[Process]) -> Place:
+def place_in_job(environ: Mapping[str, str], cgroups: str, line: Sequence[Process]) -> JobPlace:
     """What a process is in its job, SLURM_JOB_ID.
 
     `cgroups` is its /proc/PID/cgroup, and `line` it and its ancestors, as far as they can be seen.
@@ -82,16 +85,18 @@ def place_in_job(environ: Mapping[str, str], cgroups: str, line: Sequence[Proces
     }
     step = _step(environ, cgroups, line)
     if step is not None and step.of_another_job(jobs):
-        return Place.SHELL  # of salloc, called from there: SLURM_STEP_ID is that of the other job
+        return (
+            JobPlace.SHELL
+        )  # of salloc, called from there: SLURM_STEP_ID is that of the other job
     if step is not None and step.step != "batch":
-        return Place.STEP
+        return JobPlace.STEP
     script = environ.get("SLURM_TASK_PID", "")
     sessions = [process.session for process in line if str(process.pid) == script]
     ours = bool(sessions) and sessions[0] == line[0].session
-    return Place.BATCH_SCRIPT if ours else Place.SHELL
+    return JobPlace.BATCH_SCRIPT if ours else JobPlace.SHELL
 
 
-def find_place(environ: Mapping[str, str]) -> Place:
+def find_place(environ: Mapping[str, str]) -> JobPlace:
     """What this process is in the job that `environ` is about."""
     try:
         cgroups = Path("/proc/self/cgroup").read_text()
@@ -128,3 +133,21 @@ def _line(pid: int) -> Iterator[Process]:
             process = process.parent()
     except (psutil.Error, OSError):
         return
+
+
+_STARTTIME = 22 - 3
+"""Where the field `starttime` of proc(5) is among those after the name, which may hold blanks."""
+
+
+def process_began(proc: Path = Path("/proc")) -> float | None:
+    """In seconds since the epoch, to a hundredth of a second; None where the system does not say.
+
+    What a process was before an exec counts, such as the batch script of a job.
+    """
+    try:
+        stat = (proc / "self" / "stat").read_text()
+        ticks = int(stat.rpartition(")")[2].split()[_STARTTIME])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None
+    return time.time() - age if age >= 0 else None

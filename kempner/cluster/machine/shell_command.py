@@ -1,4 +1,4 @@
-"""Runs a shell command that somebody else wrote: bounded in time, with all that it starts."""
+"""Runs a shell command of the user's, with a time limit for it and for all that it starts."""
 
 from __future__ import annotations
 

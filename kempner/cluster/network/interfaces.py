@@ -3,15 +3,22 @@
 Decided on each node by its own ranks: interfaces are named differently on different nodes. Gloo
 would otherwise bind to whatever address the host's name resolves to, which on most clusters is the
 management network.
+
+Network interfaces of this node, read from the kernel.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from ipaddress import ip_interface
+from pathlib import Path
+
+import psutil
 
 INFINIBAND = 32
 """ARPHRD_INFINIBAND of linux/if_arp.h, as /sys/class/net/*/type shows it."""
@@ -22,7 +29,7 @@ _NAMES = (re.compile(r"ib[ps]?\d"), re.compile(r"hsn\d"), re.compile(r"bond\d"))
 _NO_FABRIC = len(_NAMES) + 1
 
 
-class Network(Enum):
+class InterfaceNetwork(Enum):
     """What an interface leads to."""
 
     LOOPBACK = "loopback"
@@ -47,15 +54,15 @@ class Interface:
         return self.up and bool(self.address)
 
     @property
-    def network(self) -> Network:
+    def network(self) -> InterfaceNetwork:
         """What it leads to, by its type and name."""
         if self.address and ipaddress.ip_interface(self.address).is_loopback:
-            return Network.LOOPBACK
-        return Network.FABRIC if _place(self) < _NO_FABRIC else Network.OTHER
+            return InterfaceNetwork.LOOPBACK
+        return InterfaceNetwork.FABRIC if _place(self) < _NO_FABRIC else InterfaceNetwork.OTHER
 
 
 @dataclass(frozen=True)
-class Choice:
+class InterfaceChoice:
     """The interface to bind to, None to leave it to Gloo; `reason` says why, `warning` is a
     sentence for the log, empty if all is well.
     """
@@ -69,7 +76,7 @@ class Choice:
         if self.interface is None:
             return {}
         wanted = {"GLOO_SOCKET_IFNAME": self.interface.name}
-        if self.interface.network is not Network.LOOPBACK:
+        if self.interface.network is not InterfaceNetwork.LOOPBACK:
             # NCCL takes a name for the beginning of one: `=` asks for this interface alone.
             wanted["NCCL_SOCKET_IFNAME"] = f"={self.interface.name}"
         return {name: value for name, value in wanted.items() if name not in environ}
@@ -82,7 +89,7 @@ def choose(
     configured: str | None,
     environ: Mapping[str, str],
     route_address: str,
-) -> Choice:
+) -> InterfaceChoice:
     """The interface for this node's ranks.
 
     What the user exported, one name or several with commas between, wins over `configured` (the key
@@ -94,17 +101,17 @@ def choose(
     if exported := environ.get("GLOO_SOCKET_IFNAME"):
         usable = (name for name in exported.split(",") if _usable(interfaces, name))
         found = named(interfaces, next(usable, exported), "GLOO_SOCKET_IFNAME")
-        return Choice(found, f"GLOO_SOCKET_IFNAME={exported}")
+        return InterfaceChoice(found, f"GLOO_SOCKET_IFNAME={exported}")
     if configured:
         found = named(interfaces, configured, "distributed.interface")
-        return Choice(found, f"distributed.interface={configured}")
+        return InterfaceChoice(found, f"distributed.interface={configured}")
     if on_one_node:
         # The address of the host's name may belong to a network that is down.
-        loopback = (i for i in interfaces if i.usable and i.network is Network.LOOPBACK)
-        return Choice(next(loopback, None), "all ranks are on this node")
-    fabric = [i for i in interfaces if i.usable and i.network is Network.FABRIC]
+        loopback = (i for i in interfaces if i.usable and i.network is InterfaceNetwork.LOOPBACK)
+        return InterfaceChoice(next(loopback, None), "all ranks are on this node")
+    fabric = [i for i in interfaces if i.usable and i.network is InterfaceNetwork.FABRIC]
     if fabric:
-        return Choice(min(fabric, key=_order), "it leads to the compute fabric")
+        return InterfaceChoice(min(fabric, key=_order), "it leads to the compute fabric")
     return _routed(interfaces, route_address)
 
 
@@ -122,7 +129,7 @@ def named(interfaces: Sequence[Interface], wanted: str, source: str) -> Interfac
     raise ValueError(f"{source}={wanted} {trouble} on this node; it has {there}")
 
 
-def odd_ones(bound: Mapping[str, Interface | None]) -> list[str]:
+def nodes_off_network(bound: Mapping[str, Interface | None]) -> list[str]:
     """The nodes that are not on the network that most of them are on; none if all agree.
 
     `bound` maps a node's name to what its ranks are bound to. Names may differ between nodes.
@@ -137,12 +144,12 @@ def odd_ones(bound: Mapping[str, Interface | None]) -> list[str]:
 def common_address(bound: Mapping[str, Interface | None], nodes: Sequence[str]) -> str:
     """Where all `nodes` reach the first of them, on the network that their ranks use.
 
-    `bound` is as for `odd_ones`, as far as it is known. Empty, which leaves it to the node's name,
-    if the first is not known, some use another network, or there are no others.
+    `bound` is as for `nodes_off_network`, as far as it is known. Empty, so that the node's name is
+    used, if the first is not known, some use another network, or there are no others.
     """
     known = {node: bound[node] for node in nodes if node in bound}
     first = known.get(nodes[0])
-    if first is None or len(nodes) == 1 or odd_ones(known):
+    if first is None or len(nodes) == 1 or nodes_off_network(known):
         return ""
     return first.address.partition("/")[0]
 
@@ -150,9 +157,9 @@ def common_address(bound: Mapping[str, Interface | None], nodes: Sequence[str]) 
 def disagreement(bound: Mapping[str, Interface | None]) -> str:
     """One sentence if some nodes are on the fabric and others are not, else nothing.
 
-    `bound` is as for `odd_ones`.
+    `bound` is as for `nodes_off_network`.
     """
-    odd = odd_ones(bound)
+    odd = nodes_off_network(bound)
     if not odd:
         return ""
     listed = "; ".join(f"{node}: {_described(interface)}" for node, interface in bound.items())
@@ -172,16 +179,18 @@ def _name(wanted: str) -> str:
     return wanted.partition("@")[0].removeprefix("=")
 
 
-def _routed(interfaces: Sequence[Interface], route_address: str) -> Choice:
+def _routed(interfaces: Sequence[Interface], route_address: str) -> InterfaceChoice:
     missing = "no InfiniBand or other fabric interface is up on this node"
     for interface in interfaces:
         if interface.usable and interface.address.partition("/")[0] == route_address:
-            return Choice(
+            return InterfaceChoice(
                 interface,
                 "it leads to the master",
                 f"{missing}: process groups use {_described(interface)}, which leads to the master",
             )
-    return Choice(None, "nothing better was found", f"{missing}: Gloo binds to the host's name")
+    return InterfaceChoice(
+        None, "nothing better was found", f"{missing}: Gloo binds to the host's name"
+    )
 
 
 def _place(interface: Interface) -> int:
@@ -203,8 +212,8 @@ def _order(interface: Interface) -> tuple[int, bool, int, str]:
     )
 
 
-def _network(interface: Interface | None) -> Network:
-    return Network.OTHER if interface is None else interface.network
+def _network(interface: Interface | None) -> InterfaceNetwork:
+    return InterfaceNetwork.OTHER if interface is None else interface.network
 
 
 def _described(interface: Interface | None) -> str:
@@ -212,3 +221,44 @@ def _described(interface: Interface | None) -> str:
         return "left to Gloo"
     details = interface.address.partition("/")[0] or "no IPv4 address"
     return f"{interface.name} ({details}{'' if interface.up else ', down'})"
+
+
+_SYSFS = Path("/sys/class/net")
+
+
+def read_interfaces(sysfs: Path = _SYSFS) -> list[Interface]:
+    """The interfaces of this node. Raises `OSError` if the kernel does not show them."""
+    addresses = _addresses()
+    found = []
+    for entry in sorted(sysfs.iterdir()):
+        try:
+            kind = int((entry / "type").read_text())
+            state = (entry / "operstate").read_text().strip()
+        except (FileNotFoundError, NotADirectoryError):  # a file, or an interface that just left
+            continue
+        # A loopback's state is "unknown"; an interface without a carrier is not up.
+        up = state in ("up", "unknown")
+        found.append(Interface(entry.name, kind, up, addresses.get(entry.name, "")))
+    return found
+
+
+def route_address(host: str) -> str:
+    """The local IPv4 address from which packets to `host` leave; empty if there is no way."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing: the kernel only looks up the route
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def _addresses() -> dict[str, str]:
+    """Interface to its first IPv4 address and prefix length."""
+    found: dict[str, str] = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            if address.family is socket.AF_INET and name not in found:
+                found[name] = ip_interface(
+                    f"{address.address}/{address.netmask or 32}"
+                ).with_prefixlen
+    return found

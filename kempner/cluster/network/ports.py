@@ -1,11 +1,32 @@
-"""Chooses ports for what a launch hosts on rank 0's node."""
+"""Where the ranks of a launch meet: the ports of rank 0's node, or what the user says.
+
+Lets the ranks of a launch find the port on which rank 0 hosts their store.
+
+All ranks compute the same short list of ports. On the first that is free on its node rank 0 answers
+every connection with one line, which names the launch and the store's port; the others try the
+ports in turn until one says that line. Whatever else listens there, another run's beacon or a
+service that never says a word, costs a few seconds, not the attempt.
+
+Where the ranks meet if the user says so, by MASTER_ADDR and MASTER_PORT in the environment.
+
+What is exported wins; otherwise rank 0's node is the address, on the network that the ranks use,
+and the port follows from the job and the launch (`ports.py`).
+"""
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import ipaddress
 import random
 import socket
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from kempner.cluster.network.interfaces import Interface, common_address
 
 FIRST, LAST = 15_000, 32_000
 """Below Linux's ephemeral range, so that no outgoing connection takes the port in between."""
@@ -30,7 +51,7 @@ def candidates(salt: str) -> list[int]:
 def claim(ports: Sequence[int]) -> socket.socket:
     """A socket that listens on the first of `ports` that is free on this machine, on all addresses.
 
-    It is bound for good: unlike with a port that was only probed, nobody can take it before its
+    It stays bound: unlike with a port that was only probed, no other process can take it before its
     use. Raises `OSError` with a sentence if all are taken.
     """
     for port in ports:
@@ -46,7 +67,7 @@ def claim(ports: Sequence[int]) -> socket.socket:
 
 
 def free_port(address: str, salt: str) -> int:
-    """A port on `address` (of this machine) that nobody listens on.
+    """A port on `address` (of this machine) that no process listens on.
 
     The search starts at a place derived from `salt`, so that two runs that look at the same moment
     look at different ports. Raises `OSError` if none is free.
@@ -70,3 +91,154 @@ def _listen(port: int) -> socket.socket:
             if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
                 raise
     return socket.create_server(("", port))
+
+
+_ANSWER = 5.0
+"""Seconds to wait for an answer on one port; a port without a listener refuses at once."""
+_PAUSE = 0.1
+"""Seconds between rounds over the ports while rank 0 is not there yet."""
+_LONGEST = 128
+"""Bytes of an answer."""
+
+
+def announce(salt: str, port: int) -> None:
+    """Answer other ranks of this launch that the store is on `port`, as long as this process lives.
+
+    Raises `OSError` with a sentence if all ports of the launch are taken.
+    """
+    listener = claim(candidates(salt))
+    threading.Thread(
+        target=_answer, args=(listener, _line(salt, port)), name="beacon", daemon=True
+    ).start()
+
+
+def find(address: str, salt: str, timeout: float) -> int:
+    """The port of the launch's store on the host `address`; blocks until rank 0 says it.
+
+    Raises `TimeoutError` with a sentence after `timeout` seconds.
+    """
+    end = time.monotonic() + timeout
+    ports = candidates(salt)
+    while time.monotonic() < end:
+        for port in ports:
+            store = _ask(address, port, salt)
+            if store is not None:
+                return store
+        time.sleep(_PAUSE)
+    raise TimeoutError(
+        f"rank 0 was not found on {address} within {timeout:g} s, on none of the ports "
+        f"{', '.join(map(str, ports))}"
+    )
+
+
+def _answer(listener: socket.socket, line: bytes) -> None:
+    while True:
+        try:
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(_ANSWER)
+                connection.sendall(line)
+        except (ConnectionError, TimeoutError):  # this caller hung up; the next one may not
+            continue
+
+
+def _ask(address: str, port: int, salt: str) -> int | None:
+    """The store's port, if this port is the launch's beacon."""
+    try:
+        with socket.create_connection((address, port), _ANSWER) as connection:
+            said = connection.makefile("rb").readline(_LONGEST)
+    except OSError:
+        return None
+    known = _line(salt, 0).removesuffix(b"0\n")
+    number = said.removeprefix(known).removesuffix(b"\n")
+    return int(number) if said.startswith(known) and number.isdigit() else None
+
+
+def _line(salt: str, port: int) -> bytes:
+    launch = hashlib.sha256(salt.encode()).hexdigest()[:32]
+    return f"kempner {launch} {port}\n".encode()
+
+
+_GIVEN_PORT = "KEMPNER_MASTER_PORT"
+"""Is in the environment of a rank whose user has chosen the port: MASTER_PORT is always there."""
+
+_HERE = ("localhost", "localhost.localdomain", "ip6-localhost")
+
+
+@dataclass(frozen=True)
+class ExportedMaster:
+    """What the user says; None where the choice is left to kempner. `warning` is a sentence about
+    what is ignored, empty if nothing is."""
+
+    address: str | None = None
+    port: int | None = None
+    warning: str = ""
+
+    def variables(self) -> dict[str, str]:
+        """What tells a rank of our own that the port is the user's choice."""
+        return {} if self.port is None else {_GIVEN_PORT: str(self.port)}
+
+
+def exported_master(environ: Mapping[str, str], nodes: Sequence[str]) -> ExportedMaster:
+    """What a user has exported for ranks on these nodes, of which the first has rank 0.
+
+    An address that cannot be rank 0's is ignored: that of another node, as after a restart without
+    the one that was named, and of "this machine" where there are several, as from a login shell.
+    What torchrun has set for its own ranks is not the user's word. Raises `ValueError` with a
+    sentence if the port is none.
+    """
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return ExportedMaster()
+    port = _port(environ.get("MASTER_PORT", ""))
+    address = environ.get("MASTER_ADDR") or None
+    wrong = "" if address is None else _why_not(address, nodes)
+    if wrong:
+        return ExportedMaster(None, port, f"MASTER_ADDR={address} is ignored: {wrong}")
+    return ExportedMaster(address, port)
+
+
+def choose_master(
+    environ: Mapping[str, str],
+    nodes: Sequence[str],
+    salt: str,
+    bound: Mapping[str, Interface | None] = MappingProxyType({}),
+) -> tuple[str, int]:
+    """Address and port for ranks on these nodes, the first of which has rank 0.
+
+    `bound` is what the ranks of nodes will bind to, as far as it is known: the address is on the
+    network that all of them use, and else the name of the first. Raises `ValueError` as
+    `exported_master`, `OSError` if no port is free.
+    """
+    said = exported_master(environ, nodes)
+    address = said.address or common_address(bound, nodes) or nodes[0]
+    return address, said.port or free_port("", salt=salt)
+
+
+def given_port(environ: Mapping[str, str]) -> int | None:
+    """The port that the user has chosen, in a rank that a supervisor has started."""
+    return _port(environ.get(_GIVEN_PORT, ""))
+
+
+def _why_not(address: str, nodes: Sequence[str]) -> str:
+    """Why ranks on these nodes cannot meet there; empty if they may."""
+    if len(nodes) > 1 and _is_loopback(address):
+        return f"the ranks are on {len(nodes)} nodes"
+    names = (address, address.partition(".")[0])  # with or without its domain
+    if any(node in names for node in nodes[1:]):
+        return f"rank 0 is on {nodes[0]}"
+    return ""
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address in _HERE
+
+
+def _port(text: str) -> int | None:
+    if not text:
+        return None
+    if not text.isascii() or not text.isdecimal() or not 0 < int(text) < 65536:
+        raise ValueError(f"MASTER_PORT={text} in the environment is not a port")
+    return int(text)

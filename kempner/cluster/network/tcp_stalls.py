@@ -22,7 +22,7 @@ ANSWER = 1.0
 """Seconds that a host gets to answer a call: its kernel does that, however busy its processes."""
 
 _ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
-"""Whether somebody takes the call does not matter."""
+"""What shows that the host is alive, whether or not a process listens there."""
 
 
 def dead_connections() -> list[tuple[str, str]]:

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kempner.cluster.slurm.hostlist import expand_counts
-from kempner.cluster.slurm.resources import CONFIGURED_GPUS, Resources
-from kempner.cluster.slurm.shares import NodeShare, gpus_by_node
+from kempner.cluster.slurm.job import NodeShare, gpus_by_node
+from kempner.cluster.slurm.resources import CONFIGURED_GPUS, NodeResources
 
 _BY_NODE = "24.11"
 """The first version seen to give the GPUs of one of several different nodes by node."""
@@ -17,11 +17,10 @@ _BY_NODE = "24.11"
 class Allocation:
     """The part of a job in which the ranks run.
 
-    `job` is the id by which to speak of it to Slurm. `batch` says that this process is the job's
-    batch process; if not, the job is somebody's `salloc`, and others may run in it. `cpus_per_task`
-    is None where nobody says, and 0 where a node has fewer CPUs than ranks. `spare` nodes have no
-    ranks until another is lost. `uneven` has the GPUs of each node, and so its ranks, where nodes
-    differ.
+    `job` is its id in Slurm. `batch` says that this process is the job's batch process; if not, the
+    job is a user's `salloc`, and other programs may run in it. `cpus_per_task` is None where it was
+    not set, and 0 where a node has fewer CPUs than ranks. `spare` nodes have no ranks until another
+    is lost. `uneven` has the GPUs of each node, and so its ranks, where nodes differ.
     """
 
     job: str
@@ -91,7 +90,7 @@ def allocate(
     job: str,
     batch: bool,
     nodes: Sequence[str],
-    resources: Resources,
+    resources: NodeResources,
     procs: int | None = None,
     hosts: int | None = None,
     spare: int = 0,
@@ -193,7 +192,7 @@ def _cpus(
     tasks: int,
     shares: Mapping[str, NodeShare],
 ) -> int | None:
-    """For each of so many tasks on a node; srun ignores the SLURM_CPUS_PER_TASK of sbatch, and
+    """CPUs for each of the `tasks` on a node; srun ignores the SLURM_CPUS_PER_TASK of sbatch, and
     silently gives one CPU.
 
     What was asked for is for the tasks of the submission: torchrun's single one starts all ranks.

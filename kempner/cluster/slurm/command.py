@@ -28,7 +28,7 @@ COMMAND_WITHIN = 60.0
 controller that is away after 9 or 18 s. A busy one may take longer to answer."""
 
 SHORTLY = 20.0
-"""Seconds for which a question is repeated where whoever asks can do without the answer."""
+"""Seconds for which a question is repeated where the caller can do without the answer."""
 
 UNCLEAR_WITHIN = 60.0
 """Seconds for which a command is repeated that fails with words that are not known here."""
@@ -40,7 +40,7 @@ _OF_SLURM = (
     "SLURM_", "SBATCH_", "SALLOC_", "SRUN_", "SCONTROL_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_",
 )  # fmt: skip
 _CONNECTION = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
-"""By which a command finds the controller, and says who asks."""
+"""Variables by which a command finds and authenticates to the controller."""
 
 _STEP = frozenset({"SLURM_JOB_ID", "SLURM_JOBID", "SLURM_WORKING_CLUSTER"})
 """By which srun finds the job around it."""
@@ -115,7 +115,7 @@ class SlurmMissingError(SlurmError):
 
 
 class SlurmUnclearError(SlurmError):
-    """The command failed with words that are not known here: nobody can say whether it passes."""
+    """The command failed with an unknown message, so it is unclear whether the cause will pass."""
 
 
 class SlurmRefusedError(SlurmError):
@@ -192,7 +192,7 @@ def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandAnswer:
     """What a command printed and exited with; `status` is None if it did not end in time."""
 
     status: int | None
@@ -205,7 +205,7 @@ class Answer:
         return (self.err.strip() or self.out.strip()).replace("\n", "; ")
 
 
-class Worth(Enum):
+class AnswerKind(Enum):
     """What an answer is worth that is not what was asked for."""
 
     SILENCE = "no answer yet"
@@ -213,14 +213,14 @@ class Worth(Enum):
     UNCLEAR = "words that are not known here"
 
 
-def judge(answer: Answer) -> Worth:
+def judge(answer: CommandAnswer) -> AnswerKind:
     """What an answer is worth in which something is missing, or that ended with an error."""
     if any(words in answer.complaint for words in _REFUSALS):
-        return Worth.REFUSAL
+        return AnswerKind.REFUSAL
     passing = any(words in answer.complaint for words in _PASSING)
     if passing or not answer.err.strip() or answer.status is None or answer.status <= 0:
-        return Worth.SILENCE
-    return Worth.UNCLEAR
+        return AnswerKind.SILENCE
+    return AnswerKind.UNCLEAR
 
 
 def ask(
@@ -248,12 +248,12 @@ def tell(
         raise _failure(command, answer)
 
 
-def _failure(command: Sequence[str], answer: Answer) -> SlurmError:
+def _failure(command: Sequence[str], answer: CommandAnswer) -> SlurmError:
     shown = " ".join(command)
     match judge(answer):
-        case Worth.REFUSAL:
+        case AnswerKind.REFUSAL:
             return SlurmRefusedError(shown, answer.complaint)
-        case Worth.UNCLEAR:
+        case AnswerKind.UNCLEAR:
             return SlurmUnclearError(f"`{shown}` failed: {answer.complaint}")
     if answer.status is None:
         return SlurmSilentError(f"`{shown}` had no answer within {COMMAND_WITHIN:g} s")
@@ -262,7 +262,7 @@ def _failure(command: Sequence[str], answer: Answer) -> SlurmError:
 
 
 def next_pause(failures: int) -> float:
-    """Seconds before the next try, after so many that failed in a row (at least one)."""
+    """Seconds before the next try, after a number of `failures` in a row (at least one)."""
     return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(failures - 1, 10))
 
 
@@ -275,7 +275,7 @@ def patiently(
 ) -> T:
     """The answer, asked for again and again for `within` seconds, at least once.
 
-    `on_failure` hears of each try that fails and is followed by another one. Raises `SlurmError`:
+    `on_failure` is called for each failed try that is followed by another. Raises `SlurmError`:
     at once if it is refused or cannot be asked here, after `UNCLEAR_WITHIN` seconds if it is
     unclear.
     """
@@ -305,7 +305,9 @@ def _without_slurm(environ: Mapping[str, str], keep: frozenset[str]) -> dict[str
     }
 
 
-def _execute(command: Sequence[str], environ: Mapping[str, str] | None, cwd: str | None) -> Answer:
+def _execute(
+    command: Sequence[str], environ: Mapping[str, str] | None, cwd: str | None
+) -> CommandAnswer:
     """In a session of its own: a Ctrl-C at the terminal is for us, not for what we ask."""
     try:
         process = subprocess.Popen(
@@ -327,8 +329,8 @@ def _execute(command: Sequence[str], environ: Mapping[str, str] | None, cwd: str
         out, err = process.communicate(timeout=COMMAND_WITHIN)
     except subprocess.TimeoutExpired:
         _kill(process)
-        return Answer(None, "")
-    return Answer(process.returncode, out, err)
+        return CommandAnswer(None, "")
+    return CommandAnswer(process.returncode, out, err)
 
 
 def _cannot_start(name: str, error: OSError) -> SlurmError:
@@ -389,7 +391,7 @@ def see_step_end(srun: subprocess.Popen[bytes], hear: Callable[[bytes], None]) -
     srun.stderr.close()
     said = head.decode(errors="replace")
     if status and any(words in said for words in _NOT_STARTED):
-        raise _failure(["srun"], Answer(status, "", said))
+        raise _failure(["srun"], CommandAnswer(status, "", said))
     return status
 
 

@@ -1,12 +1,23 @@
-"""State of a Slurm job, parsed and classified."""
+"""State of a Slurm job, parsed and classified.
+
+What a job has of each of its nodes, which need not be the same: `scontrol show job -d`.
+
+`--gpus=12` may come as 8 on one node and 4 on another, and `--ntasks=8` as 7 CPUs and 1. What the
+environment of the batch process says is about its own node alone.
+
+Which nodes a job could run on, by what it asks for: pure functions of what scontrol shows.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import Enum
+
+from kempner.cluster.slurm.hostlist import expand_hosts
+from kempner.cluster.slurm.resources import count_gpus
 
 _NOTHING = ("", "(null)", "None", "N/A", "Unknown", "NONE")
 
@@ -179,7 +190,7 @@ def parse_job(fields: Mapping[str, str]) -> JobState:
     )
 
 
-class Event(Enum):
+class JobEvent(Enum):
     """What is happening to a job."""
 
     NOTHING = "it runs"
@@ -191,7 +202,7 @@ class Event(Enum):
     ENDED = "it is over"
 
 
-def classify(before: JobState, now: JobState, warned: bool = False) -> Event:
+def classify(before: JobState, now: JobState, warned: bool = False) -> JobEvent:
     """What happened between two looks at the same job, `warned` if a signal came in between.
 
     Seen on Slurm 22.05: a warning before the time limit changes nothing about the job; a preemption
@@ -200,18 +211,18 @@ def classify(before: JobState, now: JobState, warned: bool = False) -> Event:
     without a reason, one at its limit with the reason TimeLimit.
     """
     if now.restarts > before.restarts or now.queued:
-        return Event.REQUEUE
+        return JobEvent.REQUEUE
     if now.state in ("SUSPENDED", "STAGE_OUT"):
-        return Event.NOTHING  # seen in the moment before it takes hold, or after it is over
+        return JobEvent.NOTHING  # seen in the moment before it takes hold, or after it is over
     if now.running:
         if now.times.preempt is not None:
-            return Event.PREEMPTION
-        return Event.TIME_LIMIT if warned else Event.NOTHING
+            return JobEvent.PREEMPTION
+        return JobEvent.TIME_LIMIT if warned else JobEvent.NOTHING
     if now.reason == "TimeLimit" or now.state == "TIMEOUT":
-        return Event.TIME_LIMIT_REACHED
+        return JobEvent.TIME_LIMIT_REACHED
     if now.state == "CANCELLED" or (now.state == "COMPLETING" and not now.reason):
-        return Event.CANCEL
-    return Event.ENDED
+        return JobEvent.CANCEL
+    return JobEvent.ENDED
 
 
 def job_id(environ: Mapping[str, str]) -> str | None:
@@ -266,3 +277,101 @@ def _seconds(text: str) -> float | None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+_SHARE = re.compile(r"(?:^|\s)Nodes=(\S+) CPU_IDs=(\S*) Mem=\d+ GRES=(\S*)")
+
+
+@dataclass(frozen=True)
+class NodeShare:
+    """What a job has of a node: CPUs (hardware threads) and GPUs."""
+
+    cpus: int
+    gpus: int
+
+
+def node_shares(
+    text: str, hosts: Callable[[str], Sequence[str]] = expand_hosts
+) -> dict[str, NodeShare]:
+    """The share of each node in the output of `scontrol show job -d -o`; of no job, none.
+
+    The words for it are the same from Slurm 22.05 to 26.05 (`src/api/job_info.c`, since 24.11
+    `src/scontrol/info_job.c`). Raises `ValueError` with a sentence if one cannot be read.
+    """
+    ours = text.partition(" Command=")[0]  # what follows is the user's
+    shares: dict[str, NodeShare] = {}
+    for nodes, cpus, gres in _SHARE.findall(ours):
+        # A job may have other resources on a node and no GPU.
+        share = NodeShare(_count_ids(cpus), count_gpus(gres) if "gpu" in gres else 0)
+        shares |= dict.fromkeys(hosts(nodes), share)
+    return shares
+
+
+def gpus_by_node(shares: Mapping[str, NodeShare], nodes: Sequence[str]) -> dict[str, int]:
+    """The GPUs of these nodes; empty if not all of them are known."""
+    if not all(node in shares for node in nodes):
+        return {}
+    return {node: shares[node].gpus for node in nodes}
+
+
+def _count_ids(ids: str) -> int:
+    """`0-3,8` is 5."""
+    total = 0
+    for part in filter(None, ids.split(",")):
+        first, _, last = part.partition("-")
+        total += int(last or first) - int(first) + 1
+    return total
+
+
+_TYPED_GPU = re.compile(r"gpu:([\w.+-]*[A-Za-z][\w.+-]*)(?:[:=(,]|$)")
+_WORD = re.compile(r"[\w.:-]+")
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a job asks of each node.
+
+    `features` is its constraint in Slurm's words, `resources` its TresPerNode; both may be empty.
+    """
+
+    features: str = ""
+    resources: str = ""
+
+
+def eligible(demand: Demand, nodes: Iterable[Mapping[str, str]]) -> set[str] | None:
+    """The names of those nodes that have what is demanded, in whatever state they are.
+
+    `nodes` are the fields of `scontrol show node -o`. None if the constraint is too involved to be
+    judged here.
+    """
+    found = set()
+    for node in nodes:
+        has = _split(node.get("AvailableFeatures", ""), node.get("ActiveFeatures", ""))
+        fits = satisfies(demand.features, has)
+        if fits is None:
+            return None
+        if fits and gpu_types(demand.resources) <= gpu_types(node.get("Gres", "")):
+            found.add(node["NodeName"])
+    return found
+
+
+def satisfies(constraint: str, features: Collection[str]) -> bool | None:
+    """Whether a node with these features satisfies a constraint of `&` and `|`, or an empty one.
+
+    None for what speaks of several nodes together: brackets, counts, parentheses.
+    """
+    if not constraint:
+        return True
+    parts = [[word.strip() for word in part.split("&")] for part in constraint.split("|")]
+    if not all(_WORD.fullmatch(word) for part in parts for word in part):
+        return None
+    return any(all(word in features for word in part) for part in parts)
+
+
+def gpu_types(resources: str) -> set[str]:
+    """The types of GPU named in a Gres or TresPerNode: `gres:gpu:h100:4` names `h100`."""
+    return set(_TYPED_GPU.findall(resources.replace("/", ":")))
+
+
+def _split(*lists: str) -> set[str]:
+    return {word for text in lists for word in text.split(",") if word and word != "(null)"}

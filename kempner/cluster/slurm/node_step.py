@@ -1,11 +1,22 @@
-"""Runs one short task on each of a job's nodes, in a step beside whatever runs there."""
+"""Runs one short task on each of a job's nodes, in a step beside whatever runs there.
+
+What the tasks of a step print about their nodes, in lines that srun passes on whole.
+
+Lines of up to 1,024 bytes stay as they are. Pieces of longer ones come between those of other
+tasks.
+
+Options by which srun opens a container (the plugin pyxis), and whether it knows them.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+import zlib
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kempner.cluster.slurm.command import probe_environment
@@ -15,8 +26,8 @@ NO_GPUS = ("--gres=none",)
 
 
 @dataclass(frozen=True)
-class Told:
-    """What the tasks printed as far as it came in time, and what they or srun complained about."""
+class NodeStepOutput:
+    """What the tasks printed in time, and the error output of them and of srun."""
 
     out: str = ""
     complaints: str = ""
@@ -28,15 +39,15 @@ def run_on_nodes(
     task: Sequence[str],
     within: float,
     resources: Sequence[str] = NO_GPUS,
-) -> Told:
+) -> NodeStepOutput:
     """Run `task` once on each of the `nodes`, all at once, and wait for `within` seconds.
 
     `allocation` is the job to do it in, None for the one around this process; `resources` are
-    further options of srun. Nothing is told where there is no srun. Raises `OSError` if it cannot
-    start.
+    further options of srun. The output is empty where there is no srun. Raises `OSError` if it
+    cannot start.
     """
     if shutil.which("srun") is None:
-        return Told()
+        return NodeStepOutput()
     command = [
         *("srun", "--overlap", *resources),
         *([] if allocation is None else [f"--jobid={allocation}"]),
@@ -61,10 +72,91 @@ def run_on_nodes(
         start_new_session=True,
     )
     try:
-        return Told(*asked.communicate(timeout=within))
+        return NodeStepOutput(*asked.communicate(timeout=within))
     except subprocess.TimeoutExpired:
         asked.kill()
-        return Told(*asked.communicate())
-    except BaseException:  # whoever asks is told to leave: the tasks, too
+        return NodeStepOutput(*asked.communicate())
+    except BaseException:  # this process is told to leave: end the tasks, too
         asked.terminate()
         raise
+
+
+_PIECE = 700
+"""Bytes of an answer on one line; node and numbers come before them."""
+
+_LINE = re.compile(r"(\S+) (\d+)/(\d+) ([\w+/=]+)", re.ASCII)
+
+
+def in_lines(node: str, answer: bytes) -> str:
+    """An answer of any length, from a task on this node."""
+    packed = b64encode(zlib.compress(answer)).decode()
+    pieces = [packed[at : at + _PIECE] for at in range(0, len(packed), _PIECE)]
+    many = len(pieces)
+    return "".join(f"{node} {number}/{many} {piece}\n" for number, piece in enumerate(pieces, 1))
+
+
+def whole_answers(lines: Iterable[str]) -> list[bytes]:
+    """The answers among the lines of all tasks, which may come in any order; what is not whole, or
+    is something else, is left out."""
+    found: dict[tuple[str, int], dict[int, str]] = {}
+    for line in lines:
+        if piece := _LINE.fullmatch(line):
+            found.setdefault((piece[1], int(piece[3])), {})[int(piece[2])] = piece[4]
+    whole = [
+        "".join(pieces[number] for number in sorted(pieces))
+        for (_, many), pieces in found.items()
+        if len(pieces) == many
+    ]
+    return [answer for packed in whole if (answer := _unpack(packed)) is not None]
+
+
+def _unpack(packed: str) -> bytes | None:
+    try:
+        return zlib.decompress(b64decode(packed))
+    except (ValueError, zlib.error):
+        return None
+
+
+IMAGE = "--container-image"
+"""Slurm's own `--container`, for OCI bundles, is another option."""
+
+
+def container_options(
+    image: str, mounts: Sequence[str], mount_home: bool | None, workdir: str
+) -> tuple[str, ...]:
+    """srun's options for an image. They are for a step, never for `#SBATCH`: in a container the
+    batch script would find neither Slurm's commands nor its supervisor."""
+    home = {None: (), True: ("--container-mount-home",), False: ("--no-container-mount-home",)}
+    return (
+        f"{IMAGE}={image}",
+        *((f"--container-mounts={','.join(mounts)}",) if mounts else ()),
+        *home[mount_home],
+        f"--container-workdir={workdir}",
+    )
+
+
+def knows_option(help_text: str, option: str) -> bool:
+    """Whether the output of `srun --help` lists an option; a plugin's come last."""
+    return re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", help_text) is not None
+
+
+def binding_option(options: Sequence[str]) -> str:
+    """The first option that places or binds tasks, each of which must then be a rank; empty if
+    there is none."""
+    names = (option.partition("=")[0] for option in options)
+    return next((name for name in names if name in _BINDING or name[:2] == "-m"), "")
+
+
+_BINDING = frozenset(
+    {
+        "--cpu-bind",
+        "--distribution",
+        "--gpu-bind",
+        "--gpus-per-task",
+        "--mem-bind",
+        "--ntasks-per-core",
+        "--ntasks-per-socket",
+        "--tres-bind",
+        "--tres-per-task",
+    }
+)

@@ -26,7 +26,7 @@ _UNITS = {"": 1, "K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 
 @dataclass(frozen=True)
 class Amount:
-    """A number and its source; memory is in MiB. None means that nobody says."""
+    """A number and its source; memory is in MiB. None means that it is not known."""
 
     value: int | None
     source: str
@@ -36,7 +36,7 @@ class Amount:
 
 
 @dataclass(frozen=True)
-class Resources:
+class NodeResources:
     """What the job may use on this node."""
 
     cpus: Amount
@@ -45,7 +45,7 @@ class Resources:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedResources:
     """What was configured, None where nothing was; `section` names its table in an error."""
 
     cpus: int | None = None
@@ -81,23 +81,23 @@ def parse_memory(text: str) -> int:
 def detect(
     environ: Mapping[str, str],
     *,
-    configured: Wanted | None = None,
+    configured: WantedResources | None = None,
     job: Mapping[str, str] | None = None,
     node: Mapping[str, str] | None = None,
-) -> Resources:
-    """What this process may use, as far as anybody says.
+) -> NodeResources:
+    """What this process may use, as far as it is known.
 
     `job` and `node` are the fields of `scontrol show job -o` and `scontrol show node -o`. Raises
     `ValueError` with a sentence if a number cannot be read.
     """
-    wanted, job, node = configured or Wanted(), job or {}, node or {}
+    wanted, job, node = configured or WantedResources(), job or {}, node or {}
     cpus = _first(chain([("slurm.cpus", wanted.cpus)], _cpus(environ, job)))
     gpus = _first(chain([(CONFIGURED_GPUS, wanted.gpus)], _gpus(environ, job, node)))
     said = _memory(environ, cpus.value, gpus.value, job, node)
     memory = _first(chain([("slurm.memory_mb", wanted.memory_mb)], said))
     if memory.value == 0:
         memory = Amount(_whole(node), f"{memory.source} = 0: the whole node")
-    return Resources(cpus, memory, gpus)
+    return NodeResources(cpus, memory, gpus)
 
 
 _Found = Iterator[tuple[str, int | None]]

@@ -2,11 +2,19 @@
 
 `index.json` is written last; a directory without one is unfinished. The token stream of the
 directory is the concatenation of the shards in the index's order.
+
+Finds a prepared directory that a configuration names, whole or not at all.
+
+Which tokenizer made a prepared directory, and whether two of them fit together.
+
+What a configuration asks of its data, by their indexes alone: nothing is read here.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -16,8 +24,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from xxhash import xxh3_128_hexdigest
 
 from kempner.config.errors import dotted
+from kempner.config.sections import Config
 from kempner.run.process.exit_codes import DataError
-from kempner.run.process.retry import read_filled, storage_waits
+from kempner.run.process.retry import describe, empty, read_filled, storage_waits
 
 INDEX_FILE = "index.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -30,13 +39,13 @@ Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(ge=0)]
 
 
-class Record(BaseModel):
+class StrictRecord(BaseModel):
     """A frozen piece of JSON, strict about its keys and types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class TokenizerIdentity(Record):
+class TokenizerIdentity(StrictRecord):
     """Which tokenizer made the tokens."""
 
     kind: Literal["byte", "huggingface"]
@@ -44,7 +53,7 @@ class TokenizerIdentity(Record):
     """SHA-256 of the tokenizer.json; the scheme's name for bytes."""
 
 
-class Source(Record):
+class ShardSource(StrictRecord):
     """What a shard was made from."""
 
     first: str
@@ -54,7 +63,7 @@ class Source(Record):
     """xxh3_128 over the names, the ranges and the bytes of all parts."""
 
 
-class Shard(Record):
+class Shard(StrictRecord):
     """One token file."""
 
     file: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -70,10 +79,10 @@ class Shard(Record):
     """Size of the file, header included."""
     checksum: Checksum
     """xxh3_128 of the tokens as they are on disk."""
-    source: Source
+    source: ShardSource
 
 
-class Index(Record):
+class Index(StrictRecord):
     """The whole directory; the counts are the sums over the shards."""
 
     format: Literal["kempner-tokens"]
@@ -166,3 +175,132 @@ def fingerprint(index: Index, seq_len: int) -> str:
         "permutation": PERMUTATION_VERSION,
     }
     return xxh3_128_hexdigest(json.dumps(identity, sort_keys=True).encode())
+
+
+_LOOKS_AT_ONCE = 16
+"""Token files whose sizes are asked for at a time: on a network file system each takes a while."""
+
+
+def find_data(section: str, folder: str, worked: bool = False) -> Index:
+    """The index of a prepared folder all of whose token files are there, in their sizes.
+
+    `section` is the table whose dataset_path it is, `worked` whether the run has read it before.
+    Raises `DataError`, and as `StorageWaits.retry` where it cannot be seen now.
+    """
+    try:
+        index = read_index(Path(folder), worked)
+        _check_sizes(Path(folder), index, worked)
+    except DataError as error:
+        raise DataError(f"{section}.dataset_path={folder}: {error}") from error
+    return index
+
+
+def _check_sizes(folder: Path, index: Index, worked: bool) -> None:
+    def check(shard: Shard) -> None:
+        path = folder / shard.file
+        try:
+            size = storage_waits().retry(partial(_size, path, shard.bytes if worked else 0), worked)
+        except OSError as error:
+            raise DataError(
+                f"token file {describe(error)}; copy it from where the data was prepared, or "
+                "prepare the data again"
+            ) from error
+        if size != shard.bytes:
+            raise DataError(
+                f"token file {path} has {size} bytes, the index says {shard.bytes}; copy it again "
+                "from where the data was prepared, or prepare the data again"
+            )
+
+    with ThreadPoolExecutor(_LOOKS_AT_ONCE, "sizes") as pool:
+        for _ in pool.map(check, index.shards):
+            pass
+
+
+def _size(path: Path, expected: int) -> int:
+    """Raises `OSError`, also if the file is empty and `expected` is not 0."""
+    size = path.stat().st_size
+    if expected and not size:
+        raise empty(path, expected)
+    return size
+
+
+def tokenizer_file(folder: Path) -> Path | None:
+    """The copy of the tokenizer.json that made the tokens of a prepared directory.
+
+    None for bytes, and in a directory without a copy. Raises DataError if the copy is another
+    tokenizer than the index says, and as `read_index`.
+    """
+    index, path = read_index(folder), folder / TOKENIZER_FILE
+    if index.tokenizer.kind == "byte":
+        return None
+    try:
+        content = storage_waits().retry(partial(read_filled, path), worked=False)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    if hashlib.sha256(content).hexdigest() != index.tokenizer.fingerprint:
+        raise DataError(
+            f"{path} is not the tokenizer that made the tokens beside it: "
+            "put the original back, or remove it"
+        )
+    return path
+
+
+def check_compatible(train: Index, held_out: Index, seq_len: int) -> str | None:
+    """Why a model trained on `train` cannot be evaluated on `held_out`, in one clause, or None."""
+    if held_out.tokenizer != train.tokenizer:
+        return (
+            f"it was prepared with another tokenizer ({_name(held_out)}) than the training data "
+            f"({_name(train)}): prepare it with that one"
+        )
+    if held_out.eot != train.eot:
+        return (
+            f"its documents end with token {held_out.eot}, those of the training data with "
+            f"{train.eot}: prepare it with the same --eot"
+        )
+    if held_out.tokens <= seq_len:
+        return (
+            f"it holds {held_out.tokens} tokens, fewer than the {seq_len + 1} of one sample of "
+            f"train.seq_len={seq_len}: prepare more held-out text, or lower train.seq_len"
+        )
+    return None
+
+
+def _name(index: Index) -> str:
+    if index.tokenizer.kind == "byte":
+        return "byte"
+    name = index.tokenizer_name or TOKENIZER_FILE
+    return f"{name}, SHA-256 {index.tokenizer.fingerprint[:8]}"
+
+
+def vocabulary(config: Config, index: Index) -> int:
+    """How many token ids the model has: as configured, else as many as its data.
+
+    Raises DataError, naming the key to set, if the data has more than are configured.
+    """
+    wanted, there = config.model.vocab_size, index.vocab_size
+    if wanted is not None and wanted < there:
+        raise DataError(
+            f"model.vocab_size={wanted} is too small for data.dataset_path="
+            f"{config.data.dataset_path}, which has {there} token ids: set "
+            f"--model.vocab_size={there}"
+        )
+    return wanted or there
+
+
+def check_samples(config: Config, index: Index) -> None:
+    """Raise DataError if the data has not one sample of the configured length."""
+    try:
+        sample_count(index, config.train.seq_len)
+    except DataError as error:
+        raise DataError(f"data.dataset_path={config.data.dataset_path}: {error}") from error
+
+
+def check_held_out(config: Config, index: Index, held_out: Index) -> None:
+    """Raise DataError if a model that learns from `index` cannot be evaluated on `held_out`."""
+    if refusal := check_compatible(index, held_out, config.train.seq_len):
+        raise DataError(
+            f"eval.dataset_path={config.eval.dataset_path}: {refusal}, or remove eval.interval "
+            "from the configuration"
+        )

@@ -10,8 +10,7 @@ from typing import Self
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from kempner.data.files.compatibility import tokenizer_file
-from kempner.data.files.index import TOKENIZER_FILE, read_index
+from kempner.data.files.index import TOKENIZER_FILE, read_index, tokenizer_file
 from kempner.run.process.exit_codes import DataError
 
 _END_OF_DOCUMENT = "<|endoftext|>"

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128
 
-from kempner.cluster.machine.rlimits import files_to_spare
+from kempner.cluster.machine.limits import files_to_spare
 from kempner.data.files.index import INDEX_FILE, Dtype, Index, Shard, read_index, sample_count
 from kempner.run.process.exit_codes import DataError
 from kempner.run.process.retry import empty, storage_waits
@@ -51,9 +51,7 @@ def numpy_dtype(dtype: Dtype) -> np.dtype[Any]:
 
 
 @dataclass(frozen=True)
-class Written:
-    """A finished token file."""
-
+class WrittenFile:
     tokens: int
     bytes: int
     checksum: str
@@ -79,7 +77,7 @@ class TokenWriter:
         self._tokens += tokens.size
         self._file.write(content)
 
-    def finish(self) -> Written:
+    def finish(self) -> WrittenFile:
         """Write the header and fsync the file."""
         digest = self._checksum.digest()
         self._file.seek(0)
@@ -87,7 +85,7 @@ class TokenWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         size = _HEADER.size + self._tokens * self._item_size
-        return Written(self._tokens, size, digest.hex())
+        return WrittenFile(self._tokens, size, digest.hex())
 
     def __enter__(self) -> Self:
         return self

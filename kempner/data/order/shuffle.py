@@ -39,7 +39,7 @@ _MULTIPLIER_2 = 0x94D049BB133111EB
 
 
 @dataclass(frozen=True)
-class Order:
+class SampleOrder:
     """The endless order over n samples under a seed.
 
     Raises ValueError unless 1 <= n <= 2**48 and 0 <= seed < 2**64.
@@ -84,7 +84,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Network:
+class FeistelNetwork:
     """The keyed permutation of [0, n) that an even number of rounds makes.
 
     An index is a pair (left, right) of Z_a x Z_b. A round adds a hash of one half to the other and
@@ -97,7 +97,7 @@ class Network:
     """Key, below 2**63 so that adding to it cannot overflow, and size of the half that moves."""
 
     @classmethod
-    def keyed(cls, n: int, keys: Sequence[int]) -> Network:
+    def keyed(cls, n: int, keys: Sequence[int]) -> FeistelNetwork:
         """The network over n indices, one round for each key."""
         a = isqrt(n - 1) + 1
         b = -(-n // a)
@@ -106,7 +106,7 @@ class Network:
         )
 
     def permute(self, index: int) -> int:
-        """Where one index goes."""
+        """The index that one index is mapped to."""
         while True:
             left, right = divmod(index, self.right_side)
             for key, side in self.rounds:
@@ -157,8 +157,8 @@ def _hashed(x: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
 
 
 @lru_cache(maxsize=64)
-def _network(n: int, seed: int, epoch: int) -> Network:
-    return Network.keyed(n, [_key(seed, epoch, number) for number in range(_ROUNDS)])
+def _network(n: int, seed: int, epoch: int) -> FeistelNetwork:
+    return FeistelNetwork.keyed(n, [_key(seed, epoch, number) for number in range(_ROUNDS)])
 
 
 @lru_cache(maxsize=8)

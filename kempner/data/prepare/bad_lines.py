@@ -65,7 +65,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class BadLines:
-    """Of all units together."""
+    """The bad lines of all units together."""
 
     lines: int
     bad: int

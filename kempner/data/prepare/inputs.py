@@ -53,7 +53,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class Found:
+class InputFiles:
     """The files to prepare, in order."""
 
     files: tuple[SourceFile, ...]
@@ -63,7 +63,7 @@ class Found:
     """Large files that look like copies of an earlier one."""
 
 
-def find_files(named: Sequence[Path]) -> Found:
+def find_files(named: Sequence[Path]) -> InputFiles:
     """The named files and, sorted by name, the text files below the named folders.
 
     Links to folders are not followed. Raises UsageError, naming it, if something is missing, is no
@@ -84,7 +84,7 @@ def find_files(named: Sequence[Path]) -> Found:
             raise UsageError(
                 f"there is no text in {', '.join(map(str, named))}: nothing to prepare"
             )
-        return Found(tuple(files), tuple(left_out), tuple(_twins(files)))
+        return InputFiles(tuple(files), tuple(left_out), tuple(_probable_duplicates(files)))
     except OSError as error:
         raise cannot_read(error.filename, error) from error
 
@@ -182,7 +182,7 @@ def _refuse_twice(files: Sequence[SourceFile]) -> None:
             )
 
 
-def _twins(files: Sequence[SourceFile]) -> Iterator[tuple[Path, Path]]:
+def _probable_duplicates(files: Sequence[SourceFile]) -> Iterator[tuple[Path, Path]]:
     """Files of a megabyte or more and of one size, alike at the start, the middle and the end."""
     by_size: dict[int, list[SourceFile]] = {}
     for file in files:

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, cast
 
 from xxhash import xxh3_128
 
-from kempner.data.files.index import Source
+from kempner.data.files.index import ShardSource
 from kempner.data.prepare.packed import UnpackError, open_packed
 from kempner.data.prepare.sources import Piece, Unit
 from kempner.run.process.exit_codes import DataError, cannot_read
@@ -20,7 +20,7 @@ from kempner.run.process.exit_codes import DataError, cannot_read
 _BUFFER = 256 * 2**10
 
 
-class Origin:
+class UnitOrigin:
     """Gathers what the index says about where a unit came from, piece by piece."""
 
     def __init__(self, text_key: str) -> None:
@@ -34,8 +34,8 @@ class Origin:
     ) -> Iterator[BinaryIO]:
         """The next piece, unpacked; it counts in full, also what the block does not read.
 
-        `on_bytes` hears of bytes on disk. Raises DataError, also in the block, if they cannot be
-        read, are no longer all there or cannot be unpacked.
+        `on_bytes` is called with numbers of bytes on disk. Raises DataError, also in the block, if
+        they cannot be read, are no longer all there or cannot be unpacked.
         """
         path = piece.file.path
         self._files[path] = piece.file.name
@@ -44,7 +44,7 @@ class Origin:
         self._digest.update(json.dumps(identity).encode())
         try:
             with open(path, "rb", buffering=0) as file:
-                raw = io.BufferedReader(_Watched(file, piece, self._digest, on_bytes), _BUFFER)
+                raw = io.BufferedReader(_SummedPiece(file, piece, self._digest, on_bytes), _BUFFER)
                 with open_packed(cast(BinaryIO, raw), piece.file.packing, path) as stream:
                     yield stream
                 while raw.read(_BUFFER):
@@ -52,13 +52,13 @@ class Origin:
         except UnpackError as error:
             raise DataError(f"{path} {error}") from error
 
-    def source(self) -> Source:
+    def source(self) -> ShardSource:
         """Of all pieces so far."""
         first = next(iter(self._files.values()))
-        return Source(first=first, files=len(self._files), digest=self._digest.hexdigest())
+        return ShardSource(first=first, files=len(self._files), digest=self._digest.hexdigest())
 
 
-class _Watched(io.RawIOBase):
+class _SummedPiece(io.RawIOBase):
     """The bytes of one piece, summed as they are read."""
 
     def __init__(
@@ -99,9 +99,9 @@ def _changed(path: Path) -> DataError:
     return DataError(f"{path} changed while it was being prepared: run the same command again")
 
 
-def describe_unit(unit: Unit, text_key: str) -> Source:
+def describe_unit(unit: Unit, text_key: str) -> ShardSource:
     """What the index says about the origin of a unit as it is now; reads all of it."""
-    origin = Origin(text_key)
+    origin = UnitOrigin(text_key)
     for piece in unit.pieces:
         with origin.opened(piece):
             pass
@@ -120,7 +120,7 @@ def line_number(piece: Piece, offset: int) -> int:
     """The number, from 1, of the line at a byte of the piece's file, unpacked."""
     whole = Piece(piece.file, 0, piece.file.size)
     lines_before, left = 0, offset
-    with Origin("").opened(whole) as stream:
+    with UnitOrigin("").opened(whole) as stream:
         while left and (block := stream.read(min(_BUFFER, left))):
             lines_before += block.count(b"\n")
             left -= len(block)

@@ -28,15 +28,15 @@ from kempner.data.files.index import (
     TOKENIZER_FILE,
     Checksum,
     Index,
-    Record,
     Shard,
+    StrictRecord,
     read_index,
 )
 from kempner.data.prepare.bad_lines import added_up, check_share
-from kempner.data.prepare.inputs import Found, SourceFile, find_files
+from kempner.data.prepare.inputs import InputFiles, SourceFile, find_files
 from kempner.data.prepare.process_pool import Task, run_all
 from kempner.data.prepare.shard_builder import (
-    Built,
+    BuiltShard,
     Recipe,
     build,
     commit,
@@ -56,7 +56,7 @@ _WORTH_A_PROCESS = 2**20  # bytes; less is done before a process has started
 _INPUTS_FILE = "inputs.json"
 
 
-class _Inputs(Record):
+class _Inputs(StrictRecord):
     """What an unfinished directory is being made from."""
 
     first: str
@@ -65,13 +65,13 @@ class _Inputs(Record):
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """What there is now."""
+class PreparedData:
+    """What a preparation has written."""
 
     index: Index
     kept: int
     """Shards that were in place, and intact, before."""
-    found: Found
+    found: InputFiles
     was_finished: bool
     """There was nothing to do but to verify."""
     first_bad: str = ""
@@ -88,7 +88,7 @@ def prepare(
     max_bad_share: float = 0.0,
     workers: int = 0,
     on_progress: OnProgress = lambda done, total: None,
-) -> Prepared:
+) -> PreparedData:
     """Write the tokens of text files and tables, or folders of them, to the directory `out`.
 
     The tokenizer's token for the end of a text follows every document. Lines that hold no text are
@@ -116,12 +116,12 @@ def prepare(
         index = _finish(recipe, [each.shard for each in built])
     shutil.rmtree(recipe.progress, ignore_errors=True)  # the index says that nothing needs it
     kept = sum(each.kept for each in built)
-    return Prepared(index, kept, found, was_finished, str(lines.first or ""))
+    return PreparedData(index, kept, found, was_finished, str(lines.first or ""))
 
 
 def _run(
-    task: Task[Unit, Built], units: Sequence[Unit], workers: int, on_progress: OnProgress
-) -> list[Built]:
+    task: Task[Unit, BuiltShard], units: Sequence[Unit], workers: int, on_progress: OnProgress
+) -> list[BuiltShard]:
     """The outcome of every unit, in the order of the units."""
     done, total = 0, sum(unit.size for unit in units)
     parts = [0] * len(units)

@@ -12,7 +12,11 @@ from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar, cast
 
 from kempner.run.process.exit_codes import RunError
-from kempner.run.process.worker_process import born_deaf, killed_on_error, stay_deaf
+from kempner.run.process.worker_process import (
+    ignore_stop_signals,
+    killed_on_error,
+    signals_blocked_in_children,
+)
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -65,7 +69,7 @@ def _start(task: Task[Any, Any]) -> tuple[BaseProcess, Connection]:
     context = get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_work, args=(os.getpid(), task, theirs), daemon=True)
-    with born_deaf():
+    with signals_blocked_in_children():
         process.start()
     theirs.close()
     return process, ours
@@ -99,8 +103,8 @@ def _killed() -> RunError:
 
 
 def _work(parent: int, task: Task[Any, Any], line: Connection) -> None:
-    """In a process of its own: item after item, until there is none."""
-    stay_deaf(parent)
+    """In a process of its own: item after item, until all are done."""
+    ignore_stop_signals(parent)
     while (work := line.recv()) is not None:
         number, item = work
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import ValidationError
 
-from kempner.data.files.index import Count, Index, Record, Shard, TokenizerIdentity
+from kempner.data.files.index import Count, Index, Shard, StrictRecord, TokenizerIdentity
 from kempner.data.files.token_file import TokenWriter, verify_shard
 from kempner.data.prepare.bad_lines import BadLine, BadLines, Tally
 from kempner.data.prepare.documents import Parts, line_parts, row_parts, text_parts
@@ -23,7 +23,7 @@ from kempner.data.prepare.long_text import (
     DocumentEncoder,
     Ids,
 )
-from kempner.data.prepare.pieces import Origin, describe_unit, text_before
+from kempner.data.prepare.pieces import UnitOrigin, describe_unit, text_before
 from kempner.data.prepare.process_pool import Report
 from kempner.data.prepare.sources import Piece, Unit
 from kempner.data.prepare.tokenizers import TokenizerSpec
@@ -48,7 +48,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltShard:
     """A shard that is in place; `kept` if it was before."""
 
     shard: Shard
@@ -57,7 +57,7 @@ class Built:
     """What was counted in its text."""
 
 
-class BadLineRecord(Record):
+class BadLineRecord(StrictRecord):
     """A bad line of a unit."""
 
     piece: Count
@@ -65,7 +65,7 @@ class BadLineRecord(Record):
     reason: str
 
 
-class UnitRecord(Record):
+class UnitRecord(StrictRecord):
     """A shard that is in place, and the tokenizer that made it."""
 
     tokenizer: TokenizerIdentity
@@ -75,7 +75,7 @@ class UnitRecord(Record):
     first_bad: BadLineRecord | None
 
 
-def build(recipe: Recipe, unit: Unit, report: Report) -> Built:
+def build(recipe: Recipe, unit: Unit, report: Report) -> BuiltShard:
     """Make the token file of a unit, unless it is there already and intact.
 
     Raises DataError if text cannot be read or the file cannot be written.
@@ -91,7 +91,7 @@ def build(recipe: Recipe, unit: Unit, report: Report) -> Built:
     return built
 
 
-def confirm(recipe: Recipe, index: Index, unit: Unit, report: Report) -> Built:
+def confirm(recipe: Recipe, index: Index, unit: Unit, report: Report) -> BuiltShard:
     """A shard of a finished directory, verified.
 
     Raises UsageError if it was made from other text, DataError if it is damaged.
@@ -101,7 +101,7 @@ def confirm(recipe: Recipe, index: Index, unit: Unit, report: Report) -> Built:
         raise prepared_differently(recipe.out, f"from other text (see {shard.source.first})")
     verify_shard(recipe.out, shard, index.dtype)
     report(unit.size)
-    return Built(shard, kept=True, lines=BadLines(0, shard.bad_lines, None))
+    return BuiltShard(shard, kept=True, lines=BadLines(0, shard.bad_lines, None))
 
 
 def prepared_differently(out: Path, how: str) -> UsageError:
@@ -128,7 +128,7 @@ def _record_path(recipe: Recipe, unit: Unit) -> Path:
     return (recipe.progress / unit.shard_file).with_suffix(".json")
 
 
-def _in_place(recipe: Recipe, unit: Unit) -> Built | None:
+def _in_place(recipe: Recipe, unit: Unit) -> BuiltShard | None:
     """The unit's shard, if an earlier run made exactly this one and it is intact."""
     try:
         record = UnitRecord.model_validate_json(_record_path(recipe, unit).read_bytes())
@@ -145,12 +145,12 @@ def _in_place(recipe: Recipe, unit: Unit) -> Built | None:
         return None
     bad = record.first_bad
     first = BadLine(unit.pieces[bad.piece], bad.offset, bad.reason) if bad else None
-    return Built(shard, kept=True, lines=BadLines(record.lines, shard.bad_lines, first))
+    return BuiltShard(shard, kept=True, lines=BadLines(record.lines, shard.bad_lines, first))
 
 
-def _make(recipe: Recipe, unit: Unit, report: Report) -> Built:
+def _make(recipe: Recipe, unit: Unit, report: Report) -> BuiltShard:
     temporary = temporary_path(recipe, unit.shard_file)
-    origin, tally = Origin(recipe.text_key), Tally()
+    origin, tally = UnitOrigin(recipe.text_key), Tally()
     with TokenWriter(temporary, recipe.tokenizer.dtype) as writer:
         encoding = _Encoding(recipe, writer)
         progress = _Progress(report)
@@ -172,7 +172,7 @@ def _make(recipe: Recipe, unit: Unit, report: Report) -> Built:
     )
     lines = BadLines(tally.lines, tally.bad, tally.first)
     _write_record(recipe, unit, shard, lines)
-    return Built(shard, kept=False, lines=lines)
+    return BuiltShard(shard, kept=False, lines=lines)
 
 
 class _Progress:
@@ -188,7 +188,7 @@ class _Progress:
 
 @contextmanager
 def _opened(
-    recipe: Recipe, piece: Piece, origin: Origin, tally: Tally, progress: _Progress
+    recipe: Recipe, piece: Piece, origin: UnitOrigin, tally: Tally, progress: _Progress
 ) -> Iterator[Parts]:
     """The parts of a piece's documents. Raises as `Origin.opened`, also in the block."""
     if piece.file.format == "parquet":

@@ -62,14 +62,14 @@ def kept(more: Generators = ()) -> Iterator[None]:
             _set_state(generator, state)
 
 
-class Item(NamedTuple):
+class SampleRequest(NamedTuple):
     """What a loader asks its data set for: an index, and the seed of what that draws."""
 
     index: Any
     seed: int
 
 
-class Drawn(Dataset[Any]):
+class DrawnDataset(Dataset[Any]):
     """A map-style data set that draws for each sample what its place says; see above."""
 
     def __init__(self, dataset: Any) -> None:
@@ -80,11 +80,11 @@ class Drawn(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, item: Item) -> Any:
+    def __getitem__(self, item: SampleRequest) -> Any:
         self._begin(item.seed)
         return self.dataset[item.index]
 
-    def __getitems__(self, items: Sequence[Item]) -> list[Any]:
+    def __getitems__(self, items: Sequence[SampleRequest]) -> list[Any]:
         """The samples of a batch; then what collates them draws by the place of the first."""
         together = getattr(self.dataset, "__getitems__", None)
         if callable(together):
@@ -103,7 +103,7 @@ class Drawn(Dataset[Any]):
 def show_own_dataset() -> None:
     """In a worker: its `worker_init_fn` sees the data set of the user."""
     info = get_worker_info()
-    if info is not None and isinstance(info.dataset, Drawn):
+    if info is not None and isinstance(info.dataset, DrawnDataset):
         object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
 
 

@@ -2,31 +2,179 @@
 
 What a rank gets at a position follows from (position, seed, world, batch sizes) alone: the same
 for any number of workers and however far they read ahead.
+
+Reads tokens by position through a torch DataLoader that can be stopped at any moment.
+
+Workers hand over tokens, as compact as they are on disk, through a pipe; shared memory, whose
+limit shows as a SIGBUS, is not involved.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Generator, Tensor
+from torch._C import _remove_worker_pids
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from kempner.data.files.token_file import Corpus
-from kempner.data.order.batch_slices import PADDING, Slicing
-from kempner.data.order.shuffle import Order
-from kempner.data.serve.token_reader import TokenDataset, TokenReader
-from kempner.run.process.exit_codes import UsageError
+from kempner.data.order.global_batches import PADDING, MicroSlice, Slicing
+from kempner.data.order.shuffle import SampleOrder
+from kempner.run.process.exit_codes import DataError, RunError, UsageError
 from kempner.run.process.retry import WaitStoppedError
+from kempner.run.process.worker_process import (
+    ignore_stop_signals,
+    kill,
+    killed_on_error,
+    signals_blocked_in_children,
+)
+
+REAPED_WITHIN = 1.0
+"""Seconds for a worker that has closed all its files to have ended."""
+
+
+class MicroTokens(NamedTuple):
+    """The tokens of a micro batch together with the positions that they are from."""
+
+    part: MicroSlice
+    tokens: NDArray[Any]
+    """[k, seq_len + 1] for the k positions of `part`, as on disk; zeros for PADDING."""
+
+
+class UnreadBatch(NamedTuple):
+    """A micro batch that could not be read; `worked` is whether its file was read before."""
+
+    part: MicroSlice
+    worked: bool
+
+
+class TokenDataset(Dataset[NDArray[Any]]):
+    """The endless order as a dataset: position -> tokens [seq_len + 1], PADDING -> zeros."""
+
+    def __init__(self, corpus: Corpus, order: SampleOrder, seq_len: int) -> None:
+        self._corpus = corpus
+        self._order = order
+        self._seq_len = seq_len
+
+    def __getitem__(self, position: int) -> NDArray[Any]:
+        """In one try. Raises DataError if the shard is wrong, `OSError` if it cannot be read."""
+        if position == PADDING:
+            return np.zeros(self._seq_len + 1, self._corpus.dtype)
+        first = self._order.locate(position)[1] * self._seq_len
+        return self._corpus.read_now(first, self._seq_len + 1)
+
+    def __getitems__(self, part: MicroSlice) -> MicroTokens | UnreadBatch | DataError:
+        """What is asked for, with its tokens; an error is handed over as a value.
+
+        A DataLoader would hand on an exception as text, its sentence lost in a worker's traceback.
+        """
+        try:
+            return MicroTokens(part, np.stack([self[position] for position in part.positions]))
+        except DataError as error:
+            return error
+        except OSError:
+            return UnreadBatch(part, self._corpus.worked_before())
+
+    def wait_for(self, unread: UnreadBatch, stop: Callable[[], bool]) -> MicroTokens:
+        """Read again what could not be read, as long as it takes; see `Corpus.read`."""
+        rows = unread.part.positions
+        tokens = [self._wait_for(row, unread.worked, stop) for row in rows]
+        return MicroTokens(unread.part, np.stack(tokens))
+
+    def _wait_for(self, position: int, worked: bool, stop: Callable[[], bool]) -> NDArray[Any]:
+        if position == PADDING:
+            return np.zeros(self._seq_len + 1, self._corpus.dtype)
+        number = self._order.locate(position)[1]
+        return self._corpus.sample(number, self._seq_len, worked=worked, stop=stop)
+
+
+class TokenReader:
+    """Iterates over the tokens of slice after slice.
+
+    The worker processes die with the thread that creates the reader. `stop` ends them whatever
+    they do; without workers, reading happens in the thread that iterates. What a worker cannot read
+    is read there, too: that thread can wait for storage, be seen to wait, and be stopped.
+    """
+
+    def __init__(self, dataset: TokenDataset, slices: Iterable[MicroSlice], workers: int) -> None:
+        self._dataset, self._stopped = dataset, False
+        loader = DataLoader(
+            dataset,
+            batch_sampler=slices,  # type: ignore[arg-type]  # the dataset takes them as they are
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            worker_init_fn=partial(ignore_stop_signals, os.getpid()),
+            multiprocessing_context="spawn" if workers else None,
+            # Without a generator of its own the iterator would draw from the global one.
+            generator=Generator(),
+        )
+        if not workers:
+            self._iterator, self._pool = iter(loader), None
+            return
+        with killed_on_error():
+            with signals_blocked_in_children():
+                iterator = cast(_MultiProcessingDataLoaderIter, iter(loader))
+            # When a worker dies, torch would raise in the main thread, whatever that is doing: the
+            # thread that iterates is to get the error.
+            _remove_worker_pids(id(iterator))
+            iterator._worker_pids_set = False
+        self._iterator, self._pool = iterator, iterator
+
+    @property
+    def _workers(self) -> Sequence[BaseProcess]:
+        return self._pool._workers if self._pool is not None else ()
+
+    def read(self) -> MicroTokens:
+        """The next slice and its tokens. Raises as `Corpus.read`."""
+        read: MicroTokens | UnreadBatch | DataError = next(self._iterator)
+        if isinstance(read, UnreadBatch):
+            return self._dataset.wait_for(read, stop=lambda: self._stopped)
+        if isinstance(read, DataError):
+            raise read
+        return read
+
+    def lost_worker(self) -> RunError | None:
+        """The error to raise if a worker has died."""
+        ends = {worker.sentinel: worker for worker in self._workers}
+        for sentinel in connection.wait(ends, timeout=0):
+            worker = ends[cast(int, sentinel)]
+            worker.join(REAPED_WITHIN)  # or its exit code is not known yet
+            return RunError(
+                f"data loader worker {worker.pid} has died with exit code {worker.exitcode} "
+                "(-9: killed, often out of memory: try fewer data.num_dataloader_workers)"
+            )
+        return None
+
+    def stop(self) -> None:
+        """Kill the workers, and keep torch from waiting for what they can no longer do."""
+        self._stopped = True
+        if self._pool is None:
+            return
+        self._pool._shutdown = True  # its own way takes a lock that a killed worker may have held
+        kill(self._workers)
+        # No writer is left, so a thread that waits for a batch gets the end of the file.
+        self._pool._worker_result_queue._writer.close()  # type: ignore[attr-defined]
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
 
 IGNORE = -100
 """Target of a row without a sample: `torch.nn.functional.cross_entropy` leaves it out."""
@@ -89,7 +237,7 @@ class Feed:
         # With open files of its own: a corpus belongs to one thread.
         samples = given.samples(seq_len)
         mine = given.reopened(shards_per_reader(shards_open, max(1, workers), samples))
-        self.order = Order(samples, seed)
+        self.order = SampleOrder(samples, seed)
         self.micro_steps = slicing.micro_steps
         """Micro batches per step, the same on every rank."""
         self._ready: queue.Queue[StepBatch | BaseException] = queue.Queue(_STEPS_AHEAD)
@@ -211,7 +359,7 @@ def eval_batches(
             rows = [position if position < count else PADDING for position in positions]
             try:
                 tokens = [no_tokens if r == PADDING else corpus.sample(r, seq_len) for r in rows]
-            except WaitStoppedError:  # nobody uses the loss, but the ranks go on together
+            except WaitStoppedError:  # the loss is not used, but the ranks go on together
                 rows, tokens = [PADDING] * len(rows), [no_tokens] * len(rows)
             batch.append(_to_micro_batch(np.stack(tokens), rows))
         yield batch

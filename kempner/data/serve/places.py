@@ -19,8 +19,16 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from kempner.data.serve.draws import Drawn, Item, is_pure, kept, key, seed_all, show_own_dataset
-from kempner.data.serve.plans import Batch, Plan, plan_of
+from kempner.data.serve.draws import (
+    DrawnDataset,
+    SampleRequest,
+    is_pure,
+    kept,
+    key,
+    seed_all,
+    show_own_dataset,
+)
+from kempner.data.serve.plans import Batch, ReadPlan, plan_of
 from kempner.data.serve.sampler import ResumableDataLoader
 from kempner.run.process.exit_codes import MismatchError, UsageError
 
@@ -72,25 +80,24 @@ def supply_of(data: Any, seed: int, place: tuple[int, int]) -> Supply:
         )
     mapped = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if mapped and not (_stateful(loader) and _stateful(loader.dataset)):
-        return Mapped(data, plan_of(loader, seed, place))
-    return Streamed(data, _source(data, loader), seed, place[0])
+        return MappedLoader(data, plan_of(loader, seed, place))
+    return StreamedLoader(data, _source(data, loader), seed, place[0])
 
 
-class Mapped:
+class MappedLoader:
     """A map-style loader, read by a plan."""
 
-    def __init__(self, loader: Any, plan: Plan) -> None:
-        self.plan, self._ahead = plan, _Ahead(plan)
+    def __init__(self, loader: Any, plan: ReadPlan) -> None:
+        self.plan, self._ahead = plan, _NotingSampler(plan)
         inner = _inner(loader)
         self._batches: Iterator[Any] | None = None
-        self._loader = _rebuilt(loader, Drawn(inner.dataset), self._ahead)
+        self._loader = _rebuilt(loader, DrawnDataset(inner.dataset), self._ahead)
         here = inner.num_workers == 0
         draws = not (is_pure(inner.dataset) and inner.collate_fn is default_collate)
         self._around = kept if here and draws else nullcontext
         self.shared, self.facts = plan.shared, plan.facts
 
     def take(self) -> tuple[Any, int]:
-        """The next batch."""
         epoch = self.plan.epoch
         with self._around():
             batch = self._next()
@@ -119,14 +126,14 @@ class Mapped:
         self._batches = None
 
 
-class _Ahead:
+class _NotingSampler:
     """The sampler that a loader is given; it notes the place after each batch that it yields."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ReadPlan) -> None:
         self._plan = plan
         self.read: deque[Any] = deque()
 
-    def __iter__(self) -> Iterator[list[Item]]:
+    def __iter__(self) -> Iterator[list[SampleRequest]]:
         self.read.clear()
         batch: Batch
         for batch in self._plan.rest_of_epoch():
@@ -134,19 +141,19 @@ class _Ahead:
             yield batch.items
 
 
-class _Whole:
+class _NotingIndexSampler:
     """The same for a loader that makes no batches itself: one index, or one list of them."""
 
-    def __init__(self, ahead: _Ahead, lists: bool) -> None:
+    def __init__(self, ahead: _NotingSampler, lists: bool) -> None:
         self._ahead, self._lists = ahead, lists
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[SampleRequest]:
         for items in self._ahead:
             indices = [item.index for item in items]
-            yield Item(indices if self._lists else indices[0], items[0].seed)
+            yield SampleRequest(indices if self._lists else indices[0], items[0].seed)
 
 
-class Streamed:
+class StreamedLoader:
     """A loader or data set that has a state of its own, which is this rank's."""
 
     shared = False
@@ -160,7 +167,6 @@ class Streamed:
         self.facts: dict[str, object] = {"the kind of data": type(data).__name__}
 
     def take(self) -> tuple[Any, int]:
-        """The next batch."""
         with kept():
             batch = self._next()
         self._count += 1
@@ -234,7 +240,7 @@ def _stateful(thing: Any) -> bool:
 
 
 def _source(data: Any, loader: Any) -> Any:
-    """Whose state is the place of a stream."""
+    """The object whose state is the place of a stream."""
     name = type(data).__name__
     if hasattr(data, "__next__"):
         raise UsageError(
@@ -268,7 +274,7 @@ def refills(source: Any) -> bool:
     return False
 
 
-def _rebuilt(loader: Any, dataset: Drawn, ahead: _Ahead) -> Any:
+def _rebuilt(loader: Any, dataset: DrawnDataset, ahead: _NotingSampler) -> Any:
     """A loader with the same options that reads what `ahead` says."""
     for name in _SHELLS:
         if isinstance(inner := getattr(loader, name, None), DataLoader):
@@ -276,7 +282,7 @@ def _rebuilt(loader: Any, dataset: Drawn, ahead: _Ahead) -> Any:
             setattr(shell, name, _rebuilt(inner, dataset, ahead))
             return shell
     whole = loader.batch_sampler is None
-    sampler = _Whole(ahead, hasattr(loader.sampler, "batch_size")) if whole else ahead
+    sampler = _NotingIndexSampler(ahead, hasattr(loader.sampler, "batch_size")) if whole else ahead
     init = partial(_begin_worker, loader.worker_init_fn)
     kind = type(loader).__iter__
     if kind not in (DataLoader.__iter__, ResumableDataLoader.__iter__) and not _stateful(loader):

@@ -1,8 +1,9 @@
 """Which samples a map-style loader reads next, from any place on.
 
 The order of an epoch is drawn again from the seed and the epoch's number, so that a place is one or
-two integers. `Dealt` is one order for all ranks, dealt out batch by batch (`global_batches.py`); it
-goes on with any number of ranks. `Own` is the order of a sampler that only its rank knows.
+two integers. `SharedOrder` is one order for all ranks, divided batch by batch
+(`global_batches.py`); it goes on with any number of ranks. `RankOrder` is the order of a sampler
+that only its rank knows.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.utils.data import (
 )
 
 from kempner.data.order.global_batches import GlobalBatches, samples_at, share
-from kempner.data.serve.draws import Item, generators_of, kept, key, seed_all
+from kempner.data.serve.draws import SampleRequest, generators_of, kept, key, seed_all
 from kempner.data.serve.sampler import ResumableBatchSampler, ResumableSampler
 from kempner.run.process.exit_codes import MismatchError, UsageError
 
@@ -43,11 +44,11 @@ _COMPARED = 1024
 class Batch(NamedTuple):
     """What a loader is to read, and where the run stands when the loop has had it."""
 
-    items: list[Item]
+    items: list[SampleRequest]
     after: Any
 
 
-class Plan(Protocol):
+class ReadPlan(Protocol):
     """What is read from `place` on."""
 
     place: Any
@@ -64,7 +65,7 @@ class Plan(Protocol):
         """The batches that are left in the epoch of `place`."""
 
     def left(self) -> int:
-        """How many those are."""
+        """The number of batches that are left in the epoch."""
 
     def of_whole_epoch(self) -> int:
         """How many an epoch has of which nothing is done."""
@@ -79,7 +80,7 @@ class Plan(Protocol):
         """Go to a place. Raises `MismatchError` for one in other data."""
 
 
-class Dealt:
+class SharedOrder:
     """One order for all ranks; `place` is the position in it, all epochs together."""
 
     shared = True
@@ -108,7 +109,9 @@ class Dealt:
             mine = share(batches.span(position), self._rank, batches.world)
             position = batches.after(position, 1)
             indices = self._look_up(mine)
-            items = [Item(i, key(self._seed, at)) for i, at in zip(indices, mine, strict=True)]
+            items = [
+                SampleRequest(i, key(self._seed, at)) for i, at in zip(indices, mine, strict=True)
+            ]
             yield Batch(items, position)
 
     def left(self) -> int:
@@ -143,7 +146,7 @@ class Dealt:
         self.place = state["position"]
 
 
-class Own:
+class RankOrder:
     """The order of a sampler on this rank; `place` is the epoch and how many batches are done."""
 
     shared = False
@@ -165,7 +168,7 @@ class Own:
         for at in range(done, len(cut)):
             seeds = (key(self._seed, epoch, at, n) for n in range(len(cut[at])))
             after = (epoch, at + 1) if at + 1 < len(cut) else (epoch + 1, 0)
-            yield Batch([Item(*pair) for pair in zip(cut[at], seeds, strict=True)], after)
+            yield Batch([SampleRequest(*pair) for pair in zip(cut[at], seeds, strict=True)], after)
 
     def left(self) -> int:
         """What is not done of this epoch's batches."""
@@ -191,7 +194,7 @@ class Own:
         return {"epoch": self.place[0], "batches": self.place[1]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go there."""
+        """Continue from the place in `state`."""
         self.place = (state["epoch"], state["batches"])
 
 
@@ -209,34 +212,34 @@ class _Reads(NamedTuple):
     prepared: bool = False
 
 
-def plan_of(loader: DataLoader[Any], seed: int, place: tuple[int, int]) -> Plan:
+def plan_of(loader: DataLoader[Any], seed: int, place: tuple[int, int]) -> ReadPlan:
     """How a map-style loader is read by the rank of `place`: (rank, number of ranks).
 
     `seed` is that of shuffles without a generator of their own. Raises `UsageError`, in one
     sentence, for a sampler whose order cannot be drawn again.
     """
-    reads = _how_it_reads(loader)
+    reads = _reading_order(loader)
     sampler, size = reads.sampler, reads.size
     if isinstance(sampler, ResumableBatchSampler):
         return _resumable(sampler, sampler.batches)
     if size is None:
-        return Own(_redrawn(sampler, seed), None, False, seed)
+        return RankOrder(_redrawn(sampler, seed), None, False, seed)
     if isinstance(sampler, ResumableSampler):
         of_all = sampler.batches
         cut = _cut(of_all.samples, size, of_all.world, reads.drop_last, of_all.infinite)
         return _resumable(sampler, cut)
     if reads.place is None and not any(_is_a(sampler, kind) for kind in _OF_TORCH):
-        return Own(_redrawn(sampler, seed), size, reads.drop_last, seed)
+        return RankOrder(_redrawn(sampler, seed), size, reads.drop_last, seed)
     known = isinstance(sampler, (*_OF_TORCH, DistributedSampler))
     generator = None if reads.prepared else getattr(sampler, "generator", None)
     base = seed if generator is None else generator.initial_seed()
     draw = _drawn_by_torch(sampler, base) if known else _redrawn(sampler, seed)
     samples = len(draw(0))
     rank, ranks = reads.place or place
-    return Dealt(_cut(samples, size, ranks, reads.drop_last), rank, seed, _at(draw, samples))
+    return SharedOrder(_cut(samples, size, ranks, reads.drop_last), rank, seed, _at(draw, samples))
 
 
-def _how_it_reads(loader: DataLoader[Any]) -> _Reads:
+def _reading_order(loader: DataLoader[Any]) -> _Reads:
     cutter: Any = loader.batch_sampler
     place, prepared = None, type(cutter).__name__ == "BatchSamplerShard"
     if cutter is None and isinstance(loader.sampler, BatchSampler):
@@ -270,11 +273,13 @@ def _is_a(thing: object, kind: type) -> bool:
     return type(thing) is kind or (stands_in and type(thing).__name__ == kind.__name__)
 
 
-def _resumable(sampler: ResumableBatchSampler | ResumableSampler, batches: GlobalBatches) -> Dealt:
+def _resumable(
+    sampler: ResumableBatchSampler | ResumableSampler, batches: GlobalBatches
+) -> SharedOrder:
     def look_up(positions: range) -> list[int]:
         return samples_at(positions, batches.samples, sampler.seed)
 
-    plan = Dealt(batches, sampler.rank, sampler.seed or 0, look_up)
+    plan = SharedOrder(batches, sampler.rank, sampler.seed or 0, look_up)
     plan.place = sampler.position
     return plan
 

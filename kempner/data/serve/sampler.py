@@ -30,7 +30,7 @@ from kempner.cluster.world import discover
 from kempner.data.order.global_batches import GlobalBatches, samples_at, share, spans_from
 from kempner.data.order.shuffle import PERMUTATION_VERSION
 from kempner.run.process.exit_codes import MismatchError, UsageError
-from kempner.run.process.worker_process import born_deaf, heed_only_parent
+from kempner.run.process.worker_process import heed_only_parent, signals_blocked_in_children
 
 T = TypeVar("T")
 _LOOK_UP = 1024  # samples, of all ranks, whose place in the order is computed at a time
@@ -318,7 +318,7 @@ class ResumableDataLoader(DataLoader[T]):
         self._resumable = batch_sampler
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        with born_deaf() if self.num_workers else nullcontext():
+        with signals_blocked_in_children() if self.num_workers else nullcontext():
             batches = super().__iter__()
         return self._handed_over(batches)
 

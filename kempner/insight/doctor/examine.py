@@ -14,14 +14,21 @@ from pathlib import Path
 from kempner.cluster.slurm.allocation import Allocation
 from kempner.cluster.slurm.command import SHORTLY, SlurmError
 from kempner.config.sections import Config
-from kempner.insight.doctor.checks import data as data_checks
-from kempner.insight.doctor.checks import gpus, machine, network, ranks, save_time, storage
-from kempner.insight.doctor.checks import slurm as slurm_checks
+from kempner.insight.doctor.checks import fit, nodes, storage
+from kempner.insight.doctor.checks import fit as slurm_checks
+from kempner.insight.doctor.checks import storage as data_checks
 from kempner.insight.doctor.facts import slurm as slurm_facts
-from kempner.insight.doctor.facts.data import DataSet, find_data_set
-from kempner.insight.doctor.facts.nodes import Survey, Wanted, survey_here, survey_nodes
-from kempner.insight.doctor.facts.plan import Plan
-from kempner.insight.doctor.facts.storage import Disk, RunState, look_at_disk, look_at_run, nearest
+from kempner.insight.doctor.facts.nodes import NodeQuestions, Survey, survey_here, survey_nodes
+from kempner.insight.doctor.facts.plan import JobPlan
+from kempner.insight.doctor.facts.storage import (
+    DataSet,
+    Disk,
+    RunState,
+    find_data_set,
+    look_at_disk,
+    look_at_run,
+    nearest,
+)
 from kempner.insight.doctor.finding import Finding, Level, fail, finding, passed, skipped
 from kempner.model.spec.memory import checkpoint_bytes
 from kempner.run.process.exit_codes import RunError
@@ -37,23 +44,23 @@ class Supervisor:
     a sentence), and how long before a job's end it stops, by the seconds that a save takes."""
 
     ready: Callable[[], object]
-    lead: save_time.Lead
+    lead: fit.Lead
 
 
 @dataclass(frozen=True)
-class Patient:
-    """Whom to examine: a configuration, its ranks, and in which `allocation` (None before a
-    launch); `plan` is the batch script's."""
+class Examination:
+    """What to examine: a configuration, its ranks, and its `allocation` (None before a launch);
+    `plan` is the batch script's."""
 
     config: Config
     run: RunDirectory
-    world: ranks.World
-    plan: Plan | None = None
+    world: fit.PlannedWorld
+    plan: JobPlan | None = None
     allocation: Allocation | None = None
 
     @property
     def uses_slurm(self) -> bool:
-        """Whether the run is to be a Slurm job, as far as anybody says."""
+        """Whether the run is to be a Slurm job, as far as that is known."""
         return self.plan is not None or self.allocation is not None
 
     @property
@@ -71,7 +78,7 @@ class Patient:
 
 @dataclass(frozen=True)
 class _Folders:
-    """What is known of a patient before its nodes are asked: the run's directory, and its data."""
+    """What is known before the nodes are asked: of the run's directory, and of its data."""
 
     state: RunState
     disk: Disk
@@ -85,7 +92,7 @@ class _Folders:
 
 @dataclass(frozen=True)
 class _Facts(_Folders):
-    """What is known of a patient."""
+    """What is known of a planned run."""
 
     survey: Survey
     slurm: slurm_facts.SlurmFacts | None
@@ -97,7 +104,7 @@ Looking = Callable[[str], AbstractContextManager[None]]
 
 
 def examine(
-    patient: Patient,
+    examination: Examination,
     supervisor: Supervisor,
     environ: Mapping[str, str] = os.environ,
     looking: Looking = lambda _: nullcontext(),
@@ -105,21 +112,21 @@ def examine(
     """All findings, each as soon as it is known, in the order in which one reads them."""
     yield finding("configuration", passed("it is valid"))
     with looking("looking at the run's directory and its data"):
-        folders = _look_at_folders(patient)
+        folders = _look_at_folders(examination)
     yield finding("run", storage.check_run(folders.state))
-    vocab_size = folders.vocab_size(patient.config)
-    yield finding("mesh", ranks.check_mesh(patient.config, patient.world, vocab_size))
-    yield from _about_data(patient, folders, supervisor, looking)
-    facts = _ask(patient, folders, environ, looking)
-    yield from _about_ranks(patient, facts)
-    yield from _about_storage(patient, facts, environ)
-    yield from _about_time(patient, facts, supervisor)
-    yield from _about_nodes(patient, facts)
-    yield finding("Slurm", slurm_checks.check_slurm(facts.slurm, patient.uses_slurm))
+    vocab_size = folders.vocab_size(examination.config)
+    yield finding("mesh", fit.check_mesh(examination.config, examination.world, vocab_size))
+    yield from _about_data(examination, folders, supervisor, looking)
+    facts = _ask(examination, folders, environ, looking)
+    yield from _about_ranks(examination, facts)
+    yield from _about_storage(examination, facts, environ)
+    yield from _about_time(examination, facts, supervisor)
+    yield from _about_nodes(examination, facts)
+    yield finding("Slurm", slurm_checks.check_slurm(facts.slurm, examination.uses_slurm))
 
 
-def _look_at_folders(patient: Patient) -> _Folders:
-    config, run = patient.config, patient.run
+def _look_at_folders(examination: Examination) -> _Folders:
+    config, run = examination.config, examination.run
     checkpoints = Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
     state, disk = look_at_run(run), look_at_disk(checkpoints)
     data = find_data_set("data", config.data.dataset_path)
@@ -130,16 +137,16 @@ def _look_at_folders(patient: Patient) -> _Folders:
 
 
 def _ask(
-    patient: Patient, folders: _Folders, environ: Mapping[str, str], looking: Looking
+    examination: Examination, folders: _Folders, environ: Mapping[str, str], looking: Looking
 ) -> _Facts:
     """Ask the nodes and Slurm, at the same time."""
-    wanted, allocation = _wanted(patient, folders, environ), patient.allocation
+    wanted, allocation = _wanted(examination, folders, environ), examination.allocation
     who = "this machine" if allocation is None else "the nodes"
     asking: Future[tuple[slurm_facts.SlurmFacts | None, slurm_checks.JobFacts]] = Future()
 
     def ask_slurm() -> None:
         try:
-            asking.set_result(_ask_slurm(patient))
+            asking.set_result(_ask_slurm(examination))
         except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
             asking.set_exception(error)
 
@@ -152,11 +159,13 @@ def _ask(
     return _Facts(**vars(folders), survey=survey, slurm=asked, job=job)
 
 
-def _wanted(patient: Patient, folders: _Folders, environ: Mapping[str, str]) -> Wanted:
+def _wanted(
+    examination: Examination, folders: _Folders, environ: Mapping[str, str]
+) -> NodeQuestions:
     """What to ask the nodes. Where a run is going on its storage is left in peace."""
-    config, data = patient.config, (folders.data, folders.held_out)
-    shared = dict.fromkeys((folders.disk.existing, str(nearest(patient.run.path))))
-    return Wanted(
+    config, data = examination.config, (folders.data, folders.held_out)
+    shared = dict.fromkeys((folders.disk.existing, str(nearest(examination.run.path))))
+    return NodeQuestions(
         shared=tuple(shared),
         copies=tuple(each.marker for each in data if each is not None and each.index is not None),
         caches=(_cache(environ),) if offline(environ) else (),
@@ -178,8 +187,10 @@ def _cache(environ: Mapping[str, str]) -> str:
     return environ.get("HF_HUB_CACHE") or str(Path(base) / "hub")
 
 
-def _ask_slurm(patient: Patient) -> tuple[slurm_facts.SlurmFacts | None, slurm_checks.JobFacts]:
-    plan, allocation = patient.plan, patient.allocation
+def _ask_slurm(
+    examination: Examination,
+) -> tuple[slurm_facts.SlurmFacts | None, slurm_checks.JobFacts]:
+    plan, allocation = examination.plan, examination.allocation
     job = slurm_checks.JobFacts(
         None if plan is None else plan.requeue, None if plan is None else plan.limit
     )
@@ -194,24 +205,24 @@ def _ask_slurm(patient: Patient) -> tuple[slurm_facts.SlurmFacts | None, slurm_c
         partition = state.nodes.partition
         job = slurm_checks.JobFacts(state.may_requeue, state.times.limit, state.batch)
     # A run that needs no Slurm does not wait for one that is not there.
-    within = SHORTLY if patient.uses_slurm else 0.0
+    within = SHORTLY if examination.uses_slurm else 0.0
     return slurm_facts.look_at_slurm(partition, within), job
 
 
-def _about_ranks(patient: Patient, facts: _Facts) -> Iterator[Finding]:
-    config, world = patient.config, patient.world
-    answers = () if patient.elsewhere else facts.survey.answers
-    yield from ranks.check_ranks(world, answers, facts.survey.gpus_hidden)
-    if patient.elsewhere:
+def _about_ranks(examination: Examination, facts: _Facts) -> Iterator[Finding]:
+    config, world = examination.config, examination.world
+    answers = () if examination.elsewhere else facts.survey.answers
+    yield from fit.check_ranks(world, answers, facts.survey.gpus_hidden)
+    if examination.elsewhere:
         return
-    yield from ranks.check_gpu_memory(config, world, facts.vocab_size(config), answers)
-    yield from gpus.check_gpus(answers, ours=world.in_job, busy=facts.state.running is not False)
+    yield from fit.check_gpu_memory(config, world, facts.vocab_size(config), answers)
+    yield from nodes.check_gpus(answers, ours=world.in_job, busy=facts.state.running is not False)
 
 
 def _about_data(
-    patient: Patient, folders: _Folders, supervisor: Supervisor, looking: Looking
+    examination: Examination, folders: _Folders, supervisor: Supervisor, looking: Looking
 ) -> Iterator[Finding]:
-    found = data_checks.check_data(patient.config, folders.data, folders.held_out)
+    found = data_checks.check_data(examination.config, folders.data, folders.held_out)
     yield from found
     if any(each.level is Level.FAIL for each in found):
         yield finding("start", skipped("not tried, since the data cannot be used"))
@@ -226,69 +237,71 @@ def _about_data(
 
 
 def _about_storage(
-    patient: Patient, facts: _Facts, environ: Mapping[str, str]
+    examination: Examination, facts: _Facts, environ: Mapping[str, str]
 ) -> Iterator[Finding]:
-    config, answers = patient.config, facts.survey.answers
+    config, answers = examination.config, facts.survey.answers
     keep = config.checkpoint.keep_last
     yield from storage.check_copies(
         answers,
         {each.marker: each.folder for each in (facts.data, facts.held_out) if each and each.index},
     )
     yield from storage.check_shared(facts.survey)
-    yield finding("space", storage.check_room(facts.disk, _size(patient, facts), keep))
-    yield finding("inodes", storage.check_inodes(facts.disk, patient.world.size, keep))
+    yield finding("space", storage.check_room(facts.disk, _size(examination, facts), keep))
+    yield finding("inodes", storage.check_inodes(facts.disk, examination.world.size, keep))
     yield from storage.check_caches(
         answers, offline(environ), needed=config.model.factory is not None
     )
 
 
-def _about_time(patient: Patient, facts: _Facts, supervisor: Supervisor) -> Iterator[Finding]:
-    world, answers = patient.world, facts.survey.answers
-    save = save_time.predict_save(_size(patient, facts), answers, world.nodes, world.in_job)
-    yield finding("save time", save_time.check_write(answers, save))
-    window = save_time.check_window(patient.plan, facts.job.limit, save, supervisor.lead)
+def _about_time(
+    examination: Examination, facts: _Facts, supervisor: Supervisor
+) -> Iterator[Finding]:
+    world, answers = examination.world, facts.survey.answers
+    save = fit.predict_save(_size(examination, facts), answers, world.nodes, world.in_job)
+    yield finding("save time", fit.check_write(answers, save))
+    window = fit.check_window(examination.plan, facts.job.limit, save, supervisor.lead)
     yield finding("warning", window)
-    if facts.slurm is not None and patient.uses_slurm and not facts.slurm.controller:
-        yield finding("preemption", save_time.check_grace(facts.slurm, save))
-        resubmit = patient.config.slurm.resubmit
-        yield finding("requeue", slurm_checks.check_requeue(facts.job, patient.plan, resubmit))
+    if facts.slurm is not None and examination.uses_slurm and not facts.slurm.controller:
+        yield finding("preemption", fit.check_grace(facts.slurm, save))
+        resubmit = examination.config.slurm.resubmit
+        yield finding("requeue", slurm_checks.check_requeue(facts.job, examination.plan, resubmit))
         yield finding("partition", slurm_checks.check_time(facts.slurm, facts.job.limit))
 
 
-def _about_nodes(patient: Patient, facts: _Facts) -> Iterator[Finding]:
-    config, survey = patient.config, facts.survey
+def _about_nodes(examination: Examination, facts: _Facts) -> Iterator[Finding]:
+    config, survey = examination.config, facts.survey
     ahead = None if facts.slurm is None else facts.slurm.ahead
     if len(survey.asked) > 1 or not survey.answers:
-        yield machine.check_answers(survey)
-    yield from machine.check_software(survey.answers)
-    if patient.elsewhere:
-        yield from machine.check_clocks(survey, ahead)
+        yield nodes.check_answers(survey)
+    yield from nodes.check_software(survey.answers)
+    if examination.elsewhere:
+        yield from nodes.check_clocks(survey, ahead)
         where = "GPUs, interfaces, ports, limits and memory: --allocation in the job looks at them"
         yield finding("nodes", skipped(where))
         return
-    yield from network.check_interfaces(survey.answers)
+    yield from nodes.check_interfaces(survey.answers)
     if facts.state.running is False:  # or the run itself has them
-        yield finding("ports", network.check_ports(_ports(config), patient.uses_slurm))
-    yield from machine.check_clocks(survey, ahead)
+        yield finding("ports", nodes.check_ports(_ports(config), examination.uses_slurm))
+    yield from nodes.check_clocks(survey, ahead)
     workers = config.data.num_dataloader_workers
-    yield from machine.check_limits(survey.answers, patient.world.size, workers)
-    size = _size(patient, facts) if config.checkpoint.async_save else None
-    yield from machine.check_memory(survey.answers, (size or 0) / patient.world.nodes)
+    yield from nodes.check_limits(survey.answers, examination.world.size, workers)
+    size = _size(examination, facts) if config.checkpoint.async_save else None
+    yield from nodes.check_memory(survey.answers, (size or 0) / examination.world.nodes)
 
 
-def _size(patient: Patient, facts: _Facts) -> int | None:
+def _size(examination: Examination, facts: _Facts) -> int | None:
     """By the model's sizes; of a model of the user's own, as large as the newest one there."""
-    vocab_size = facts.vocab_size(patient.config)
-    size = None if vocab_size is None else checkpoint_bytes(patient.config, vocab_size)
+    vocab_size = facts.vocab_size(examination.config)
+    size = None if vocab_size is None else checkpoint_bytes(examination.config, vocab_size)
     return facts.disk.newest if size is None else size
 
 
-def _ports(config: Config) -> network.PortFacts:
+def _ports(config: Config) -> nodes.PortFacts:
     """Each port is bound for a moment, as the supervisor would bind it."""
     ports = config.supervise.ports
     if ports is None:
-        return network.PortFacts(None)
-    return network.PortFacts(config.supervise.control_ports, sum(map(_is_free, ports)))
+        return nodes.PortFacts(None)
+    return nodes.PortFacts(config.supervise.control_ports, sum(map(_is_free, ports)))
 
 
 def _is_free(port: int) -> bool:

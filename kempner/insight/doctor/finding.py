@@ -1,11 +1,19 @@
-"""What a check has found: a level and one sentence."""
+"""What a check has found: a level and one sentence.
+
+Findings as a table: in colours at a terminal, in plain lines elsewhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 T = TypeVar("T")
 
@@ -20,7 +28,7 @@ class Level(StrEnum):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckOutcome:
     """What one look at one thing says: `sentence` names what, where, and what to do."""
 
     level: Level
@@ -47,40 +55,40 @@ class Finding:
         }
 
 
-def passed(sentence: str) -> Outcome:
-    """All is well."""
-    return Outcome(Level.PASS, sentence)
+def passed(sentence: str) -> CheckOutcome:
+    """The outcome of a check that found no problem."""
+    return CheckOutcome(Level.PASS, sentence)
 
 
-def skipped(sentence: str) -> Outcome:
-    """It could not be looked at, or need not be."""
-    return Outcome(Level.SKIPPED, sentence)
+def skipped(sentence: str) -> CheckOutcome:
+    """The outcome of a check that could not be made, or need not be."""
+    return CheckOutcome(Level.SKIPPED, sentence)
 
 
-def warn(sentence: str) -> Outcome:
+def warn(sentence: str) -> CheckOutcome:
     """A run can start, and may suffer."""
-    return Outcome(Level.WARN, sentence)
+    return CheckOutcome(Level.WARN, sentence)
 
 
-def fail(sentence: str) -> Outcome:
+def fail(sentence: str) -> CheckOutcome:
     """A run cannot start, or cannot go on after an interruption."""
-    return Outcome(Level.FAIL, sentence)
+    return CheckOutcome(Level.FAIL, sentence)
 
 
-def finding(check: str, outcome: Outcome) -> Finding:
+def finding(check: str, outcome: CheckOutcome) -> Finding:
     """An outcome that is about no node."""
     return Finding(check, outcome.level, outcome.sentence)
 
 
 def per_node(
-    check: str, answers: Sequence[T], name: Callable[[T], str], judge: Callable[[T], Outcome]
+    check: str, answers: Sequence[T], name: Callable[[T], str], judge: Callable[[T], CheckOutcome]
 ) -> list[Finding]:
     """Judge each node's answer; nodes of which the same is true share a finding.
 
     So do all that are well, whatever their numbers: the first of them speaks for them.
     """
-    found: dict[Outcome, list[str]] = {}
-    well: Outcome | None = None
+    found: dict[CheckOutcome, list[str]] = {}
+    well: CheckOutcome | None = None
     for answer in answers:
         outcome = judge(answer)
         if outcome.level is Level.PASS:
@@ -96,3 +104,59 @@ def worst(findings: Iterable[Finding]) -> Level:
     """The worst level of all."""
     order = list(Level)
     return max((each.level for each in findings), key=order.index, default=Level.PASS)
+
+
+_STYLES = {Level.PASS: "green", Level.SKIPPED: "dim", Level.WARN: "yellow", Level.FAIL: "bold red"}
+
+_SHOWN_NODES = 4
+"""Nodes that are named; of more, how many."""
+
+
+_WIDTH = 15
+"""Characters of the longest name of a check."""
+
+
+def where(finding: Finding, asked: Collection[str]) -> str:
+    """The nodes that a finding is about, before its sentence; empty if all that were `asked`."""
+    nodes = finding.nodes
+    if not nodes or len(asked) < 2 or {*asked} == {*nodes}:
+        return ""
+    more = f" and {len(nodes) - _SHOWN_NODES} more" if len(nodes) > _SHOWN_NODES else ""
+    return f"{', '.join(nodes[:_SHOWN_NODES])}{more}: "
+
+
+def lines(findings: Iterable[Finding], asked: Collection[str]) -> Iterator[str]:
+    """One line for each finding, as it comes, and one for all; `asked` are all nodes."""
+    told = []
+    for each in findings:
+        told.append(each)
+        yield f"{each.level.value:<7} {each.check:<{_WIDTH}}  {where(each, asked)}{each.sentence}"
+    yield summary(told)
+
+
+def show(findings: Iterable[Finding], asked: Collection[str], console: Console) -> None:
+    """The same at a terminal."""
+    told = []
+    for each in findings:
+        told.append(each)
+        style, passed = _STYLES[each.level], each.level in (Level.PASS, Level.SKIPPED)
+        row = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        row.add_column(no_wrap=True, width=len(Level.SKIPPED.value))
+        row.add_column(no_wrap=True, width=_WIDTH)
+        row.add_column(overflow="fold")
+        sentence = Text(where(each, asked) + each.sentence, "dim" if passed else "")
+        row.add_row(Text(each.level.value, style), Text(each.check), sentence)
+        console.print(row)
+    console.print(Text(summary(told), _STYLES[worst(told)]))
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """How many of each level, worst first."""
+    counts = Counter(each.level for each in findings)
+    words = {
+        Level.FAIL: "failed",
+        Level.WARN: "warned",
+        Level.PASS: "passed",
+        Level.SKIPPED: "skipped",
+    }
+    return ", ".join(f"{counts[level]} {word}" for level, word in words.items() if counts[level])

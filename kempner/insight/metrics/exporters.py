@@ -1,6 +1,6 @@
 """Where metrics can go: TensorBoard, Weights & Biases, a file for Prometheus.
 
-Each is imported when it is opened, so that nobody needs what they do not use.
+Each is imported when it is opened, so that only what is used has to be installed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from kempner.run.record.run_dir import RunDirectory
 class Exporter(Protocol):
     """Takes the points of a run in their order.
 
-    `write` returns when they are kept: whoever opens it anew goes on after the last `write` that
-    returned. Each method may raise whatever the library behind it raises. `at_once` are the bytes
-    of metrics.jsonl that one `write` gets at most.
+    `write` returns when they are kept: an exporter that is opened again goes on after the last
+    `write` that returned. Each method may raise whatever the library behind it raises. `at_once`
+    are the bytes of metrics.jsonl that one `write` gets at most.
     """
 
     at_once: int
@@ -172,7 +172,7 @@ def prometheus_text(run: str, values: dict[str, float], given_up: bool) -> str:
 
 
 def _kept_id(path: Path) -> str:
-    """The run's id, made once: whoever comes later finds it."""
+    """The run's id, made once: later exporters read it."""
     try:
         with path.open("x") as file:
             file.write(secrets.token_hex(4))

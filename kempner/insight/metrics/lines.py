@@ -29,7 +29,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Position:
-    """How far somebody is: `offset` in bytes, the last step, and that of the last evaluation."""
+    """How far a reader is: `offset` in bytes, the last step, and that of the last evaluation."""
 
     offset: int = 0
     step: int = 0

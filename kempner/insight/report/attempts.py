@@ -1,4 +1,7 @@
-"""The attempts of a run, each with what the ledger tells of it."""
+"""The attempts of a run, each with what the ledger tells of it.
+
+Why an attempt ended, from what the ledger tells of it.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +9,37 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import TypeVar
 
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.stop_reason import StopReason
-from kempner.run.record.events.attempt import (
+from kempner.run.record.events import (
     AttemptEnded,
     AttemptFailed,
     AttemptStarted,
-    ProgramAdvanced,
-    RankReady,
-    Restarting,
-    RunGivenUp,
-)
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.checkpoint import CheckpointCommitted, Resumed, StartedAnew
-from kempner.run.record.events.health import HangFound, StorageWaited
-from kempner.run.record.events.job import (
+    CheckpointCommitted,
+    Completed,
+    Evaluated,
+    HangFound,
+    LedgerEvent,
     NodesJoined,
     NodesLeft,
     NodesTakenBack,
+    ProgramAdvanced,
+    RankReady,
     Requeued,
+    Restarting,
     Resubmitted,
+    Resumed,
+    RolledBack,
+    RunGivenUp,
+    Signalled,
+    StartedAnew,
+    Stopped,
+    StopRequested,
+    StorageWaited,
 )
-from kempner.run.record.events.stop import Completed, Signalled, Stopped, StopRequested
-from kempner.run.record.events.training import Evaluated, RolledBack
 from kempner.run.record.history import Entry, RunHistory
 
 E = TypeVar("E", bound=LedgerEvent)
@@ -115,7 +124,7 @@ class AttemptFacts:
         return max(known)
 
     @property
-    def of_stranger(self) -> bool:
+    def reports_nothing(self) -> bool:
         """Whether it is a program that did not say when it began with its first step."""
         return self.started.own_program and self.ready_at is None
 
@@ -134,7 +143,7 @@ class AttemptFacts:
 
     @property
     def completed(self) -> bool:
-        """Whether the run's last step was made and saved; if nobody says it, the exit does."""
+        """Whether the run's last step was made and saved, by an event or else by the exit code."""
         ended, said = self.last(AttemptEnded), self.started.own_program or not self.stop_reason
         by_exit = ended is not None and ended.event.code == ExitCode.COMPLETED
         if self.left_at is not None:
@@ -176,7 +185,6 @@ class AttemptFacts:
         return self.first(HangFound)
 
     def evaluations(self) -> list[Entry[Evaluated]]:
-        """Its evaluations."""
         return self.all(Evaluated)
 
     def rollbacks(self) -> list[Entry[RolledBack]]:
@@ -223,3 +231,38 @@ def _attempt(
         within = [e.time for e in entries if not isinstance(e.event, Requeued | Resubmitted)]
         end = max([begin, *within, *([] if last_step is None else [last_step])])
     return AttemptFacts(number, begin, max(begin, end), bool(ended), tuple(entries))
+
+
+class InterruptionKind(StrEnum):
+    """What sort of interruption it is."""
+
+    FAILURE = "failure"
+    HANG = "hang"
+    STOP = "stop"
+    SILENT = "no message"
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether something went wrong, other than a stop that was asked for."""
+        return self is not InterruptionKind.STOP
+
+
+def cause_of(facts: AttemptFacts) -> tuple[InterruptionKind, str, str]:
+    """What sort it is, the cause in one sentence, and what else is known."""
+    ended, failed, hang = facts.last(AttemptEnded), facts.last(AttemptFailed), facts.hang()
+    reason = "" if ended is None else ended.event.reason
+    if hang is not None:
+        return InterruptionKind.HANG, "nothing moved any more", hang.event.reason
+    if facts.stop_reason.ends_run or (facts.in_order and failed is None):
+        stopped = facts.last(Stopped)
+        words = facts.stop_reason.words
+        detail = "" if stopped is None else stopped.event.sentence
+        return InterruptionKind.STOP, f"stopped: {words}", detail if detail != words else ""
+    if failed is not None or reason:
+        raised = "" if failed is None else failed.event.raised
+        return (
+            InterruptionKind.FAILURE,
+            reason or "a rank failed",
+            "" if raised in reason else raised,
+        )
+    return InterruptionKind.SILENT, "the supervisor ended without a message", ""

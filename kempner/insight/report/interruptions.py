@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kempner.insight.report.categories import Category
-from kempner.insight.report.cause import Kind, cause_of
-from kempner.insight.report.pieces import Pieces
-from kempner.insight.report.timeline import AttemptTime, Timeline
-from kempner.run.record.events.attempt import AttemptEnded, AttemptFailed
+from kempner.insight.report.attempts import InterruptionKind, cause_of
+from kempner.insight.report.timeline import AttemptTime, Category, Pieces, Timeline
+from kempner.run.record.events import AttemptEnded, AttemptFailed
 
 HOUR = 3600.0
 
 
 @dataclass(frozen=True)
-class Place:
+class InterruptionPlace:
     """Where a run was interrupted. `rank` failed first, on `node`, if one did.
 
     `step` is the last one that was made; `steps_lost` had to be made again.
@@ -32,8 +30,8 @@ class Cost:
     """What an interruption cost, in seconds of wall time, and in GPU hours on all ranks.
 
     It is the end of the attempt (`hung_seconds`, `stop_seconds`), the start of the next one
-    (`restart_seconds`), and the steps that were cut off or made again. In `away_seconds` (queue, or
-    nobody ran it) no machine was held.
+    (`restart_seconds`), and the steps that were cut off or made again. In `away_seconds` (queued,
+    or not started) no machine was held.
 
     `hung_seconds` begin with the last step. At their end are `still_seconds`, in which the
     supervisor saw no rank move, and at the end of those `evidence_seconds`, in which it knew that
@@ -57,10 +55,10 @@ class Interruption:
     number: int
     time: float
     attempt: int
-    kind: Kind
+    kind: InterruptionKind
     cause: str
     detail: str
-    place: Place
+    place: InterruptionPlace
     cost: Cost
 
 
@@ -86,13 +84,13 @@ def _interruption(
     facts = time.facts
     kind, cause, detail = cause_of(facts)
     failed, ended = facts.last(AttemptFailed), facts.last(AttemptEnded)
-    place = Place(
-        rank=None if ended is None or kind is Kind.STOP else ended.event.culprit,
+    place = InterruptionPlace(
+        rank=None if ended is None or kind is InterruptionKind.STOP else ended.event.culprit,
         node="" if failed is None else failed.event.node,
         step=max(time.front, facts.known_step),
         steps_lost=0 if again is None else max(0, front - again),
     )
-    over = float(time.tail.end[-1]) if kind is Kind.STOP else _noticed(time)
+    over = float(time.tail.end[-1]) if kind is InterruptionKind.STOP else _noticed(time)
     cost = _cost(time, following, resumed)
     return Interruption(number, over, facts.number, kind, cause, detail, place, cost)
 

@@ -1,40 +1,257 @@
-"""The report of one run, as data: what the page shows and `--json` prints."""
+"""The report of one run, as data: what the page shows and `--json` prints.
+
+What else a report tells: how long checkpoints took, which nodes failed, and what to change.
+"""
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
+from kempner.cluster.slurm.hostlist import expand_hosts
 from kempner.insight.owner import OwnerWatch
-from kempner.insight.report.attempts import AttemptFacts, attempts_of
-from kempner.insight.report.categories import Category
-from kempner.insight.report.cause import Kind
-from kempner.insight.report.findings import (
-    Advice,
-    Nodes,
-    Saves,
-    advise,
-    node_count,
-    nodes_of,
-    saves_of,
-)
+from kempner.insight.report.attempts import AttemptFacts, InterruptionKind, attempts_of
 from kempner.insight.report.interruptions import HOUR, Interruption, interruptions_of
 from kempner.insight.report.series import EvalSeries, StepSeries, read_series
-from kempner.insight.report.timeline import Timeline, account
+from kempner.insight.report.timeline import Category, Timeline, account
 from kempner.run.process.exit_codes import DataError, UsageError
-from kempner.run.record.events.attempt import RankReady
-from kempner.run.record.events.stop import Completed
+from kempner.run.process.stop_reason import StopReason
+from kempner.run.record.events import (
+    AttemptFailed,
+    AttemptStarted,
+    CheckpointCommitted,
+    CheckpointFailed,
+    Completed,
+    MemoryLow,
+    NodeSuspected,
+    RankReady,
+    StopRequested,
+    StragglerFound,
+)
 from kempner.run.record.history import RunHistory
 from kempner.run.record.recorded_config import total_steps
 from kempner.run.record.run_dir import RunDirectory
+from kempner.run.record.save_times import nearest_rank, young_interval
+
+MARGIN = 15.0
+"""Seconds that a stop needs beyond saves and steps: docs/slurm.md, "How early to warn"."""
+
+LEAST_HELD = 3600.0
+"""Seconds of machines held before the failures among them say how often one is to be expected."""
+
+_WARNED = (StopReason.TIME_LIMIT, StopReason.PREEMPTION, StopReason.DEADLINE, StopReason.REQUEUE)
+
+
+@dataclass(frozen=True)
+class SaveDuration:
+    """Seconds from the call of a save to a durable checkpoint; None without a single one."""
+
+    median: float | None
+    p95: float | None
+    worst: float | None
+
+
+@dataclass(frozen=True)
+class SaveStatistics:
+    """The checkpoints of a run.
+
+    `held_up_seconds` is how long one held up training, in the mean. `window_seconds` is the
+    shortest time that was left when a stop with a deadline was asked for; `needed_seconds` what
+    such a stop takes at worst: a save under way, the last one, two steps, and a margin.
+    """
+
+    committed: int
+    failed: int
+    took: SaveDuration
+    largest_bytes: int
+    interval_steps: int | None
+    held_up_seconds: float | None
+    window_seconds: float | None
+    needed_seconds: float | None
+
+
+@dataclass
+class Node:
+    """What happened on one node; `remarks` are sentences of the ledger, each once."""
+
+    name: str
+    failures: int = 0
+    lost: int = 0
+    remarks: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class NodeUse:
+    """How many nodes were used, and those of which there is something to tell, the worst first."""
+
+    used: int
+    noted: Sequence[Node]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to change, and from which measurements that follows."""
+
+    what: str
+    why: str
+
+
+def saves_of(attempts: Sequence[AttemptFacts], timeline: Timeline) -> SaveStatistics:
+    """How long checkpoints took, against the time that there is for the last one."""
+    commits = [e.event for a in attempts for e in a.all(CheckpointCommitted)]
+    took = [c.took.total for c in commits if c.took is not None and not c.suspended]
+    steps = [b.step - a.step for a, b in pairwise(commits) if b.step > a.step]
+    held_up = float(timeline.seconds()[Category.SAVE])
+    left = [
+        e.event.seconds_left
+        for a in attempts
+        for e in a.all(StopRequested)
+        if StopReason.of_label(e.event.reason) in _WARNED
+    ]
+    unit = _unit(timeline)
+    worst = max(took, default=None)
+    needed = None if worst is None else math.ceil(2 * worst + 2 * (unit or 0.0) + MARGIN)
+    return SaveStatistics(
+        committed=len(commits),
+        failed=sum(len(a.all(CheckpointFailed)) for a in attempts),
+        took=SaveDuration(nearest_rank(took, 0.5), nearest_rank(took, 0.95), worst),
+        largest_bytes=max((c.bytes for c in commits), default=0),
+        interval_steps=round(statistics.median(steps)) if steps else None,
+        held_up_seconds=held_up / len(commits) if commits and held_up else None,
+        window_seconds=min(left, default=None),
+        needed_seconds=needed,
+    )
+
+
+def _unit(timeline: Timeline) -> float | None:
+    units = [a.unit for a in timeline.attempts if np.isfinite(a.unit)]
+    return statistics.median(units) if units else None
+
+
+def nodes_of(attempts: Sequence[AttemptFacts]) -> NodeUse:
+    """The nodes of all attempts."""
+    used: set[str] = set()
+    found: defaultdict[str, Node] = defaultdict(lambda: Node(""))
+    for attempt in attempts:
+        used |= _names(attempt.started.nodes)
+        for entry in attempt.entries:
+            match entry.event:
+                case AttemptFailed(node=str(name), node_lost=lost) if name:
+                    found[name].failures += 1
+                    found[name].lost += lost
+                case NodeSuspected(node=name, reason=reason):
+                    _remark(found[name], reason)
+                case StragglerFound(node=str(name), rank=rank, reason=reason):
+                    _remark(found[name], f"rank {rank} {reason}")
+                case MemoryLow(node=str(name), reason=reason):
+                    _remark(found[name], reason)
+    for name, node in found.items():
+        node.name = name
+    ordered = sorted(found.values(), key=lambda n: (-n.lost, -n.failures, -len(n.remarks), n.name))
+    most = max((node_count(attempt.started) or 0 for attempt in attempts), default=0)
+    return NodeUse(max(most, len(used | set(found))), ordered)
+
+
+def node_count(started: AttemptStarted) -> int | None:
+    """How many nodes an attempt had; a supervisor outside of Slurm has only its own."""
+    alone = started.job is None and started.launcher is None
+    return len(_names(started.nodes)) or (1 if alone else None)
+
+
+def _remark(node: Node, sentence: str) -> None:
+    if sentence not in node.remarks:
+        node.remarks.append(sentence)
+
+
+def _names(nodes: str | None) -> set[str]:
+    try:
+        return set(expand_hosts(nodes)) if nodes else set()
+    except ValueError:
+        return set()
+
+
+def advise(
+    timeline: Timeline, saves: SaveStatistics, interruptions: Sequence[Interruption], nodes: NodeUse
+) -> list[Advice]:
+    """What the measurements of this run suggest; nothing that was not measured."""
+    seconds = timeline.seconds()
+    held = sum(float(seconds[c]) for c in Category if c.holds_machines)
+    failures = sum(i.kind.is_failure for i in interruptions)
+    in_slurm = any(attempt.facts.started.job for attempt in timeline.attempts)
+    found = [
+        _interval(timeline, saves, failures, held),
+        _window(saves) if in_slurm else None,
+        _spare_nodes(timeline, nodes, held),
+    ]
+    return [advice for advice in found if advice is not None]
+
+
+def _interval(
+    timeline: Timeline, saves: SaveStatistics, failures: int, held: float
+) -> Advice | None:
+    """Young's interval, with what saves cost and how often something failed."""
+    unit = _unit(timeline)
+    if not failures or not saves.held_up_seconds or not unit or not saves.took.median:
+        return None
+    if held < LEAST_HELD:
+        return None
+    between = held / failures
+    young = young_interval(saves.held_up_seconds, between)
+    best = max(young, saves.took.median)
+    steps = max(1, round(best / unit))
+    now = saves.interval_steps
+    rough = "" if failures >= 5 else f" With {failures} in all this is a rough guide."
+    return Advice(
+        f"Save about every {steps:,} steps" + (f"; it was every {now:,}" if now else ""),
+        f"A save holds training up for {saves.held_up_seconds:.2g} s and a failure comes every "
+        f"{between / 3600:.2g} h: Young's formula gives {young:.3g} s. A save is durable after "
+        f"{saves.took.median:.2g} s; a shorter interval gains nothing.{rough}",
+    )
+
+
+def _window(saves: SaveStatistics) -> Advice | None:
+    """How early the job has to be warned of its end."""
+    if saves.needed_seconds is None:
+        return None
+    window, needed = saves.window_seconds, saves.needed_seconds
+    if window is not None and window < needed:
+        what = f"Warn earlier: {needed:.0f} s before the end; once it was only {window:.0f} s"
+    else:
+        what = f"A warning {needed:.0f} s before the end of the job is enough"
+    return Advice(
+        f"{what} (--signal=B:SIGTERM@{needed:.0f})",
+        f"The slowest checkpoint took {saves.took.worst:.2g} s. A stop needs two at most (one "
+        f"under way and the last), two steps, and {MARGIN:.0f} s to leave and requeue.",
+    )
+
+
+def _spare_nodes(timeline: Timeline, nodes: NodeUse, held: float) -> Advice | None:
+    """How many spare nodes would have kept the job going."""
+    lost = sum(node.lost for node in nodes.noted)
+    if not lost:
+        return None
+    jobs = 1 + sum(bool((a.gap.category == Category.QUEUE).any()) for a in timeline.attempts)
+    spare = max(1, math.ceil(lost / jobs))
+    return Advice(
+        f"Keep {spare} spare node{'s' if spare > 1 else ''} (supervise.spare_nodes)",
+        f"{lost} node{'s were' if lost > 1 else ' was'} lost in {held / 3600:.2g} h over {jobs} "
+        "launch(es) of the job; a spare one takes over without a new wait in the queue.",
+    )
+
 
 _UNSEEN = "in progress, or ended without a message"
 """Where it cannot be seen whether a supervisor works on the run."""
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingSummary:
     """How far a run came, and how it stands; what is not known is None."""
 
     state: str
@@ -85,14 +302,12 @@ class TimeSpent:
 
 @dataclass(frozen=True)
 class RunReport:
-    """One run."""
-
     name: str
-    training: Training
+    training: TrainingSummary
     time: TimeSpent
     interruptions: Sequence[Interruption]
-    saves: Saves
-    nodes: Nodes
+    saves: SaveStatistics
+    nodes: NodeUse
     advice: Sequence[Advice]
 
     @property
@@ -161,7 +376,7 @@ def summarise(
     interruptions = interruptions_of(timeline, dead=alive is False)
     saves = saves_of(attempts, timeline)
     nodes = nodes_of(attempts)
-    training = Training(
+    training = TrainingSummary(
         state=_state(attempts[-1], interruptions, alive),
         step=max(time.front for time in timeline.attempts),
         total_steps=total,
@@ -179,7 +394,7 @@ def _time_spent(attempts: Sequence[AttemptFacts], timeline: Timeline) -> TimeSpe
     seconds = timeline.seconds()
     wall, train = timeline.end - timeline.begin, float(seconds[Category.TRAIN])
     held = sum(float(seconds[c]) for c in Category if c.holds_machines)
-    told = not timeline.of_stranger
+    told = not timeline.reports_nothing
     ready = [e.event.device for a in attempts for e in a.all(RankReady)]
     machines = Machines(
         ranks=max(a.started.ranks for a in attempts),
@@ -221,7 +436,7 @@ def _state(last: AttemptFacts, interruptions: Sequence[Interruption], alive: boo
     if not last.over:
         return "ended without a message" if alive is False else _UNSEEN
     end = interruptions[-1] if interruptions else None
-    return end.cause if end is not None and end.kind is Kind.STOP else "interrupted"
+    return end.cause if end is not None and end.kind is InterruptionKind.STOP else "interrupted"
 
 
 def _last(values: Any, middle: bool = False) -> float | None:

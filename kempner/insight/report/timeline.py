@@ -3,29 +3,194 @@
 Begin and end of an attempt, of a load, an evaluation, a hang or a wait come from the ledger; each
 step's time, and how long saves held it up, from the metrics. What no record explains stays
 unaccounted: nothing is made to fit.
+
+What a run's wall time went into: the categories, in the order in which they are shown.
+
+Pieces of time: arrays of begin, end and category, that do not overlap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kempner.insight.report.attempts import AttemptFacts
-from kempner.insight.report.categories import Category
-from kempner.insight.report.pieces import Part, Pieces, overlaps
 from kempner.insight.report.series import Numbers, StepSeries
-from kempner.run.record.events.checkpoint import CheckpointCommitted
+from kempner.run.record.events import CheckpointCommitted
 from kempner.run.record.save_times import nearest_rank
 
-STANDSTILL_STEPS, STANDSTILL_SECONDS = 10.0, 5.0
-"""What a step takes beyond so many times the usual, and beyond so many seconds, is no step's time
-any more: something stood still. The same of a save: its storage stood still."""
+
+class Category(IntEnum):
+    """One category; each second of the wall time is in one at most. The rest is `UNACCOUNTED`."""
+
+    TRAIN = 0
+    EVAL = 1
+    SAVE = 2
+    RECOMPUTED = 3
+    HUNG = 4
+    STORAGE = 5
+    START = 6
+    LOAD = 7
+    STOP = 8
+    QUEUE = 9
+    IDLE = 10
+    UNACCOUNTED = 11
+
+    @property
+    def key(self) -> str:
+        """As `--json` and the page's style sheet spell it."""
+        return self.name.lower()
+
+    @property
+    def label(self) -> str:
+        """As a person reads it."""
+        return _WORDS[self][0]
+
+    @property
+    def meaning(self) -> str:
+        """What it counts, from which records."""
+        return _WORDS[self][1]
+
+    @property
+    def holds_machines(self) -> bool:
+        """Whether the job has its GPUs meanwhile."""
+        return self not in (Category.QUEUE, Category.IDLE)
+
+
+_WORDS = {
+    Category.TRAIN: ("Training", "steps that count, each one once"),
+    Category.EVAL: ("Evaluation", "on held-out data, while training waits"),
+    Category.SAVE: (
+        "Held up by saves",
+        "waiting for the save before, and until the state was copied",
+    ),
+    Category.RECOMPUTED: (
+        "Made again",
+        "steps that an earlier attempt had made after its last checkpoint, and steps cut off",
+    ),
+    Category.HUNG: (
+        "Hung",
+        "from the last step until it was noticed that nothing moves, and looked into",
+    ),
+    Category.STORAGE: (
+        "Waiting for storage",
+        "files that could not be read or written for a while, or a save that took far too long",
+    ),
+    Category.START: (
+        "Start",
+        "supervisor, node checks, launch, imports, rendezvous, and what the first step takes more",
+    ),
+    Category.LOAD: ("Load", "reading the checkpoint, after the ranks have met"),
+    Category.STOP: ("Stop", "the last save, and until every rank is gone"),
+    Category.QUEUE: ("Queue", "from the requeue until the next attempt; no machine is held"),
+    Category.IDLE: ("Not running", "between an end and the next start by a user or another job"),
+    Category.UNACCOUNTED: ("Unaccounted", "no record says what happened then"),
+}
+
+
+Part: TypeAlias = tuple[Category | NDArray[np.int64], Numbers]
+"""A category, or one per interval, and its seconds in each interval."""
+
+LEAST = 1e-9
+"""Pieces that are shorter, in seconds, are none."""
 
 
 @dataclass(frozen=True)
-class _Usual:
+class Pieces:
+    """Pieces by time. `begin` and `end` are seconds since the epoch."""
+
+    begin: Numbers
+    end: Numbers
+    category: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, pieces: Iterable[tuple[float, float, Category]]) -> Pieces:
+        """From (begin, end, category); what is empty is left out, neighbours become one."""
+        kept = [(b, e, c) for b, e, c in pieces if e - b > LEAST]
+        return cls(
+            np.array([b for b, _, _ in kept], np.float64),
+            np.array([e for _, e, _ in kept], np.float64),
+            np.array([c for _, _, c in kept], np.int64),
+        )._merged()
+
+    @classmethod
+    def in_intervals(cls, bounds: Numbers, parts: Sequence[Part]) -> Pieces:
+        """Each interval between two of `bounds` is filled, from its begin, with `parts`."""
+        count = len(bounds) - 1
+        seconds = np.stack([lengths for _, lengths in parts], axis=1)
+        ends = bounds[:-1, None] + np.cumsum(seconds, axis=1)
+        begins = ends - seconds
+        kinds = np.stack([np.broadcast_to(np.int64(kind), (count,)) for kind, _ in parts], axis=1)
+        kept = seconds.ravel() > LEAST
+        flat = (array.ravel()[kept] for array in (begins, ends, kinds))
+        return cls(*flat)._merged()  # type: ignore[arg-type]
+
+    @classmethod
+    def chain(cls, many: Sequence[Pieces]) -> Pieces:
+        """One after the other."""
+        if not many:
+            return cls.of(())
+        columns = ("begin", "end", "category")
+        joined = (np.concatenate([getattr(pieces, name) for pieces in many]) for name in columns)
+        return cls(*joined)
+
+    def _merged(self) -> Pieces:
+        """Neighbours of the same category become one."""
+        if len(self.begin) < 2:
+            return self
+        same = self.category[1:] == self.category[:-1]
+        touching = np.abs(self.begin[1:] - self.end[:-1]) < 1e-6
+        first = np.concatenate(([True], ~(same & touching)))
+        last = np.concatenate((first[1:], [True]))
+        return Pieces(self.begin[first], self.end[last], self.category[first])
+
+    def seconds(self) -> Numbers:
+        """Of each category, by its number."""
+        return np.bincount(self.category, self.end - self.begin, len(Category)).astype(np.float64)
+
+    def shares(self, bounds: Numbers) -> Numbers:
+        """Seconds of each category (columns) between two neighbours of `bounds` (rows)."""
+        rows = np.zeros((len(bounds) - 1, len(Category)))
+        for category in Category:
+            chosen = self.category == category
+            rows[:, category] = np.diff(_covered(self.begin[chosen], self.end[chosen], bounds))
+        return rows
+
+
+def _covered(begin: Numbers, end: Numbers, until: Numbers) -> Numbers:
+    """How many seconds before each time in `until` lie in one of these pieces, which are sorted."""
+    if not len(begin):
+        return np.zeros(len(until))
+    whole = np.concatenate(([0.0], np.cumsum(end - begin)))
+    place = np.searchsorted(begin, until, side="right")
+    inside = np.clip(end[np.maximum(place - 1, 0)] - until, 0.0, None) * (place > 0)
+    return np.asarray(whole[place] - inside)
+
+
+def overlaps(bounds: Numbers, spans: Sequence[tuple[float, float]]) -> Numbers:
+    """Seconds of each interval between two of `bounds` that lie in one of `spans`."""
+    joined: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((begin, end))
+    begins, ends = (np.array([span[side] for span in joined], np.float64) for side in (0, 1))
+    return np.diff(_covered(begins, ends, bounds))
+
+
+STANDSTILL_STEPS, STANDSTILL_SECONDS = 10.0, 5.0
+"""The time of a step beyond this multiple of the usual, and beyond these seconds, is counted as a
+standstill. The same of a save: its storage stood still."""
+
+
+@dataclass(frozen=True)
+class _Medians:
     """The medians of the whole run, in seconds: of a step, and of a save until it is durable; NaN
     if there is none."""
 
@@ -59,9 +224,9 @@ class Timeline:
     attempts: tuple[AttemptTime, ...]
 
     @property
-    def of_stranger(self) -> bool:
-        """Whether nobody can say what of it was training: its program does not tell."""
-        return all(time.facts.of_stranger for time in self.attempts)
+    def reports_nothing(self) -> bool:
+        """Whether its training time is unknown: the program does not report its steps."""
+        return all(time.facts.reports_nothing for time in self.attempts)
 
     @property
     def pieces(self) -> Pieces:
@@ -81,14 +246,14 @@ def account(attempts: Sequence[AttemptFacts], series: StepSeries) -> Timeline:
     if not attempts:
         return Timeline(0.0, 0.0, ())
     took = [c.took.total for c in _commits(attempts) if c.took is not None]
-    usual = _Usual(
+    usual = _Medians(
         step=_unit(series.time, series.step, series.save_seconds),
         save=nearest_rank(took, 0.5) or float("nan"),
     )
     done: list[AttemptTime] = []
     front = 0
-    stranger = all(facts.of_stranger for facts in attempts)
-    unready = Category.UNACCOUNTED if stranger else Category.START
+    unreported = all(facts.reports_nothing for facts in attempts)
+    unready = Category.UNACCOUNTED if unreported else Category.START
     for place, facts in enumerate(attempts):
         following = attempts[place + 1] if place + 1 < len(attempts) else None
         own = series.of_attempt(facts.number)
@@ -104,7 +269,7 @@ def _account_attempt(
     series: StepSeries,
     following: AttemptFacts | None,
     front: int,
-    usual: _Usual,
+    usual: _Medians,
     unready: Category,
 ) -> AttemptTime:
     """`unready` is what the time is of an attempt that does not say when its steps begin."""
@@ -165,7 +330,12 @@ def _never_ready(
 
 
 def _steps(
-    facts: AttemptFacts, times: Numbers, steps: Numbers, saving: Numbers, front: int, usual: _Usual
+    facts: AttemptFacts,
+    times: Numbers,
+    steps: Numbers,
+    saving: Numbers,
+    front: int,
+    usual: _Medians,
 ) -> tuple[Pieces, int, float]:
     """The time between two logged steps, how many steps were made again, and what one takes."""
     if len(times) < 2:

@@ -42,9 +42,9 @@ class CheckpointFacts:
 
 
 @dataclass(frozen=True)
-class Live:
-    """Who works on a run: whether somebody owns it (`alive`, None if that cannot be seen), the
-    number of the live `attempt`, the last one that was begun, and where its ranks are.
+class LiveState:
+    """Whether a run has an owner (`alive`, None if that cannot be seen), the number of the live
+    `attempt`, the last one that was begun, and where its ranks are.
     """
 
     alive: bool | None = None
@@ -70,7 +70,7 @@ class RunFacts:
 
     now: float
     history: RunHistory = field(default_factory=RunHistory)
-    live: Live = Live()
+    live: LiveState = LiveState()
     metrics: Metrics = Metrics()
     checkpoint: CheckpointFacts | None = None
     job: JobStatus | None = None

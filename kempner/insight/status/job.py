@@ -11,8 +11,7 @@ from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import SHORTLY, SlurmError, SlurmRefusedError
 from kempner.cluster.slurm.job import FINAL, QUEUED, JobState, is_held, parse_job, parse_time
 from kempner.run.process.exit_codes import UsageError
-from kempner.run.record.events.attempt import AttemptStarted
-from kempner.run.record.events.job import Resubmitted
+from kempner.run.record.events import AttemptStarted, Resubmitted
 from kempner.run.record.history import RunHistory
 from kempner.run.record.run_dir import RUN_LINE, RunDirectory
 
@@ -89,7 +88,7 @@ class JobStatus:
 
     @property
     def agrees(self) -> bool:
-        """Whether nobody contradicts another about its restarts."""
+        """Whether the sources of its restarts do not contradict each other."""
         return self.restarts.agree(waiting=self.waits)
 
     @property

@@ -1,4 +1,4 @@
-"""Finds the runs that somebody has here, and reads them all at once."""
+"""Finds the user's runs here, and reads them all at once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _run_dir(config: Path) -> Path | None:
     try:
         section = tomli.loads(config.read_text(encoding="utf-8")).get("run")
     except (OSError, ValueError):
-        return None  # somebody else's file
+        return None  # not a configuration of kempner
     named = section.get("dir") if isinstance(section, dict) else None
     return Path(named).expanduser() if isinstance(named, str) else None
 

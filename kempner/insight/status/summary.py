@@ -1,31 +1,241 @@
-"""The status of a run: what its facts come to."""
+"""The status of a run: what its facts come to.
+
+Where the ranks are, which of them is slow, and whom the others wait for.
+
+How far a run is and how fast it goes, from the last lines of its metrics.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import median
+from typing import Any, TypeGuard
 
-from kempner.insight.report.attempts import AttemptFacts, attempts_of
-from kempner.insight.report.cause import Kind, cause_of
+from kempner.insight.report.attempts import AttemptFacts, InterruptionKind, attempts_of, cause_of
 from kempner.insight.report.page.words import duration
-from kempner.insight.status.activity import Activity, Doing, decide
+from kempner.insight.status.activity import Activity, ActivityNote, decide
 from kempner.insight.status.facts import CheckpointFacts, RankPlace, RunFacts
 from kempner.insight.status.job import JobStatus
-from kempner.insight.status.progress import Progress, curve, measure
-from kempner.insight.status.ranks import RankGroup, SlowRank, gather, slowest, who_waits
-from kempner.insight.words import name_or_count
 from kempner.run.control.protocol import Phase
-from kempner.run.record.events.attempt import AttemptEnded, AttemptFailed, RankReady
-from kempner.run.record.events.checkpoint import CheckpointCommitted
-from kempner.run.record.events.stop import StopRequested
+from kempner.run.output.units import name_or_count, name_ranks
+from kempner.run.record.events import (
+    AttemptEnded,
+    AttemptFailed,
+    CheckpointCommitted,
+    RankReady,
+    Recovered,
+    StopRequested,
+    StragglerFound,
+)
 from kempner.run.record.save_times import nearest_rank
+
+STANDS_OUT = 0.05
+"""By how much a rank's share of time at work must exceed the others' for it to be called slow."""
+
+ENOUGH = 10.0
+"""Seconds of work below which no rank is compared with another."""
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks, in ascending order, in the same place."""
+
+    ranks: tuple[int, ...]
+    step: int
+    phase: str
+    storage: str = ""
+
+    @property
+    def name(self) -> str:
+        """`rank 3`, or `ranks 0-6, 9`."""
+        return name_ranks(self.ranks)
+
+    @property
+    def place(self) -> str:
+        """Step and phase, in words."""
+        waits = f", waiting for storage: {self.storage}" if self.storage else ""
+        return f"step {self.step}, {self.phase}{waits}"
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """The rank that works longest while the others wait for it; `node` where that is known."""
+
+    rank: int
+    node: str | None
+    sentence: str
+
+
+def gather(places: Iterable[RankPlace]) -> tuple[RankGroup, ...]:
+    """Ranks in the same place together: thousands of them must fit on a screen."""
+    together: dict[tuple[int, str, str], list[int]] = {}
+    for rank in places:
+        together.setdefault((rank.step, rank.phase, rank.storage), []).append(rank.rank)
+    return tuple(
+        RankGroup(tuple(sorted(members)), *place) for place, members in sorted(together.items())
+    )
+
+
+def slowest(places: Sequence[RankPlace], attempt: AttemptFacts | None) -> SlowRank | None:
+    """The slowest rank, if one stands out: by what the supervisor found, or by the time that each
+    rank has worked, and waited for others, since it began with its attempt.
+    """
+    found = None if attempt is None else _straggler(attempt)
+    if found is not None:
+        return SlowRank(found.rank, found.node, found.reason)
+    shares = {p.rank: p.worked / (p.worked + p.waited) for p in places if p.worked >= ENOUGH}
+    if len(shares) < 2:
+        return None
+    rank = max(shares, key=lambda number: (shares[number], -number))
+    usual = median(share for number, share in shares.items() if number != rank)
+    if shares[rank] - usual < STANDS_OUT:
+        return None
+    sentence = f"rank {rank} works {shares[rank]:.0%} of the time, the others {usual:.0%}"
+    return SlowRank(rank, None, sentence)
+
+
+def _straggler(attempt: AttemptFacts) -> StragglerFound | None:
+    """The rank that the supervisor last named, unless it has said that it is as fast again."""
+    found = None
+    for entry in attempt.entries:
+        match entry.event:
+            case StragglerFound():
+                found = entry.event
+            case Recovered(of=StragglerFound.name):
+                found = None
+    return found
+
+
+def describe_waiting(places: Sequence[RankPlace]) -> str:
+    """What most ranks wait for others in, and for whom, while nothing moves; empty if none does."""
+    waiting = [place for place in places if place.waiting]
+    if not waiting:
+        return ""
+    ((what, many),) = Counter(place.waiting for place in waiting).most_common(1)
+    told = f"{many:,} of {len(places):,} ranks wait in {what}"
+    front = max(place.step for place in places)
+    others = [p for p in places if p.waiting != what or p.step < front]
+    if not others or len(others) == len(places):
+        return told
+    behind = sorted(place.rank for place in others)
+    first = min(others, key=lambda place: (place.step, place.rank))
+    return f"{told} for {name_or_count(behind)} (step {first.step}, {first.phase})"
+
+
+RECENT = 50
+"""Logged steps of which the speed is the mean."""
+
+
+@dataclass(frozen=True)
+class StepPace:
+    """How fast the last steps of the last attempt were made; what is not known is None.
+
+    `mfu` is the model FLOPs utilization (0 to 1), and `logged_every` the seconds from one logged
+    step to the next: medians, the others are means. `seconds_left` is until the last step. `waited`
+    has the shares (0 to 1) of their time that rank 0 waited, for `data`, `others` and `saves`.
+    """
+
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    seconds_per_step: float | None = None
+    seconds_left: float | None = None
+    logged_every: float | None = None
+    waited: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """The last logged step, of how many, and its loss; what is not known is None.
+
+    `logged_at` is in seconds since the epoch; losses are in nats per token.
+    """
+
+    step: int | None = None
+    total: int | None = None
+    logged_at: float | None = None
+    loss: float | None = None
+    eval_loss: float | None = None
+    pace: StepPace = StepPace()
+
+
+def measure(lines: Iterable[Mapping[str, Any]], total: int | None) -> RunProgress:
+    """What the lines of the metrics come to; `total` is the number of steps of the whole run.
+
+    Lines that are not as kempner writes them are passed over.
+    """
+    told = [line for line in lines if _is_number(line.get("step"))]
+    steps = [line for line in told if "loss" in line]
+    held_out = [line["eval_loss"] for line in told if _is_number(line.get("eval_loss"))]
+    if not steps:
+        return RunProgress(total=total, eval_loss=held_out[-1] if held_out else None)
+    last = steps[-1]
+    recent = [line for line in steps[-RECENT:] if line.get("attempt") == last.get("attempt")]
+    first = recent[0]
+    seconds, tokens, made = (_grown(first, last, key) for key in ("time", "tokens", "step"))
+    used = [line["mfu"] for line in recent if _is_number(line.get("mfu"))]
+    each = seconds / made if seconds and made else None
+    left = None if total is None or each is None else max(0, total - last["step"]) * each
+    pace = StepPace(
+        tokens_per_second=tokens / seconds if tokens and seconds and made else None,
+        mfu=median(used) if used else None,
+        seconds_per_step=each,
+        seconds_left=left,
+        logged_every=_usual_gap(recent),
+        waited=_waited(recent[1:], seconds) if seconds else {},
+    )
+    return RunProgress(
+        step=int(last["step"]),
+        total=total,
+        logged_at=last["time"] if _is_number(last.get("time")) else None,
+        loss=last["loss"] if _is_number(last["loss"]) else None,
+        eval_loss=held_out[-1] if held_out else None,
+        pace=pace,
+    )
+
+
+def curve(lines: Iterable[Mapping[str, Any]], key: str) -> list[float]:
+    """The values of a number in the lines, oldest first."""
+    return [line[key] for line in lines if _is_number(line.get(key)) and "loss" in line]
+
+
+_WAITS = {"data": "data_seconds", "others": "wait_seconds", "saves": "save_seconds"}
+
+
+def _waited(lines: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float]:
+    """What was waited for, as shares of the `seconds` in which the lines were written."""
+    found = {}
+    for name, key in _WAITS.items():
+        told = [line[key] for line in lines if _is_number(line.get(key))]
+        if told:
+            found[name] = round(min(1.0, sum(told) / seconds), 4)
+    return found
+
+
+def _usual_gap(lines: Sequence[Mapping[str, Any]]) -> float | None:
+    times = [line["time"] for line in lines if _is_number(line.get("time"))]
+    return median(after - before for before, after in pairwise(times)) if times[1:] else None
+
+
+def _grown(first: Mapping[str, Any], last: Mapping[str, Any], key: str) -> float | None:
+    """By how much a number has grown; None if it has not."""
+    before, after = first.get(key), last.get(key)
+    if not (_is_number(before) and _is_number(after)):
+        return None
+    return after - before if after > before else None
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
 
 SHOWN_ENDS = 5
 """Interruptions that are shown: the last ones."""
 
 STILL_AFTER, STILL_FACTOR = 10.0, 5.0
-"""Seconds, and times the usual, without a new step after which it is told who waits for whom."""
+"""Seconds, and times the usual, without a new step after which waiting ranks are shown."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +247,7 @@ class EndOfAttempt:
 
     attempt: int
     time: float
-    kind: Kind
+    kind: InterruptionKind
     cause: str
     rank: int | None
     node: str
@@ -55,7 +265,7 @@ class AttemptStatus:
 
 
 @dataclass(frozen=True)
-class Deadline:
+class UpcomingEvent:
     """What happens at `time` (Unix, seconds)."""
 
     time: float
@@ -70,7 +280,7 @@ class Outlook:
 
     done_at: float | None
     fits: bool | None
-    deadline: Deadline | None
+    deadline: UpcomingEvent | None
 
 
 @dataclass(frozen=True)
@@ -89,8 +299,8 @@ class Status:
     """A run by its facts. `ends` are the last interruptions, oldest first."""
 
     facts: RunFacts
-    doing: Doing
-    progress: Progress
+    doing: ActivityNote
+    progress: RunProgress
     attempt: AttemptStatus | None
     ends: tuple[EndOfAttempt, ...]
     outlook: Outlook
@@ -117,7 +327,7 @@ class Status:
         return curve(self.facts.metrics.lines, key)
 
     def later(self, seconds: float, *wrong: str) -> Status:
-        """The same, read so many seconds ago, with what has gone wrong since."""
+        """The same, `seconds` after it was read, with what has gone wrong since."""
         unread = (*self.facts.unread, *wrong)
         return replace(self, facts=replace(self.facts, now=self.now + seconds, unread=unread))
 
@@ -176,11 +386,11 @@ def summarise(facts: RunFacts) -> Status:
     last = attempts[-1] if attempts else None
     progress = measure(facts.metrics.lines, facts.metrics.total_steps)
     if progress.step is None:
-        progress = replace(progress, step=_told_step(facts, attempts))
+        progress = replace(progress, step=_reported_step(facts, attempts))
     doing = decide(facts, attempts)
     still = _stands_still(facts, progress, last) if doing.activity in _BETWEEN_STEPS else ""
     if still:
-        doing = Doing(doing.activity, f"{doing.reason}: {still}" if doing.reason else still)
+        doing = ActivityNote(doing.activity, f"{doing.reason}: {still}" if doing.reason else still)
     live = doing.activity.is_live and facts.live.alive is not False
     return Status(
         facts=facts,
@@ -208,7 +418,7 @@ def _attempt(last: AttemptFacts) -> AttemptStatus:
     )
 
 
-def _told_step(facts: RunFacts, attempts: Sequence[AttemptFacts]) -> int | None:
+def _reported_step(facts: RunFacts, attempts: Sequence[AttemptFacts]) -> int | None:
     """How far a program is that writes no metrics, if it says so."""
     told = [place.step for place in facts.live.ranks] + [a.known_step for a in attempts]
     return max(told, default=0) or None
@@ -223,7 +433,7 @@ def _ends(attempts: Sequence[AttemptFacts], live: bool) -> tuple[EndOfAttempt, .
             continue
         kind, cause, _ = cause_of(attempt)
         failed, ended = attempt.last(AttemptFailed), attempt.last(AttemptEnded)
-        rank = None if ended is None or kind is Kind.STOP else ended.event.culprit
+        rank = None if ended is None or kind is InterruptionKind.STOP else ended.event.culprit
         node = "" if failed is None else failed.event.node
         found.append(EndOfAttempt(attempt.number, attempt.end, kind, cause, rank, node))
     return tuple(found[-SHOWN_ENDS:])
@@ -232,7 +442,7 @@ def _ends(attempts: Sequence[AttemptFacts], live: bool) -> tuple[EndOfAttempt, .
 def _outlook(
     facts: RunFacts,
     activity: Activity,
-    progress: Progress,
+    progress: RunProgress,
     last: AttemptFacts | None,
     still: bool,
 ) -> Outlook:
@@ -250,18 +460,20 @@ _BETWEEN_STEPS = (Activity.TRAINING, Activity.SAVING)
 """What should not keep a run long from its next step; how long an evaluation takes is not known."""
 
 
-def _deadline(facts: RunFacts, activity: Activity, last: AttemptFacts | None) -> Deadline | None:
+def _deadline(
+    facts: RunFacts, activity: Activity, last: AttemptFacts | None
+) -> UpcomingEvent | None:
     """The next moment at which something ends, whatever the ranks do."""
     found = []
     if activity is Activity.STOPPING and last is not None and not last.over:
         asked = [(e.time + e.event.seconds_left, e.event) for e in last.all(StopRequested)]
-        found += [Deadline(time, "ranks that are still there are killed") for time, _ in asked]
+        found += [UpcomingEvent(time, "ranks that are still there are killed") for time, _ in asked]
     job = facts.job
     if job is not None and job.ends_at is not None:
         what = "the preemption takes the nodes" if job.preempted else "the job's time is over"
-        found.append(Deadline(job.ends_at, what))
+        found.append(UpcomingEvent(job.ends_at, what))
     if job is not None and job.begins_at is not None:
-        found.append(Deadline(job.begins_at, "Slurm expects to start the job"))
+        found.append(UpcomingEvent(job.begins_at, "Slurm expects to start the job"))
     return min(found, key=lambda deadline: deadline.time, default=None)
 
 
@@ -273,7 +485,7 @@ def _waits_for(facts: RunFacts, activity: Activity, still: str) -> str:
         case Activity.WAITING_FOR_STORAGE:
             return next(place.storage for place in facts.live.ranks if place.storage)
         case Activity.TRAINING:
-            return who_waits(facts.live.ranks) if still else ""
+            return describe_waiting(facts.live.ranks) if still else ""
         case Activity.SAVING:
             return _slow_storage(facts) if still else ""
         case Activity.STARTING | Activity.LOADING | Activity.STOPPING:
@@ -281,7 +493,7 @@ def _waits_for(facts: RunFacts, activity: Activity, still: str) -> str:
     return ""
 
 
-def _stands_still(facts: RunFacts, progress: Progress, last: AttemptFacts | None) -> str:
+def _stands_still(facts: RunFacts, progress: RunProgress, last: AttemptFacts | None) -> str:
     """For how long no step was logged, if that is long; empty if not."""
     ready = 0.0 if last is None or last.ready_at is None else last.ready_at
     since = max(ready, progress.logged_at or 0.0)

@@ -10,9 +10,8 @@ import re
 import signal
 from dataclasses import dataclass, field, replace
 
-from kempner.insight.triage.log.lines import LogLine
-from kempner.insight.triage.log.times import time_of
-from kempner.insight.triage.rules import Level, Sure
+from kempner.insight.triage.log.lines import LogLine, time_of
+from kempner.insight.triage.rules import SignLevel, Sure
 
 _SRUN = re.compile(
     r"srun: error: (?P<node>[\w.-]+): tasks? (?P<ranks>[\d,-]+): (?P<how>[A-Z][^\n]*)"
@@ -70,23 +69,23 @@ class End:
     line: LogLine
     status: int | None
     cause: str
-    level: Level
+    level: SignLevel
     sure: Sure = Sure.LIKELY
     ranks: tuple[int, ...] = ()
     node: str | None = None
     first: bool = False
 
 
-_BY_STATUS: dict[int, tuple[str, Level, Sure]] = {
-    -9: ("killed", Level.MECHANISM, Sure.LIKELY),
-    -11: ("segfault", Level.MECHANISM, Sure.CERTAIN),
-    -7: ("bus_error", Level.MECHANISM, Sure.CERTAIN),
-    -4: ("illegal_instruction", Level.MECHANISM, Sure.CERTAIN),
-    -8: ("arithmetic_trap", Level.MECHANISM, Sure.CERTAIN),
-    -2: ("interrupted", Level.MECHANISM, Sure.LIKELY),
-    -6: ("aborted", Level.SYMPTOM, Sure.POSSIBLE),
-    -15: ("terminated", Level.CASCADE, Sure.POSSIBLE),
-    -125: ("host_out_of_memory", Level.GIVEN, Sure.CERTAIN),
+_BY_STATUS: dict[int, tuple[str, SignLevel, Sure]] = {
+    -9: ("killed", SignLevel.MECHANISM, Sure.LIKELY),
+    -11: ("segfault", SignLevel.MECHANISM, Sure.CERTAIN),
+    -7: ("bus_error", SignLevel.MECHANISM, Sure.CERTAIN),
+    -4: ("illegal_instruction", SignLevel.MECHANISM, Sure.CERTAIN),
+    -8: ("arithmetic_trap", SignLevel.MECHANISM, Sure.CERTAIN),
+    -2: ("interrupted", SignLevel.MECHANISM, Sure.LIKELY),
+    -6: ("aborted", SignLevel.SYMPTOM, Sure.POSSIBLE),
+    -15: ("terminated", SignLevel.CASCADE, Sure.POSSIBLE),
+    -125: ("host_out_of_memory", SignLevel.GIVEN, Sure.CERTAIN),
 }
 
 
@@ -105,10 +104,10 @@ def words_of(status: int) -> str:
         return f"signal {-status}"
 
 
-def what_status_means(status: int) -> tuple[str, Level, Sure]:
+def what_status_means(status: int) -> tuple[str, SignLevel, Sure]:
     """The row of the table for an exit status that is no success, how near to the beginning it is,
     and how sure that is."""
-    return _BY_STATUS.get(status, ("exit_code", Level.SYMPTOM, Sure.POSSIBLE))
+    return _BY_STATUS.get(status, ("exit_code", SignLevel.SYMPTOM, Sure.POSSIBLE))
 
 
 def spread_out(ranks: str) -> tuple[int, ...]:
@@ -172,7 +171,9 @@ class EndReader:
             return None
         ranks = () if self.elastic else spread_out(found["ranks"])
         end = _end(line, status, node=found["node"], ranks=ranks)
-        return replace(end, level=Level.CASCADE) if self._ending and status in (-9, -15) else end
+        return (
+            replace(end, level=SignLevel.CASCADE) if self._ending and status in (-9, -15) else end
+        )
 
     def _torchrun(self, line: LogLine, name: str, said: str) -> End | None:
         block = self._blocks.setdefault(line.writer, {})
@@ -223,12 +224,14 @@ def _accounted(line: LogLine, state: str) -> End | None:
     if state == "COMPLETED":
         return None
     if state.startswith("OUT_OF_ME") or number == 125:
-        return End(line, None, "host_out_of_memory", Level.GIVEN, Sure.CERTAIN)
+        return End(line, None, "host_out_of_memory", SignLevel.GIVEN, Sure.CERTAIN)
     if state in _STATES:
         name = _STATES[state]
-        level = Level.GIVEN if name == "node_failure" else Level.CAUSE
+        level = SignLevel.GIVEN if name == "node_failure" else SignLevel.CAUSE
         return End(line, None, name, level, Sure.CERTAIN)
     if state.startswith("CANCELLED"):
         sure = Sure.CERTAIN if "by" in state else Sure.LIKELY
-        return End(line, None, "cancelled", Level.CAUSE if "by" in state else Level.SYMPTOM, sure)
+        return End(
+            line, None, "cancelled", SignLevel.CAUSE if "by" in state else SignLevel.SYMPTOM, sure
+        )
     return _end(line, -number if number else plain_status(code)) if code or number else None

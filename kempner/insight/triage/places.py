@@ -93,7 +93,7 @@ class Places:
         return first + local_rank if known is None and first is not None else known
 
     @property
-    def lonely_interface(self) -> LogLine | None:
+    def isolated_interface(self) -> LogLine | None:
         """The line that says what NCCL uses though it leads to no other node, of several.
 
         That is a bridge for containers or virtual machines, or an address that two nodes share.

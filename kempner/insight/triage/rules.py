@@ -8,7 +8,7 @@ from enum import IntEnum
 from functools import cached_property
 
 
-class Level(IntEnum):
+class SignLevel(IntEnum):
     """How near a sign is to the beginning. The least that was found counts."""
 
     GIVEN = 0
@@ -18,7 +18,7 @@ class Level(IntEnum):
     MECHANISM = 2
     """How a process ended, or the layer in which it failed; something made it do so."""
     SYMPTOM = 3
-    """A rank that misses another, or an end that nobody explains."""
+    """A rank that misses another, or an end without an explanation."""
     CASCADE = 4
     """Follows from another end, and is no cause."""
 
@@ -41,9 +41,9 @@ class Blame(IntEnum):
     """Who a sign is about."""
 
     WRITER = 0
-    """Who wrote the line, unless the sign names somebody."""
+    """The rank that wrote the line, unless the sign names another."""
     NAMED = 1
-    """Only whom the sign names, by a group `rank`, `ranks`, `node`, `pid` or `address`."""
+    """Only what the sign names, by a group `rank`, `ranks`, `node`, `pid` or `address`."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,13 @@ class Sign:
     """
 
     pattern: str
-    level: Level = Level.CAUSE
+    level: SignLevel = SignLevel.CAUSE
     sure: Sure = Sure.CERTAIN
     blame: Blame = Blame.WRITER
     warned: bool = False
 
     @cached_property
     def regex(self) -> re.Pattern[str]:
-        """The pattern, compiled."""
         return re.compile(self.pattern)
 
 

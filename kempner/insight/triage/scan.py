@@ -1,25 +1,284 @@
-"""Reads logs line by line and collects what may matter; no log is too long for it."""
+"""Reads logs line by line and collects what may matter; no log is too long for it.
+
+Finds the rank that is missing in a collective that timed out: it reports no error, or is behind.
+
+Finds the network by which each rank talks to other nodes, from NCCL's lines (NCCL_DEBUG=INFO).
+
+What was found in a log that may matter, bounded in number.
+"""
 
 from __future__ import annotations
 
 import re
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
+from typing import Self
 
-from kempner.insight.triage.collectives import Collectives
 from kempner.insight.triage.ends import End, EndReader, spread_out
-from kempner.insight.triage.findings import About, Finding, Findings
 from kempner.insight.triage.log.lines import SAMPLE, LogLine, LogParser
-from kempner.insight.triage.log.progress import Losses, Steps
-from kempner.insight.triage.log.tolerated import announces, is_tolerated, takes_back
-from kempner.insight.triage.log.tracebacks import Raised, Tracebacks, is_handled, is_of_peer
+from kempner.insight.triage.log.reading import Losses, StepsInLog
+from kempner.insight.triage.log.tracebacks import (
+    FoundException,
+    Tracebacks,
+    announces,
+    is_handled,
+    is_of_peer,
+    is_tolerated,
+    takes_back,
+)
 from kempner.insight.triage.places import Places
-from kempner.insight.triage.rules import Blame, Cause, Level, Sign, Sure
+from kempner.insight.triage.rules import Blame, Cause, Sign, SignLevel, Sure
 from kempner.insight.triage.table.everything import CAUSES, LITERALS, TABLE, suspicious
 from kempner.insight.triage.table.program import RAISED
-from kempner.insight.triage.transports import Transports
+
+_TIMED_OUT = re.compile(r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+)")
+_AT_WORK = re.compile(r"(?:at work|NCCL work): (\d+), last enqueued NCCL work: (-?\d+)")
+_GLOO = re.compile(r"Timed out waiting \d+ ?ms for (?:send|recv) operation")
+_SUBGROUP = re.compile(r"\[PG (?:ID )?(?P<id>[1-9]\d*)\b(?!.*default_pg)")
+_DESYNC = re.compile(r"lagging/dead/mismatched ranks that caused the desync")
+_LIST = re.compile(r"^\s*-\s*\[([\d, ]+)\]")
+
+
+@dataclass(frozen=True)
+class MissingRanks:
+    """The ranks that others waited for, and how that can be told."""
+
+    ranks: tuple[int, ...]
+    why: str
+
+
+@dataclass
+class Collectives:
+    """Numbers of collectives, by rank: in which it timed out, and the last that it had begun."""
+
+    stuck: dict[int, int] = field(default_factory=dict)
+    begun: dict[int, int] = field(default_factory=dict)
+    complained: set[int] = field(default_factory=set)
+    named: tuple[int, ...] = ()
+    _desync: bool = False
+
+    def learn(self, line: LogLine) -> None:
+        """Take in a line of the watchdog or of Gloo."""
+        text, rank = line.text, line.rank
+        if self._desync and (found := _LIST.match(text)) is not None:
+            self.named, self._desync = spread_out(found[1]), False
+        elif _DESYNC.search(text):
+            self._desync = True
+        if rank is None:
+            return
+        timed_out, at_work = _TIMED_OUT.search(text), _AT_WORK.search(text)
+        if timed_out or at_work or _GLOO.search(text):
+            self.complained.add(rank)
+        if _SUBGROUP.search(text):
+            return
+        if timed_out is not None:
+            self.stuck.setdefault(rank, int(timed_out[1]))
+        if at_work is not None:
+            self.stuck.setdefault(rank, int(at_work[1]))
+            self.begun[rank] = int(at_work[2])
+
+    def missing(self, world: int | None) -> MissingRanks | None:
+        """Whom the others waited for; None if that cannot be told."""
+        if self.named:
+            return MissingRanks(self.named, "torch's own report names it as the one behind")
+        if silent := self._silent(world):
+            return MissingRanks(silent, "all others report the time-out")
+        if behind := self._behind():
+            furthest, at = max(self.stuck.values()), self._reached(behind[0])
+            return MissingRanks(behind, f"it had got to collective {at}, others wait in {furthest}")
+        return None
+
+    def _silent(self, world: int | None) -> tuple[int, ...]:
+        """Ranks that report no error, if most do. Where the number of ranks is not known, the log
+        may lack whole nodes: then a single one among several counts."""
+        if not self.complained:
+            return ()
+        size = min(world or max(self.complained) + 1, 100_000)
+        silent = tuple(rank for rank in range(size) if rank not in self.complained)
+        most = len(self.complained) - 1 if world else 1
+        return silent if len(silent) <= most and len(self.complained) > 2 else ()
+
+    def _behind(self) -> tuple[int, ...]:
+        """Those that had not begun what others wait in."""
+        furthest = max(self.stuck.values(), default=0)
+        behind = tuple(sorted(r for r in self.stuck if self._reached(r) < furthest))
+        return behind if 2 * len(behind) <= len(self.stuck) else ()
+
+    def _reached(self, rank: int) -> int:
+        return self.begun.get(rank, self.stuck[rank])
+
+
+_CHANNEL = re.compile(
+    r"(?:Channel|Ring) \d+(?:/\d+)? : (?P<a>\d+)\[[^]]*\] -> (?P<b>\d+)\[[^]]*\] "
+    r"\[(?P<way>send|receive)\] via NET/(?P<net>[\w-]+)"
+)
+_NETWORK = re.compile(r"Using network (?P<net>[\w-]+)")
+
+
+@dataclass
+class Transports:
+    """The networks of every rank that said one: `IB`, `Socket`, or a plugin's name."""
+
+    by_rank: dict[int, set[str]] = field(default_factory=dict)
+    _by_process: dict[tuple[str, int], str] = field(default_factory=dict)
+
+    def learn(self, line: LogLine) -> None:
+        """Take in a line of NCCL."""
+        if (found := _CHANNEL.search(line.text)) is not None:
+            rank = int(found["a"] if found["way"] == "send" else found["b"])
+            self.by_rank.setdefault(rank, set()).add(found["net"])
+        elif (found := _NETWORK.search(line.text)) is not None:
+            if line.rank is not None:
+                self.by_rank.setdefault(line.rank, set()).add(found["net"])
+            elif line.node is not None and line.pid is not None:
+                self._by_process[line.node, line.pid] = found["net"]
+
+    def table(self, places: Places) -> dict[int, str]:
+        """Rank to network, the slower one where a rank has both."""
+        for (node, pid), net in self._by_process.items():
+            rank = places.rank_of(pid, node)
+            if rank is not None:
+                self.by_rank.setdefault(rank, set()).add(net)
+        return {
+            rank: "Socket" if "Socket" in nets else min(nets)
+            for rank, nets in sorted(self.by_rank.items())
+        }
+
+
+KEPT = 48
+"""Findings of a cause that are kept; the rest is counted."""
+
+SURVIVED = 5
+"""Steps that the training makes after something that it survives."""
+
+GOT_OVER = 3
+"""Lines from an exception to the line of that rank that says that the program goes on; of a writer
+who does not say who it is, only the next one counts."""
+
+CONTINUED = 8
+"""Lines below an exception that may belong to its message."""
+
+
+_BARE_OF_SOCKETS = {"unreachable", "name_resolution"}
+"""What a socket says, and the library that was using it then says in its own words."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What a line is about: ranks, or a process, and the node; empty if it names none.
+
+    `frame` is the user's line of code, `status` how the process ended, if the line tells an end,
+    and `first` that torchrun saw this end first on its node. `everywhere`: it is no single rank's.
+    """
+
+    ranks: tuple[int, ...] = ()
+    node: str | None = None
+    pid: int | None = None
+    frame: str = ""
+    status: int | None = None
+    first: bool = False
+    everywhere: bool = False
+
+    @classmethod
+    def writer(cls, line: LogLine, frame: str = "") -> Self:
+        """The process that wrote the line."""
+        return cls(() if line.rank is None else (line.rank,), line.node, line.pid, frame)
+
+
+@dataclass(frozen=True)
+class LogFinding:
+    """A line that a rule knows.
+
+    `order` counts lines over all files; `steps` is how many the training had made by then;
+    `doubtful` says that the program may have got over it.
+    """
+
+    cause: Cause
+    level: SignLevel
+    sure: Sure
+    line: LogLine
+    order: int
+    steps: int
+    about: About
+    doubtful: bool = False
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that it is about."""
+        return self.about.ranks
+
+    @property
+    def node(self) -> str | None:
+        """The node of these ranks, if it is one."""
+        return self.about.node
+
+    @property
+    def status(self) -> int | None:
+        """How the process ended, if this tells an end."""
+        return self.about.status
+
+
+@dataclass
+class LogFindings:
+    """Those of a log, in its order."""
+
+    _by_cause: dict[str, list[LogFinding]] = field(default_factory=dict)
+    _last_raised: dict[object, LogFinding] = field(default_factory=dict)
+    _last: dict[object, LogFinding] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __iter__(self) -> Iterator[LogFinding]:
+        found = [finding for kept in self._by_cause.values() for finding in kept]
+        return iter(sorted(found, key=lambda finding: finding.order))
+
+    def add(self, finding: LogFinding, raised: bool = False) -> None:
+        """Keep it. `raised` says that it is an exception that no rule knows.
+
+        One that lines below explain, as parts of its message do, gives way to them.
+        """
+        writer = finding.line.writer
+        before = self._last_raised.pop(writer, None)
+        near = before is not None and finding.order - before.order <= CONTINUED
+        explains = near and not raised and not finding.cause.ends_from_outside
+        if before is not None and explains and finding.level <= before.level:
+            self._forget(before)
+            about = replace(finding.about, frame=finding.about.frame or before.about.frame)
+            finding = replace(finding, about=about, order=before.order)
+        kept = self._by_cause.setdefault(finding.cause.name, [])
+        self.counts[finding.cause.name] += 1
+        if len(kept) >= KEPT:
+            kept[:] = [old for old in kept if finding.steps - old.steps < SURVIVED]
+        if len(kept) < KEPT:
+            kept.append(finding)
+            if finding.status is None and finding.level in (SignLevel.CAUSE, SignLevel.MECHANISM):
+                self._last[writer] = finding
+            if raised:
+                self._last_raised[writer] = finding
+
+    def handled(self, line: LogLine) -> None:
+        """The last exception of this writer was handled: another came of it, and says more."""
+        before = self._last_raised.pop(line.writer, None)
+        if before is not None:
+            self._forget(before)
+        for name in _BARE_OF_SOCKETS.intersection(self._by_cause):
+            kept = self._by_cause[name]
+            kept[:] = [finding for finding in kept if finding.line.writer != line.writer]
+
+    def tolerated(self, line: LogLine, order: int) -> None:
+        """The writer goes on after what it has just told."""
+        before = self._last.pop(line.writer, None)
+        near = 1 if line.rank is None else GOT_OVER
+        if before is None or order - before.order > near:
+            return
+        self._forget(before)
+        self._last_raised.pop(line.writer, None)
+
+    def _forget(self, finding: LogFinding) -> None:
+        kept = self._by_cause[finding.cause.name]
+        kept[:] = [other for other in kept if other is not finding]
+
 
 _FACTS = (
     *("NCCL", "nranks", "world", "RANK", "Failures:", "Root Cause", "COMPLETED", "desync", "  : "),
@@ -89,10 +348,10 @@ class Scan:
         self.places = Places()
         self.transports = Transports()
         self.collectives = Collectives()
-        self.findings = Findings()
+        self.findings = LogFindings()
         self.suspects = Suspects()
         self.lines = 0
-        self.steps = Steps()
+        self.steps = StepsInLog()
         self.losses = Losses()
         self.sources: list[str] = []
         self._tracebacks = Tracebacks()
@@ -181,7 +440,7 @@ class Scan:
         about = About(end.ranks, end.node, end.line.pid, status=end.status, first=end.first)
         self.findings.add(self._found(CAUSES[end.cause], end.level, end.sure, end.line, about))
 
-    def _raised(self, raised: Raised) -> None:
+    def _raised(self, raised: FoundException) -> None:
         line, frame = raised.line, raised.frame
         if "terminated with" in raised.text and (end := self._ends.feed(line)) is not None:
             self._ended(end)
@@ -190,8 +449,8 @@ class Scan:
         if hit is not None:
             self._signed(*hit, line, frame, raised.doubtful)
             return
-        level = Level.SYMPTOM if is_of_peer(raised.text) else Level.CAUSE
-        level = Level.CASCADE if raised.follows else level
+        level = SignLevel.SYMPTOM if is_of_peer(raised.text) else SignLevel.CAUSE
+        level = SignLevel.CASCADE if raised.follows else level
         about = About.writer(line, frame)
         finding = self._found(RAISED, level, Sure.CERTAIN, line, about)
         self.findings.add(replace(finding, doubtful=raised.doubtful), raised=True)
@@ -219,9 +478,9 @@ class Scan:
         self.findings.add(replace(finding, doubtful=doubtful))
 
     def _found(
-        self, cause: Cause, level: Level, sure: Sure, line: LogLine, about: About
-    ) -> Finding:
-        return Finding(cause, level, sure, line, self.lines, self.steps.made, about)
+        self, cause: Cause, level: SignLevel, sure: Sure, line: LogLine, about: About
+    ) -> LogFinding:
+        return LogFinding(cause, level, sure, line, self.lines, self.steps.made, about)
 
 
 def match(text: str, warning: bool = False) -> tuple[Sign, Cause, re.Match[str]] | None:
@@ -235,10 +494,10 @@ def match(text: str, warning: bool = False) -> tuple[Sign, Cause, re.Match[str]]
     return None
 
 
-def _of_kempner(line: LogLine) -> Raised | None:
+def _of_kempner(line: LogLine) -> FoundException | None:
     """What a rank raised, as its supervisor repeats it."""
     found = _OWN.search(line.text)
     if found is None:
         return None
     said = found["said"] or f"exited with code {found['code']}"
-    return Raised(replace(line, rank=int(found["rank"]), text=said), said)
+    return FoundException(replace(line, rank=int(found["rank"]), text=said), said)

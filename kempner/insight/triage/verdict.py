@@ -1,4 +1,7 @@
-"""What failed first: a pure function of what a scan has found."""
+"""What failed first: a pure function of what a scan has found.
+
+Whom a failure is laid to: the rank that failed first, which is seldom who complains.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,130 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from kempner.insight.triage.blame import WAITS, in_order, who_failed
 from kempner.insight.triage.ends import words_of
-from kempner.insight.triage.findings import SURVIVED, About, Finding
 from kempner.insight.triage.log.lines import LogLine
-from kempner.insight.triage.rules import Level, Sure
-from kempner.insight.triage.scan import SHOWN, Scan
+from kempner.insight.triage.places import same_node
+from kempner.insight.triage.rules import SignLevel, Sure
+from kempner.insight.triage.scan import SHOWN, SURVIVED, About, LogFinding, Scan
 from kempner.insight.triage.table.everything import CAUSES
-from kempner.insight.words import spans
+from kempner.run.output.units import spans
+
+_OF_SLURM = ("srun: ", "slurmstepd: ")
+"""Whose lines are of the whole step, where they name no node."""
+
+WAITS = {"nccl_timeout", "gloo_timeout"}
+"""Ranks that waited for another."""
+
+ABORTED = -6
+"""SIGABRT: how torch's watchdog ends a rank that lost another."""
+
+
+def in_order(finding: LogFinding, among: Iterable[LogFinding], by_time: bool) -> tuple[float, int]:
+    """By time where each has one and files are compared, or torchrun's blocks; else by line."""
+    times = [other.line.time for other in among]
+    comparable = by_time or all(other.status is not None for other in among)
+    if comparable and None not in times and finding.line.time is not None:
+        return finding.line.time, finding.order
+    return 0.0, finding.order
+
+
+def find_failure(
+    scan: Scan, fatal: Sequence[LogFinding], first: LogFinding, same: Sequence[LogFinding]
+) -> tuple[int | None, str | None, tuple[str, ...]]:
+    """The rank and node that failed first, and how that was told."""
+    if first.cause.ends_from_outside:
+        return None, None, ()
+    if first.about.everywhere:
+        return None, first.node, ()
+    if first.cause.name in WAITS:
+        return _missing(scan, fatal)
+    if first.cause.name == "peer_lost" and (end := _end_of_another(fatal)) is not None:
+        return end.ranks[0], end.node, (f"rank {end.ranks[0]} ended, and reports no other rank",)
+    ended = [f for f in fatal if f.status is not None and f.ranks and f.level < SignLevel.CASCADE]
+    rank = first.ranks[0] if first.ranks else _rank_of_end(first, same, ended)
+    if rank is None and first.cause.name == "host_out_of_memory":
+        rank = _rank_of_dead_worker(fatal)
+    node = first.node
+    if node is None and rank is not None:
+        node = scan.places.nodes.get(rank)
+    if node is None:
+        node = next((f.node for f in same if f.node is not None), None)
+    if node is None and not first.line.text.startswith(_OF_SLURM):
+        node = scan.places.only_node
+    return rank, node, ()
+
+
+def _missing(
+    scan: Scan, fatal: Sequence[LogFinding]
+) -> tuple[int | None, str | None, tuple[str, ...]]:
+    """Whom the others waited for in a collective."""
+    missing, end = scan.collectives.missing(scan.places.world), _end_of_another(fatal)
+    if missing is not None:
+        nodes = {scan.places.nodes.get(rank) for rank in missing.ranks}
+        node = nodes.pop() if len(nodes) == 1 else None
+        several = len(missing.ranks) > 1
+        who = f"rank{'s' if several else ''} {spans(missing.ranks[:64])}"
+        rank = missing.ranks[0] if not several or node is not None else None
+        return rank, node, (f"{who} did not come: {missing.why}",)
+    if end is not None:
+        return end.ranks[0], end.node, (f"rank {end.ranks[0]} ended, and reports no other rank",)
+    return None, None, ("which rank did not come cannot be told from this log",)
+
+
+def _end_of_another(fatal: Sequence[LogFinding]) -> LogFinding | None:
+    """The first end of a rank that does not complain of others, if it ended by itself."""
+    complained = {f.line.rank for f in fatal if f.level is SignLevel.SYMPTOM and f.status is None}
+    ends = [
+        finding
+        for finding in fatal
+        if finding.status not in (None, ABORTED)
+        and finding.level < SignLevel.CASCADE
+        and finding.ranks
+    ]
+    others = [finding for finding in ends if not complained.intersection(finding.ranks)]
+    if complained <= {None} or not others:
+        return None
+    return min(others, key=lambda finding: in_order(finding, others, by_time=True))
+
+
+def _rank_of_end(
+    first: LogFinding, same: Sequence[LogFinding], ended: Sequence[LogFinding]
+) -> int | None:
+    """The rank whose process ended first, where the line itself names none."""
+    named = [finding for finding in same if finding.ranks]
+    if named and first.level is SignLevel.GIVEN:
+        return named[0].ranks[0]
+    if first.level >= SignLevel.SYMPTOM and first.status is None:
+        return None  # who complains is not who failed
+    if first.cause.name == "node_failure":
+        return None
+    on_node = [f for f in ended if first.node is None or same_node(f.node, first.node)]
+    local = first.line.local_rank
+    if local is not None and first.line.rank is None:
+        on_node = [f for f in on_node if f.line.local_rank in (None, local)]
+    if not on_node:
+        return named[0].ranks[0] if named else None
+    roots = _by_themselves(_so_ended(first, on_node) or on_node)
+    return min(roots, key=lambda f: in_order(f, roots, by_time=True)).ranks[0]
+
+
+def _rank_of_dead_worker(fatal: Sequence[LogFinding]) -> int | None:
+    """The only rank that lost a process of its data loader, if one did: the kernel took that."""
+    ranks = {rank for f in fatal if f.cause.name == "loader_worker_died" for rank in f.ranks}
+    return ranks.pop() if len(ranks) == 1 else None
+
+
+def _so_ended(first: LogFinding, ended: Sequence[LogFinding]) -> list[LogFinding]:
+    """Those that ended in the way that the line speaks of, as by that signal."""
+    return [f for f in ended if f.cause is first.cause and f.level is SignLevel.MECHANISM]
+
+
+def _by_themselves(ended: Sequence[LogFinding]) -> list[LogFinding]:
+    """Those that torchrun saw first, if there are any; of them those that did not abort themselves,
+    as ranks do that lost another."""
+    others = [finding for finding in ended if finding.status != ABORTED] or list(ended)
+    return [finding for finding in others if finding.about.first] or others
+
 
 UNKNOWN = "unknown"
 """The cause of what no rule knows."""
@@ -47,7 +166,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Where:
+class FailureLocation:
     """The rank that failed first, and its node; all ranks and nodes that failed with that cause."""
 
     rank: int | None = None
@@ -57,8 +176,9 @@ class Where:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What was `raised` or said first, the user's line of code (`frame`), and lines to show it."""
+class FirstError:
+    """The first exception or message (`raised`), the user's line of code (`frame`), and the log
+    lines that show it."""
 
     raised: str = ""
     frame: str = ""
@@ -77,8 +197,8 @@ class Verdict:
     says: str
     do: str
     sure: Sure
-    where: Where = Where()
-    told: Told = Told()
+    where: FailureLocation = FailureLocation()
+    told: FirstError = FirstError()
     consequences: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -94,7 +214,6 @@ class Verdict:
 
     @property
     def node(self) -> str | None:
-        """Its node."""
         return self.where.node
 
     @property
@@ -122,9 +241,9 @@ def decide(scan: Scan) -> Verdict:
     return _known(scan, fatal, _behind(scan, fatal, first))
 
 
-def _behind(scan: Scan, fatal: Sequence[Finding], first: Finding) -> Finding:
+def _behind(scan: Scan, fatal: Sequence[LogFinding], first: LogFinding) -> LogFinding:
     """What made the first failure happen, if something else in the log does explain it."""
-    lonely = scan.places.lonely_interface
+    lonely = scan.places.isolated_interface
     if first.cause.name in _NETWORK and scan.steps.made < SURVIVED and lonely is not None:
         failed = [f for f in fatal if f.cause.name in _NETWORK - WAITS]
         nodes = {f.node or f.line.node for f in failed} - {None}
@@ -141,17 +260,17 @@ def _behind(scan: Scan, fatal: Sequence[Finding], first: Finding) -> Finding:
     return first
 
 
-def _explained(first: Finding, cause: str, line: LogLine, about: About) -> Finding:
+def _explained(first: LogFinding, cause: str, line: LogLine, about: About) -> LogFinding:
     return replace(first, cause=CAUSES[cause], sure=Sure.LIKELY, line=line, about=about)
 
 
-def _steps_after(scan: Scan, finding: Finding) -> int:
+def _steps_after(scan: Scan, finding: LogFinding) -> int:
     """How many more steps its own file tells of: another file may be another node's."""
     source = finding.line.place.rpartition(":")[0]
     return scan.steps.by_file.get(source, scan.steps.made) - finding.steps
 
 
-def _placed(finding: Finding, scan: Scan) -> Finding:
+def _placed(finding: LogFinding, scan: Scan) -> LogFinding:
     """With rank or node added where the other tells it."""
     about = finding.about
     if not about.ranks and about.pid is not None:
@@ -166,24 +285,26 @@ def _placed(finding: Finding, scan: Scan) -> Finding:
     return replace(finding, about=about)
 
 
-def _without_passed_by(scan: Scan, found: Sequence[Finding]) -> list[Finding]:
+def _without_passed_by(scan: Scan, found: Sequence[LogFinding]) -> list[LogFinding]:
     """Without what a line only mentions, and nothing came of it in all the lines below."""
     last = max((finding.order for finding in found), default=0)
     if len(scan.sources) > 1 or scan.lines - last <= PASSED_BY:
         return list(found)
-    return [f for f in found if f.level is not Level.CAUSE or f.about.frame or f.status is not None]
+    return [
+        f for f in found if f.level is not SignLevel.CAUSE or f.about.frame or f.status is not None
+    ]
 
 
-def _without_doubtful(found: Sequence[Finding]) -> list[Finding]:
+def _without_doubtful(found: Sequence[LogFinding]) -> list[LogFinding]:
     """Without what may have been got over, if something else explains the end, or there is none."""
     certain = [finding for finding in found if not finding.doubtful]
-    if any(f.level < Level.SYMPTOM for f in certain):
+    if any(f.level < SignLevel.SYMPTOM for f in certain):
         return certain
     last = max((finding.order for finding in certain), default=0)
     return [f for f in found if not f.doubtful or f.order < last <= f.order + PASSED_BY]
 
 
-def _without_aftermath(found: Sequence[Finding]) -> list[Finding]:
+def _without_aftermath(found: Sequence[LogFinding]) -> list[LogFinding]:
     """Without exceptions of ranks that had complained of another before."""
     complained: set[object] = set()
     kept = []
@@ -191,13 +312,13 @@ def _without_aftermath(found: Sequence[Finding]) -> list[Finding]:
         writer = finding.line.rank
         if finding.cause.name == "exception" and writer is not None and writer in complained:
             continue
-        if finding.level is Level.SYMPTOM and finding.status is None:
+        if finding.level is SignLevel.SYMPTOM and finding.status is None:
             complained.add(writer)
         kept.append(finding)
     return kept
 
 
-def _without_late_ends(found: Sequence[Finding]) -> list[Finding]:
+def _without_late_ends(found: Sequence[LogFinding]) -> list[LogFinding]:
     """Without what ended the job from outside after it had failed; or with nothing else, where that
     came first."""
     ends = [finding for finding in found if finding.cause.ends_from_outside]
@@ -209,22 +330,24 @@ def _without_late_ends(found: Sequence[Finding]) -> list[Finding]:
         finding
         for finding in found
         if not finding.cause.ends_from_outside
-        and finding.level < Level.CASCADE
-        and (finding.order < begins or finding.level is Level.GIVEN)
+        and finding.level < SignLevel.CASCADE
+        and (finding.order < begins or finding.level is SignLevel.GIVEN)
         and finding.cause.name not in _UNEXPLAINED
         and not any(_just_after(finding, end) for end in ends)
     ]
-    return earlier or [f for f in found if f.cause.ends_from_outside or f.level is Level.CASCADE]
+    return earlier or [
+        f for f in found if f.cause.ends_from_outside or f.level is SignLevel.CASCADE
+    ]
 
 
-def _just_after(finding: Finding, end: Finding) -> bool:
+def _just_after(finding: LogFinding, end: LogFinding) -> bool:
     """Whether clocks say so, whichever line was printed first."""
-    if finding.level is Level.GIVEN or None in (finding.line.time, end.line.time):
+    if finding.level is SignLevel.GIVEN or None in (finding.line.time, end.line.time):
         return False
     return 0 <= (finding.line.time or 0) - (end.line.time or 0) <= GRACE
 
 
-def _first(found: Sequence[Finding], by_time: bool) -> Finding | None:
+def _first(found: Sequence[LogFinding], by_time: bool) -> LogFinding | None:
     if not found:
         return None
     level = min(finding.level for finding in found)
@@ -233,9 +356,9 @@ def _first(found: Sequence[Finding], by_time: bool) -> Finding | None:
     return min(explained or nearest, key=lambda finding: in_order(finding, nearest, by_time))
 
 
-def _known(scan: Scan, fatal: Sequence[Finding], first: Finding) -> Verdict:
+def _known(scan: Scan, fatal: Sequence[LogFinding], first: LogFinding) -> Verdict:
     same = [finding for finding in fatal if finding.cause is first.cause]
-    rank, node, notes = who_failed(scan, fatal, first, same)
+    rank, node, notes = find_failure(scan, fatal, first, same)
     ranks = sorted({number for finding in same for number in finding.ranks})
     nodes = list(dict.fromkeys(finding.node for finding in same if finding.node is not None))
     notes += _only_there(scan, nodes)
@@ -245,8 +368,8 @@ def _known(scan: Scan, fatal: Sequence[Finding], first: Finding) -> Verdict:
         first.cause.says,
         first.cause.do,
         min(first.sure, Sure.LIKELY) if _is_thin(fatal, first, rank) else first.sure,
-        Where(rank, node, tuple(ranks), tuple(nodes)),
-        Told(
+        FailureLocation(rank, node, tuple(ranks), tuple(nodes)),
+        FirstError(
             first.line.text.strip(),
             next((f.about.frame for f in [first, *same] if f.about.frame), ""),
             tuple(_evidence([first, *same, *_ends_of(rank, fatal)])),
@@ -256,11 +379,11 @@ def _known(scan: Scan, fatal: Sequence[Finding], first: Finding) -> Verdict:
     )
 
 
-def _ends_of(rank: int | None, found: Sequence[Finding]) -> list[Finding]:
+def _ends_of(rank: int | None, found: Sequence[LogFinding]) -> list[LogFinding]:
     return [f for f in found if f.status is not None and (rank is None or rank in f.ranks)]
 
 
-def _evidence(found: Iterable[Finding]) -> Iterable[Evidence]:
+def _evidence(found: Iterable[LogFinding]) -> Iterable[Evidence]:
     lines = list(dict.fromkeys(finding.line for finding in found))
     return [_quoted(line) for line in lines[:5]]
 
@@ -270,7 +393,7 @@ def _quoted(line: LogLine) -> Evidence:
     return Evidence(line.place, text if len(text) < 300 else text[:297] + "...")
 
 
-def _consequences(others: Sequence[Finding], first: Iterable[int]) -> Iterable[str]:
+def _consequences(others: Sequence[LogFinding], first: Iterable[int]) -> Iterable[str]:
     """One sentence for each kind of end or complaint of the ranks but the `first`."""
     failed = set(first)
     for name in dict.fromkeys(finding.cause.name for finding in others):
@@ -283,12 +406,12 @@ def _consequences(others: Sequence[Finding], first: Iterable[int]) -> Iterable[s
         yield f"rank{'s' if ranks[1:] else ''} {spans(ranks)}: {how}"
 
 
-def _complaining(finding: Finding) -> tuple[int, ...]:
+def _complaining(finding: LogFinding) -> tuple[int, ...]:
     """Whose end, or whose complaint it is."""
     return finding.ranks or (() if finding.line.rank is None else (finding.line.rank,))
 
 
-def _is_thin(fatal: Sequence[Finding], first: Finding, rank: int | None) -> bool:
+def _is_thin(fatal: Sequence[LogFinding], first: LogFinding, rank: int | None) -> bool:
     """Whether a symptom is all there is, or other ranks tell of other causes at the same time: then
     the order of lines alone says which was first."""
     rivals = [
@@ -299,13 +422,13 @@ def _is_thin(fatal: Sequence[Finding], first: Finding, rank: int | None) -> bool
         if not _clearly_later(finding, first)
     ]
     if first.cause.name == "exception":
-        crashed = (f for f in fatal if f.status is not None and f.level is Level.MECHANISM)
+        crashed = (f for f in fatal if f.status is not None and f.level is SignLevel.MECHANISM)
         rivals += [finding for finding in crashed if finding.ranks and rank not in finding.ranks]
-    rivalled = rank is not None and bool(rivals) and first.level is not Level.GIVEN
-    return first.level >= Level.SYMPTOM or rivalled or first.doubtful
+    rivalled = rank is not None and bool(rivals) and first.level is not SignLevel.GIVEN
+    return first.level >= SignLevel.SYMPTOM or rivalled or first.doubtful
 
 
-def _clearly_later(finding: Finding, first: Finding) -> bool:
+def _clearly_later(finding: LogFinding, first: LogFinding) -> bool:
     if finding.line.time is None or first.line.time is None:
         return False
     return finding.line.time - first.line.time > 1.0
@@ -339,8 +462,8 @@ def _network(scan: Scan) -> tuple[str, ...]:
     )
 
 
-def _unknown(scan: Scan, fatal: Sequence[Finding], first: Finding | None) -> Verdict:
-    ended = [f for f in fatal if f.status is not None and f.level < Level.CASCADE]
+def _unknown(scan: Scan, fatal: Sequence[LogFinding], first: LogFinding | None) -> Verdict:
+    ended = [f for f in fatal if f.status is not None and f.level < SignLevel.CASCADE]
     rank = node = None
     says = "no rule knows what is in this log" if scan.suspects.first else "no sign of a failure"
     do = "look at the lines below, and at the logs of the ranks that are not here"
@@ -356,8 +479,8 @@ def _unknown(scan: Scan, fatal: Sequence[Finding], first: Finding | None) -> Ver
         says,
         do,
         Sure.UNKNOWN,
-        Where(rank, node or (scan.places.only_node if rank is not None else None)),
-        Told(evidence=tuple(_most_likely(scan))),
+        FailureLocation(rank, node or (scan.places.only_node if rank is not None else None)),
+        FirstError(evidence=tuple(_most_likely(scan))),
         consequences=tuple(_consequences(fatal, () if rank is None else (rank,))),
         notes=(*_loss(scan), *_network(scan)),
     )

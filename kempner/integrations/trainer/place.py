@@ -2,15 +2,24 @@
 
 An epoch has one order of its samples, whatever the ranks: each micro batch of the world takes the
 next samples of it. Accelerate deals them out to the ranks; what comes first is decided here.
+
+Random numbers that samples take while they are fetched: augmentation, masking.
+
+In this process the loop fetches one micro batch ahead of what it trains on. So that one draws
+before the state of the generators that a checkpoint holds, and those that follow draw after it. In
+a loader's workers each micro batch draws from generators that its number seeds.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.data_loader import (  # type: ignore[import-untyped]
     DataLoaderDispatcher,
@@ -19,12 +28,101 @@ from accelerate.data_loader import (  # type: ignore[import-untyped]
 from torch.utils.data import IterableDataset, RandomSampler, Sampler
 
 from kempner.cluster.world import World
-from kempner.integrations.trainer.draws import Draws, WorkerDraws
 from kempner.run.process.exit_codes import UsageError
 
 
 @dataclass(frozen=True)
-class Place:
+class _FetchedBatch:
+    """The micro batch that had been fetched ahead."""
+
+    number: int
+    before_fetch: dict[str, Any]
+    resume: Callable[[], None]
+
+
+class FetchObserver:
+    """Told of each micro batch that is about to be fetched, and the end, counted from 1."""
+
+    def __init__(self) -> None:
+        self.before_fetch: dict[str, Any] | None = None
+        """The generators before the last one was fetched."""
+        self._continued: _FetchedBatch | None = None
+        self._ahead: _FetchedBatch | None = None
+
+    def continue_after(
+        self, micro_batches: int, before_fetch: dict[str, Any], resume: Callable[[], None]
+    ) -> None:
+        """The next epoch trains on `micro_batches`; the one after them was fetched ahead, and
+        `resume` follows that.
+        """
+        self._continued = _FetchedBatch(micro_batches + 1, before_fetch, resume)
+
+    def begin(self) -> None:
+        """An epoch begins, or is continued."""
+        self._ahead, self._continued = self._continued, None
+
+    def fetch(self, number: int) -> None:
+        """Micro batch `number` is fetched now."""
+        ahead = self._ahead
+        if ahead is not None and number == ahead.number:
+            _set_generators(ahead.before_fetch)
+        elif ahead is not None and number > ahead.number:
+            ahead.resume()
+            self._ahead = None
+        self.before_fetch = _generators()
+
+
+class WorkerDraws:
+    """What seeds the workers of a loader, each micro batch anew; `rank` draws unlike the others."""
+
+    def __init__(self, loader: Any, seed: int, rank: int) -> None:
+        self._collate, self._prepare = loader.collate_fn, loader.worker_init_fn
+        self._workers, self._seed = loader.num_workers, (seed, rank)
+        self._epoch, self._number = 0, 0
+        loader.collate_fn, loader.worker_init_fn = self.collate, self.prepare
+
+    def begin(self, epoch: int, micro_batches: int) -> None:
+        """Workers that start now fetch what comes after `micro_batches` of an epoch."""
+        self._epoch, self._number = epoch, micro_batches
+
+    def prepare(self, worker: int) -> None:
+        """In a worker that starts: its first micro batch comes next."""
+        if self._prepare is not None:
+            self._prepare(worker)
+        self._number += worker
+        self._seed_all()
+
+    def collate(self, samples: Any) -> Any:
+        """In a worker: the last part of a micro batch; the one after it comes next."""
+        batch = self._collate(samples)
+        self._number += self._workers
+        self._seed_all()
+        return batch
+
+    def _seed_all(self) -> None:
+        key = repr((*self._seed, self._epoch, self._number)).encode()
+        seed = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest())
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+
+
+def _generators() -> dict[str, Any]:
+    """Python's, NumPy's and torch's on the CPU, as a file of weights only takes them."""
+    name, keys, *rest = np.random.get_state()
+    numpy = (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest)
+    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
+
+
+def _set_generators(states: dict[str, Any]) -> None:
+    name, keys, *rest = states["numpy"]
+    random.setstate(states["python"])
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+
+
+@dataclass(frozen=True)
+class TrainerPlace:
     """`samples` of epoch `epoch` are done, over all ranks; a step takes `per_step` of them.
 
     `ranks` is how many there were, and `order` the state of the generator from which this epoch's
@@ -40,7 +138,7 @@ class Place:
     draws: dict[str, Any] | None = None
 
     @classmethod
-    def of_step(cls, step: int, ranks: int, grid: Grid, ranks_now: int) -> Place:
+    def of_step(cls, step: int, ranks: int, grid: Grid, ranks_now: int) -> TrainerPlace:
         """Where a run stood after `step` steps on `ranks` ranks, of which nothing else is known.
 
         `grid` is how `ranks_now` ranks cut the data.
@@ -91,7 +189,7 @@ class Leg:
     updates: int
 
     @classmethod
-    def after(cls, place: Place, grid: Grid) -> Leg:
+    def after(cls, place: TrainerPlace, grid: Grid) -> Leg:
         """What is left of the epoch of `place`."""
         steps = place.samples // grid.per_step
         done = steps * grid.accumulation
@@ -105,7 +203,7 @@ class Leg:
         return self.start + (made - self.done) * grid.batch
 
 
-def steps_to_go(place: Place, grid: Grid, epochs: float) -> int:
+def steps_to_go(place: TrainerPlace, grid: Grid, epochs: float) -> int:
     """The steps from `place` to the end of `epochs` epochs."""
     if place.epoch >= epochs:
         return 0
@@ -123,14 +221,14 @@ class PlacedSampler(Sampler[int]):
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-        self.draws = Draws()
+        self.draws = FetchObserver()
         self.batch = 0
         """The samples of a micro batch of the world, where this process fetches them; else 0."""
         self._drawn_from: torch.Tensor | None = None
         self._left_out = range(0)
         self._order: torch.Tensor | None = None
 
-    def continue_at(self, place: Place, skipped: int) -> None:
+    def continue_at(self, place: TrainerPlace, skipped: int) -> None:
         """Leave out the samples up to `place`; the loop itself skips the first `skipped`."""
         self._left_out, self._order = range(skipped, place.samples), place.order
 
@@ -223,7 +321,7 @@ class DataPlace:
             reader = getattr(loader, "base_dataloader", loader)
             self._worker_draws = WorkerDraws(reader, self._seed, self.world.rank)
 
-    def continue_at(self, place: Place, resume: Callable[[], None]) -> Leg:
+    def continue_at(self, place: TrainerPlace, resume: Callable[[], None]) -> Leg:
         """Go on from `place`; what is left of its epoch. `resume` brings the generators of random
         numbers back, where it is called after the micro batch that had been fetched ahead.
 
@@ -260,7 +358,6 @@ class DataPlace:
             self.left_epoch = self._epoch
 
     def step(self) -> None:
-        """Another step is done."""
         self._made = min(self._made + self.grid.accumulation, self._leg.micro_batches)
 
     @property
@@ -268,12 +365,12 @@ class DataPlace:
         """Whether the last step was the last of its epoch."""
         return self._made >= self._leg.micro_batches
 
-    def place(self, epoch_is_over: bool) -> Place:
+    def place(self, epoch_is_over: bool) -> TrainerPlace:
         """Where training stands; at the start of the next epoch, if this one is over."""
         epoch, samples = self._epoch + 1, 0
         if not epoch_is_over:
             epoch, samples = self._epoch, self._leg.samples(self._made, self.grid)
-        place = Place(epoch, samples, self.grid.per_step, self.world.size)
+        place = TrainerPlace(epoch, samples, self.grid.per_step, self.world.size)
         if self._sampler is None:
             return place
         order = self._sampler.order(begun=samples > 0)

@@ -17,7 +17,7 @@ from accelerate.utils import send_to_device  # type: ignore[import-untyped]
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
-from kempner.integrations.trainer.place import Place
+from kempner.integrations.trainer.place import TrainerPlace
 
 HELD = (
     "_step",
@@ -32,7 +32,7 @@ HELD = (
 
 
 @dataclass(frozen=True)
-class Due:
+class DueWork:
     """What the Trainer had yet to do after the step of a checkpoint, in its order; `ends` is
     whether a callback had ended the training, and `grad_norm` and `learning_rate` are for the log.
     """
@@ -51,7 +51,7 @@ class Due:
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainerProgress:
     """What a rank's loop knows beside the Trainer's state.
 
     `loss` is the sum of the losses since the last log, which was after step `logged`; `total_loss`
@@ -60,8 +60,8 @@ class Progress:
     class and in order; `held` is what a trainer of TRL holds.
     """
 
-    place: Place | None = None
-    due: Due = Due()
+    place: TrainerPlace | None = None
+    due: DueWork = DueWork()
     loss: torch.Tensor | None = None
     total_loss: float = 0.0
     logged: int = 0
@@ -78,7 +78,7 @@ class Progress:
         torch.save(vars(self) | nested, _file(folder, rank))
 
     @classmethod
-    def load(cls, folder: Path, rank: int, ranks: int) -> Progress | None:
+    def load(cls, folder: Path, rank: int, ranks: int) -> TrainerProgress | None:
         """This rank's of a checkpoint, or of other ranks than before what is true of them all.
 
         None if the checkpoint is of before there were any.
@@ -94,9 +94,9 @@ class Progress:
         return replace(first, loss=torch.stack(losses).mean(0))
 
     @classmethod
-    def _read(cls, folder: Path, rank: int) -> Progress:
+    def _read(cls, folder: Path, rank: int) -> TrainerProgress:
         fields = torch.load(_file(folder, rank), map_location="cpu", weights_only=True)
-        place, due = Place(**fields["place"]), Due(**fields["due"])
+        place, due = TrainerPlace(**fields["place"]), DueWork(**fields["due"])
         return cls(**fields | {"place": place, "due": due})
 
 

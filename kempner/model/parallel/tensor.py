@@ -7,13 +7,24 @@ inner width of the feed-forward over the ranks, and between those, where every t
 scatters the sum of the ranks' parts after each branch.
 
 Imports torch.distributed.tensor.parallel: to be imported only where there is a tensor group.
+
+Logits and loss where the rows of the vocabulary are spread over a tensor group.
+
+Each rank has the logits of its own rows only. What the loss needs of the others is three numbers a
+token: their largest logit, their sum of exponentials and, from the one that has it, the logit of
+the target. `torch.distributed.tensor.parallel.loss_parallel` does the same, but knows nothing of
+rows that are no token, and replaces torch's operators for all code that runs in the meantime.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -25,8 +36,120 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from kempner.model.parallel.vocabulary import VocabularyParallel
+from kempner.model.loss import IGNORE, with_gradients
 from kempner.model.transformer import Transformer
+
+
+class VocabularyParallel:
+    """The output projection of a tensor group, see `ShardedVocabulary`.
+
+    Args:
+        mesh: the group, one-dimensional.
+        vocab_size: number of token ids; later rows are padding, and have no part in the loss.
+        chunk: most tokens whose logits exist at once in the loss; 0 is all.
+    """
+
+    def __init__(self, mesh: DeviceMesh, vocab_size: int, chunk: int) -> None:
+        self._mesh, self._vocab_size, self._chunk = mesh, vocab_size, chunk
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """float32, [batch, seq, vocab_size], whole on every rank of the group."""
+        own = F.linear(hidden, _rows(weight)).float()
+        spread = DTensor.from_local(own, self._mesh, (Shard(own.ndim - 1),), run_check=False)
+        whole = spread.full_tensor()
+        if whole.shape[-1] == self._vocab_size:
+            return whole
+        return whole[..., : self._vocab_size].contiguous()  # FSDP must not be given a view
+
+    def loss(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """Cross entropy in nats, summed over all targets but `IGNORE`, the same on every rank.
+
+        Args:
+            hidden: [batch, seq, dim], the same on every rank; its gradient is a rank's share.
+            weight: DTensor, [rows, dim], cut by rows.
+            targets: int64, [batch, seq].
+        """
+        rows, tokens = _rows(weight), hidden.flatten(0, 1)
+        first = self._mesh.get_local_rank() * rows.shape[0]
+        part = _VocabularyPart(
+            first=first,
+            rows=min(max(self._vocab_size - first, 0), rows.shape[0]),
+            chunk=self._chunk or len(tokens),
+            group=self._mesh.get_group(),
+        )
+        if not torch.is_grad_enabled():
+            return _chunks(tokens, rows, targets.flatten(), part, gradients=False)[0]
+        return with_gradients(partial(_chunks, part=part), tokens, rows, targets.flatten())
+
+
+class _VocabularyPart(NamedTuple):
+    """A rank's part of the vocabulary: its first token id, the number of its rows that are tokens;
+    how many tokens are worked on at once, and the ranks with the other parts.
+    """
+
+    first: int
+    rows: int
+    chunk: int
+    group: dist.ProcessGroup
+
+
+def _chunks(
+    hidden: Tensor, weight: Tensor, targets: Tensor, part: _VocabularyPart, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Summed loss, and what it makes of `hidden` and `weight`, if `gradients` are wanted.
+
+    As `linear_cross_entropy` does for a whole vocabulary: the gradients of a chunk of tokens are
+    computed while its logits are there.
+    """
+    rows = weight[: part.rows]
+    loss = hidden.new_zeros((), dtype=torch.float32)
+    of_hidden = torch.empty_like(hidden if gradients else hidden[:0])
+    of_weight = torch.zeros_like(weight if gradients else weight[:0], dtype=torch.float32)
+    for start in range(0, len(hidden), part.chunk):
+        x, of_x = hidden[start : start + part.chunk], of_hidden[start : start + part.chunk]
+        target = targets[start : start + part.chunk]
+        at = target - part.first
+        here = (at >= 0) & (at < part.rows)  # never of IGNORE
+        at = at.where(here, 0)[:, None]
+        likelihood, costs = _softmax((x @ rows.T).float(), at, here, part.group)
+        counted = target != IGNORE
+        loss += costs.where(counted, 0).sum()
+        if not gradients:
+            continue
+        if part.rows:
+            likelihood.scatter_add_(1, at, -here[:, None].float())
+        of_logits = likelihood.mul_(counted[:, None]).to(x.dtype)
+        of_x[:] = of_logits @ rows
+        of_weight[: part.rows] += of_logits.T @ x
+    return loss, of_hidden, of_weight.to(weight.dtype)
+
+
+def _softmax(
+    logits: Tensor, at: Tensor, here: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """The likelihood of a rank's own tokens, and the cost of every target, on every rank.
+
+    Args:
+        logits: float32, [tokens, own rows]; overwritten.
+        at: int64, [tokens, 1], the row of each target, where it is `here`.
+        here: bool, [tokens].
+        group: the ranks with the other rows.
+    """
+    own = logits.shape[1]
+    largest = logits.amax(-1) if own else logits.new_full((len(logits),), -math.inf)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    logits -= largest[:, None]
+    likely = logits.gather(1, at)[:, 0].where(here, 0) if own else torch.zeros_like(largest)
+    exponentials = logits.exp_()
+    sums = torch.stack((exponentials.sum(-1), likely))
+    dist.all_reduce(sums, group=group)
+    return exponentials.div_(sums[0][:, None]), sums[0].log() - sums[1]
+
+
+def _rows(weight: Tensor) -> Tensor:
+    """This rank's rows of a DTensor."""
+    assert isinstance(weight, DTensor)
+    return weight.to_local()
 
 
 class GatheringNorm(SequenceParallel):

@@ -193,7 +193,9 @@ def _groups(shape: Shape, tensor: int) -> list[tuple[Tensors, int, int]]:
 
 
 def _block(shape: Shape, tensor: int) -> Tensors:
-    """What a rank of a tensor group of so many has of a block: heads, inner width, whole norms."""
+    """What a rank of a tensor group of size `tensor` has of a block: heads, inner width, whole
+    norms.
+    """
     q, kv, ffn = (width // tensor for width in (shape.q_dim, shape.kv_dim, shape.ffn_dim))
     dim = shape.dim
     attention = [(q, dim), (kv, dim), (kv, dim), (dim, q)]

@@ -20,7 +20,7 @@ from kempner.model.spec.shape import Shape
 from kempner.run.output.units import size_text
 
 USUAL_GPU = 80 * 10**9
-"""Bytes of a GPU that nobody has named: of an A100 or H100, the most common in training."""
+"""Bytes of a GPU where none is configured: of an A100 or H100, the most common in training."""
 USED = 0.9
 """Share of a GPU's memory that may be filled by count; the rest is for the CUDA context, NCCL's
 buffers and the allocator's fragments."""

@@ -23,7 +23,7 @@ GATHERED_LAYERS = 2
 
 @dataclass(frozen=True)
 class ExpertModel:
-    """A model with so many `experts` in a layer.
+    """A mixture-of-experts model; `experts` is their number in a layer.
 
     `expert_parameters` are those of all experts in all layers together, `other_parameters` all
     others, shared experts included.
@@ -36,7 +36,7 @@ class ExpertModel:
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """The number of all parameters."""
         return self.expert_parameters + self.other_parameters
 
 
@@ -59,7 +59,7 @@ class Division:
 
 
 def divide_experts(model: ExpertModel, world: int) -> list[Division]:
-    """All ways to spread the experts over so many ranks, the fewest EP ranks first.
+    """All ways to spread the experts over `world` ranks, the fewest EP ranks first.
 
     EP divides the experts of a layer, and the ranks.
     """
@@ -68,7 +68,7 @@ def divide_experts(model: ExpertModel, world: int) -> list[Division]:
 
 
 def fits(needed: int, memory: int) -> bool:
-    """Whether so many bytes fit on a GPU with so much memory."""
+    """Whether `needed` bytes fit on a GPU with `memory` bytes."""
     return needed <= USED * memory
 
 

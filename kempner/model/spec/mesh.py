@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kempner.config.parallelism import ParallelismSection
-from kempner.config.sections import Config
+from kempner.config.sections import Config, ParallelismSection
 from kempner.model.spec.shape import Shape
 from kempner.run.process.exit_codes import UsageError
 
@@ -17,7 +16,7 @@ class MeshDegrees:
     follow each other.
 
     Parameters are sharded over `shard` and `tensor`, and are the same along `replicate`. The ranks
-    of a tensor group compute on the same samples; everybody else on others.
+    of a tensor group compute on the same samples, all other ranks on different ones.
     """
 
     replicate: int = 1

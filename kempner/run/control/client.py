@@ -5,6 +5,16 @@ the main thread sits in a collective that will never end: collectives, files and
 Python's lock. Native code that holds the lock stops this thread, too, and nothing can then be done
 from inside the process; the supervisor sees a connection that stays up and says nothing, and ends
 the process from outside.
+
+Measures how long the other side has been silent, on this process's own clock.
+
+When a rank has waited long enough: for its supervisor, for the others, for a lost peer's end.
+
+The outbox: messages that must not be lost, kept until the supervisor confirms them.
+
+What a rank tells its supervisor by itself: its progress, and now and then what it uses.
+
+The control channel where no connection is possible: two files in the run's directory.
 """
 
 from __future__ import annotations
@@ -14,16 +24,17 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
+from typing import TypeAlias
 
-from kempner.run.control.file_exchange import FileExchange
-from kempner.run.control.handshake import open_wire
-from kempner.run.control.heartbeat import Progress
+from kempner.run.control.handshake import introduce, open_wire
+from kempner.run.control.heartbeat import Progress, ProgressWatchdog
 from kempner.run.control.launch_env import Launch
-from kempner.run.control.outbox import Outbox, Post
 from kempner.run.control.protocol import (
     DumpStacks,
     Event,
@@ -32,22 +43,227 @@ from kempner.run.control.protocol import (
     Noted,
     Outcome,
     PeerLost,
+    Report,
     Stop,
     Usage,
+    decode_from_rank,
     decode_from_supervisor,
+    encode,
     shorten,
 )
-from kempner.run.control.rank_deadlines import Overdue, RankDeadlines
-from kempner.run.control.rank_reports import RankReports
-from kempner.run.control.transport import Connection
+from kempner.run.control.transport import Connection, MessageFile
 from kempner.run.output.console import leave
 from kempner.run.output.logs import logger
+from kempner.run.process.awake_clock import AwakeClock
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.stop_reason import LEFT_EARLY
-from kempner.run.process.whereabouts import Place
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.health import ConnectionsStalled, StandsAt
+from kempner.run.process.whereabouts import CodePlace
+from kempner.run.record.events import ConnectionsStalled, LedgerEvent, StandsAt
 from kempner.run.record.run_dir import RunDirectory
+
+
+class SupervisorTimeout:
+    """Counts the seconds since something was last heard, but for those spent suspended."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit, self._clock = limit, AwakeClock()
+        self._heard_at = 0.0
+        self.noticed = False
+        self.times_broken = 0
+        self.refuses = False
+        """Whether the port refused the last connection, though the machine answered."""
+
+    @property
+    def seconds(self) -> float:
+        """Since something was last heard."""
+        return self._clock.now() - self._heard_at
+
+    def broken(self) -> None:
+        """Note that the supervisor was heard."""
+        self._heard_at, self.noticed, self.refuses = self._clock.now(), False, False
+        self.times_broken += 1
+
+    def exceeds_limit(self) -> bool:
+        """Look at the clock: whether the limit is passed, told once for each silence."""
+        if self.noticed or self.seconds < self._limit:
+            return False
+        self.noticed = True
+        return True
+
+
+PEER_LOST_GRACE = 1.0
+"""Seconds that the main thread gets to leave by itself when a peer is gone."""
+
+
+class Overdue(Enum):
+    """What has taken too long; each is told once."""
+
+    SUPERVISOR = auto()
+    """The supervisor has said nothing."""
+    STEP = auto()
+    """Nothing moves, and there is no supervisor to say why."""
+    EXIT = auto()
+    """The main thread has not left, though a peer is gone."""
+
+
+class RankDeadlines:
+    """The clocks that a rank's link looks at. `patience` and `grace` are those of `Reactions`."""
+
+    def __init__(self, progress: Progress, patience: float, grace: float) -> None:
+        self.supervisor = SupervisorTimeout(patience)
+        self.step = ProgressWatchdog(progress, patience, grace)
+        self._forsaken = False
+        self._exit_at: float | None = None
+
+    def peer_lost(self) -> None:
+        """From now on the main thread has `PEER_LOST_GRACE` seconds to leave."""
+        self._exit_at = time.monotonic() + PEER_LOST_GRACE
+
+    def look(self) -> list[Overdue]:
+        """What is overdue now and was not before."""
+        found = []
+        if self.supervisor.exceeds_limit():
+            found.append(Overdue.SUPERVISOR)
+        if self.step.too_long() and self.supervisor.noticed and not self._forsaken:
+            self._forsaken = True
+            found.append(Overdue.STEP)
+        if self._exit_at is not None and time.monotonic() >= self._exit_at:
+            self._exit_at = None
+            found.append(Overdue.EXIT)
+        return found
+
+    def wake_at(self, until: float) -> float:
+        """`until`, or the exit if that comes first; seconds of `time.monotonic`."""
+        return until if self._exit_at is None else min(until, self._exit_at)
+
+
+Post: TypeAlias = Event | Outcome
+
+
+class Outbox:
+    """Numbered messages, oldest first, that any thread adds to and one thread sends."""
+
+    def __init__(self) -> None:
+        self._unheard: deque[Post] = deque()
+        self._added = 0
+        self._changed = threading.Condition()
+
+    def add(self, make: Callable[[int], Post]) -> None:
+        """Add what `make` returns for its number.
+
+        One that the other side would refuse, too long, say, is left out with a warning: it would
+        cost the connection, again and again. Raises `TypeError` if a field is no JSON value.
+        """
+        with self._changed:
+            message = make(self._added + 1)
+            try:
+                decode_from_rank(encode(message))
+            except MessageError as error:
+                logger().warning("ledger event dropped", reason=str(error))
+                return
+            self._added += 1
+            self._unheard.append(message)
+
+    def after(self, number: int) -> list[Post]:
+        """The messages with greater numbers that have not been heard."""
+        with self._changed:
+            return [message for message in self._unheard if message.number > number]
+
+    def heard(self, number: int) -> None:
+        """The supervisor has everything up to this number."""
+        with self._changed:
+            while self._unheard and self._unheard[0].number <= number:
+                self._unheard.popleft()
+            self._changed.notify_all()
+
+    def drop(self, events: Iterable[Post]) -> None:
+        """Forget the lines for the ledger among these: the caller writes them."""
+        gone = {message.number for message in events if isinstance(message, Event)}
+        with self._changed:
+            self._unheard = deque(m for m in self._unheard if m.number not in gone)
+
+    def wait_until_heard(self, seconds: float) -> list[Post]:
+        """Wait, at most so long, until all is heard; returns what is not."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._unheard, seconds)
+            return list(self._unheard)
+
+
+USAGE_BEAT = 10.0
+"""Seconds between two measurements of what the process uses of its node."""
+
+
+class RankReports:
+    """Knows when the next report is due; each can be lost, for the next one says it again."""
+
+    def __init__(self, progress: Progress, measure: Callable[[], Usage | None]) -> None:
+        self._progress, self._measure = progress, measure
+        self.next_at = self._usage_at = 0.0
+        """When the next is due, in seconds of `time.monotonic`."""
+
+    def place(self) -> CodePlace:
+        """Where the program stands, if it is the user's own."""
+        return self._progress.place()
+
+    def hurry(self, usage: bool = False) -> None:
+        """Have a report be due now, with what the process uses if `usage` is asked for."""
+        self.next_at = 0.0
+        if usage:
+            self._usage_at = 0.0
+
+    def due(self, beat: float, skip: bool = False) -> Iterator[Report | Usage]:
+        """What is due, if anything; the next is `beat` seconds later. With `skip` only that."""
+        now = time.monotonic()
+        if now < self.next_at:
+            return
+        self.next_at = now + beat
+        if skip:
+            return
+        yield self._progress.report()
+        if now >= self._usage_at:
+            self._usage_at = now + USAGE_BEAT
+            if (usage := self._measure()) is not None:
+                yield usage
+
+
+FILE_BEAT = 5.0
+"""Seconds between two reports by file: a file system shared by thousands feels each of them."""
+
+
+class FileExchange:
+    """A rank's side: appends to a file of its own, and reads the supervisor's."""
+
+    def __init__(self, launch: Launch, run: RunDirectory, rank: int) -> None:
+        self._launch, self._rank = launch, rank
+        number = launch.attempt.number
+        self._own = MessageFile(run.messages(number, rank))
+        self._theirs = MessageFile(run.messages(number, None))
+        self._introduced = False
+
+    def interrupt(self) -> None:
+        """There is a connection again: the next exchange by file begins with an introduction."""
+        self._introduced = False
+
+    def exchange(
+        self, reports: RankReports, outbox: Outbox, answered: bool
+    ) -> Iterator[FromSupervisor]:
+        """Write what there is to say, and read what came; both sides do so once in a while.
+
+        What is written counts as heard as long as the supervisor has `answered` lately. Raises
+        `OSError`, and `MessageError` for what is no message.
+        """
+        if not self._introduced:
+            self._own.append(introduce(self._launch, self._rank, challenge=""))
+            self._introduced = True
+            reports.hurry()
+        for report in reports.due(FILE_BEAT):
+            self._own.append(report)
+        for message in outbox.after(0) if answered else []:
+            self._own.append(message)
+            outbox.heard(message.number)
+        for line in self._theirs.news():
+            yield decode_from_supervisor(line)
+
 
 BEAT = 1.0
 """Seconds between two reports."""
@@ -56,8 +272,8 @@ RETRY = (0.1, 2.0)
 """Seconds until the second try to connect, and the most between two tries."""
 
 ALONE = 5.0
-"""Seconds without a connection after which files are used instead: long before the supervisor gives
-a rank up that it hears nothing of."""
+"""Seconds without a connection after which files are used instead: long before the supervisor takes
+a silent rank for lost."""
 
 LAST_WORDS = 3.0
 """Seconds that a rank waits, at its end, for its last words to be heard; longer than a try to
@@ -72,15 +288,15 @@ _LISTEN = 0.1
 
 @dataclass(frozen=True)
 class Reactions:
-    """What a rank does when it is told to stop, and after `patience` seconds of silence; and
-    what if it then does not move any more, with nobody left to say why. Called from the link's
-    thread, and must not wait.
+    """What a rank does when it is told to stop, after `patience` seconds of silence, and when it
+    then makes no progress, with no supervisor to say why. Called from the link's thread, and must
+    not wait.
 
     `patience` seconds are given to a step, `grace` seconds to what is none, such as the last save.
     `stalled` tells the near and far address of each connection of this node that delivers nothing,
     `measure` what this process uses of its node, or None if that cannot be seen. `has_died` is
-    whether the supervisor is known to have died; it is asked when nobody listens any more where the
-    supervisor did.
+    whether the supervisor is known to have died; it is asked when the supervisor's port refuses
+    connections.
     """
 
     stop: Callable[[Stop], None]
@@ -129,7 +345,7 @@ class ControlClient:
         way to a supervisor that still holds the connection are not.
         """
         self.say_how_it_ends(code, sentence)
-        return self.fall_silent()
+        return self.close_link()
 
     def say_how_it_ends(self, code: int, sentence: str) -> None:
         """The first half of `leave`: the line stays up. Nothing waits for one that has died."""
@@ -142,7 +358,7 @@ class ControlClient:
                 break
 
     def supervisor_has_died(self) -> bool:
-        """Whether nobody listens any more where the supervisor did, since it is dead."""
+        """Whether the supervisor's port refuses connections because the supervisor is dead."""
         return self._deadlines.supervisor.refuses and self._react.has_died()
 
     def outlives_supervisor(self) -> bool:
@@ -155,15 +371,15 @@ class ControlClient:
         return False
 
     def take_back(self) -> list[Event]:
-        """The lines for the ledger that nobody takes, for want of a connection: they are the
-        caller's to write, and are not sent any more."""
+        """The lines for the ledger that could not be sent, for want of a connection: the caller
+        writes them, and they are not sent any more."""
         if self._alone_since is None:
             return []
         unheard = self._outbox.wait_until_heard(0.0)
         self._outbox.drop(unheard)
         return [message for message in unheard if isinstance(message, Event)]
 
-    def fall_silent(self) -> list[Event]:
+    def close_link(self) -> list[Event]:
         """The second half of `leave`."""
         unheard = self._outbox.wait_until_heard(0.0)
         held = self._alone_since is None  # asked first: the thread hangs up once it is over
@@ -211,7 +427,7 @@ class ControlClient:
                     self._look_at_clocks()
                     writing = selectors.EVENT_WRITE if wire.sending else 0
                     selector.modify(wire, selectors.EVENT_READ | writing)
-                    self._nap(selector, self._reports.next_at)
+                    self._wait_for_work(selector, self._reports.next_at)
             except (OSError, MessageError) as error:
                 logger().info("lost the connection to the supervisor", reason=str(error))
             finally:
@@ -232,7 +448,7 @@ class ControlClient:
         """Wait until it is time to try again; talk by file if that takes long."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._alarm, selectors.EVENT_READ)
-            self._nap(selector, time.monotonic() + seconds)
+            self._wait_for_work(selector, time.monotonic() + seconds)
         self._look_at_clocks()
         if self._alone_since is not None and time.monotonic() - self._alone_since >= ALONE:
             try:
@@ -266,7 +482,7 @@ class ControlClient:
             logger().warning("cannot write the stacks", reason=error.strerror)
 
     def _tell_place(self) -> None:
-        if (place := self._reports.place()) != Place():
+        if (place := self._reports.place()) != CodePlace():
             self.record(StandsAt(place.line, place.collective))
 
     def _tell_of_stalled(self) -> None:
@@ -286,18 +502,18 @@ class ControlClient:
 
     def _give_up(self) -> None:
         """End the process, although the main thread may wait for that peer for ever."""
-        assert self.peer_lost is not None  # or nobody would have set the time
+        assert self.peer_lost is not None  # or no time would have been set
         sentence = f"exited, because rank {self.peer_lost.rank} {self.peer_lost.words}"
-        # Somebody has stopped the run before there was anything to lose: so has this rank, then.
+        # The run was stopped before there was anything to lose: this rank stops for that reason.
         stopped = self.peer_lost.words.startswith(LEFT_EARLY)
         code = ExitCode.STOPPED if stopped else ExitCode.PEERS_LOST
         self.leave(code, sentence)
         logger().error(sentence)
         leave(code)
 
-    def _nap(self, selector: selectors.BaseSelector, until: float) -> None:
+    def _wait_for_work(self, selector: selectors.BaseSelector, until: float) -> None:
         """Wait until something happens, or until it is time for something."""
-        until = self._deadlines.nap_until(until)
+        until = self._deadlines.wake_at(until)
         selector.select(max(0.0, until - time.monotonic()))
         with suppress(BlockingIOError):
             os.eventfd_read(self._alarm)

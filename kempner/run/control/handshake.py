@@ -25,7 +25,7 @@ PATIENCE = 2.0
 """Seconds that each step of it may take."""
 
 AFTER_REFUSAL = 0.5
-"""Seconds for a further address once one was refused: as a rule nobody listens any more."""
+"""Seconds for a further address once one was refused: as a rule the supervisor is gone."""
 
 T = TypeVar("T")
 

@@ -1,27 +1,40 @@
 """A rank's progress (step, phase): written by the loop, sent by another thread.
 
 The loop pays for a few attributes; nothing is locked and nothing is sent from here.
+
+The file in which a rank that knows nothing of kempner says how far it is.
+
+`120` is a step, `120 complete` says that the run is complete with it, `complete` alone as well. Its
+path is in the environment of the rank, so that any language can write it. A reader sees a whole
+line, or a part of one that is being written, which it ignores until the next look.
+
+Only the standard library is imported here: `kempner heartbeat` must be quick.
+
+Progress watchdog: whether a process still completes steps or changes phase.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TypeAlias
+from pathlib import Path
+from typing import Generic, TypeAlias, TypeVar
 
 from kempner.run.control.protocol import Moves, Phase, Report, shorten
+from kempner.run.process.awake_clock import AwakeClock
 from kempner.run.process.retry import storage_waits
-from kempner.run.process.whereabouts import Place, Whereabouts
+from kempner.run.process.whereabouts import CodePlace, Whereabouts
 
 Waiting: TypeAlias = Callable[[str], AbstractContextManager[None]]
 """Makes a block in which a rank waits for others, in what it is given."""
 
 
 def untimed(what: str) -> AbstractContextManager[None]:
-    """A `Waiting` that nobody looks at."""
+    """A `Waiting` whose time is not recorded."""
     return nullcontext()
 
 
@@ -43,15 +56,17 @@ def describe_places(reports: Mapping[int, Report]) -> str:
 
 
 @dataclass(frozen=True)
-class HeldUp:
+class StepDelays:
     """Seconds in which steps did not go on: for saves, for data, and for other ranks."""
 
     saves: float = 0.0
     data: float = 0.0
     ranks: float = 0.0
 
-    def __add__(self, other: HeldUp) -> HeldUp:
-        return HeldUp(self.saves + other.saves, self.data + other.data, self.ranks + other.ranks)
+    def __add__(self, other: StepDelays) -> StepDelays:
+        return StepDelays(
+            self.saves + other.saves, self.data + other.data, self.ranks + other.ranks
+        )
 
 
 class Progress:
@@ -116,9 +131,9 @@ class Progress:
         self._saving += took if phase is Phase.SAVE else 0.0
         self.phase = before
 
-    def take_held_up(self) -> HeldUp:
+    def take_held_up(self) -> StepDelays:
         """What held up the steps since this was asked for, evaluations left out."""
-        held_up = HeldUp(self._saving, self._reading, self._waited - self._told)
+        held_up = StepDelays(self._saving, self._reading, self._waited - self._told)
         self._saving, self._reading, self._told = 0.0, 0.0, self._waited
         return held_up
 
@@ -158,6 +173,126 @@ class Progress:
             Moves(storage.tries, 0 if self._whereabouts is None else self._whereabouts.moves),
         )
 
-    def place(self) -> Place:
+    def place(self) -> CodePlace:
         """Where the program stands, if it is the user's own; may be called from any thread."""
-        return Place() if self._whereabouts is None else self._whereabouts.look()
+        return CodePlace() if self._whereabouts is None else self._whereabouts.look()
+
+
+HEARTBEAT_FILE = "KEMPNER_HEARTBEAT_FILE"
+"""The variable with the path of a rank's own file."""
+
+COMPLETE = "complete"
+"""The word that says that the run is complete."""
+
+LONGEST = 64
+"""Bytes of a file that are looked at."""
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """What a rank has said: the last `step` that is done (None: not said), and whether the run is
+    `complete` with it."""
+
+    step: int | None = None
+    complete: bool = False
+
+    def text(self) -> str:
+        """As the file has it."""
+        words = ([] if self.step is None else [str(self.step)]) + [COMPLETE] * self.complete
+        return " ".join(words) + "\n"
+
+
+def parse(text: str) -> Heartbeat | None:
+    """What a file says; None if that makes no sense."""
+    words = text.split()
+    complete = words[-1:] == [COMPLETE]
+    numbers = words[:-1] if complete else words
+    if len(numbers) > 1 or not words:
+        return None
+    if not numbers:
+        return Heartbeat(complete=True)
+    number = numbers[0]
+    readable = number.isascii() and number.isdecimal() and len(number) <= _DIGITS
+    return Heartbeat(int(number), complete) if readable else None
+
+
+_DIGITS = 15
+
+
+def path_in(environ: Mapping[str, str]) -> Path | None:
+    """The file of the rank that has this environment; None outside of a supervised program."""
+    path = environ.get(HEARTBEAT_FILE)
+    return Path(path) if path else None
+
+
+def write(path: Path, beat: Heartbeat) -> None:
+    """Replace what was said before. Raises `OSError`."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        new.write_text(beat.text())
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+LONGER_THAN_ANY = 10.0
+"""How many times the longest step so far a step may take before it counts as a hang."""
+
+Place = TypeVar("Place")
+
+
+@dataclass(frozen=True)
+class Standstill(Generic[Place]):
+    """Something has been in `place` since `since`, in seconds of some clock."""
+
+    place: Place
+    since: float
+
+    def seen(self, place: Place, now: float) -> Standstill[Place]:
+        """What it is now that it was seen in a place."""
+        return self if place == self.place else Standstill(place, now)
+
+    def seconds(self, now: float) -> float:
+        """For how long it has not moved."""
+        return now - self.since
+
+
+def patience(floor: float, ceiling: float, long: float | None) -> float:
+    """Seconds for which standing still is no hang, where a `long` time was learned; None: nothing.
+
+    At least `floor`, and at most `ceiling`, which alone counts where nothing was learned.
+    """
+    return ceiling if long is None else min(ceiling, max(floor, long))
+
+
+class ProgressWatchdog:
+    """Counts the seconds since the last move, but for those spent suspended.
+
+    Within a step `floor` seconds are never too long, in any other phase `ceiling` seconds.
+    """
+
+    def __init__(self, progress: Progress, floor: float, ceiling: float) -> None:
+        self._progress, self._floor, self._ceiling = progress, floor, ceiling
+        self._clock = AwakeClock()
+        self._still = Standstill(self._place(), 0.0)
+        self._longest = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Since the last move, as far as it was looked at."""
+        return self._still.seconds(self._clock.now())
+
+    def _place(self) -> tuple[int, Phase, int]:
+        """Where the process is; another try of storage that fails is a move, too."""
+        return self._progress.step, self._progress.phase, storage_waits().tries
+
+    def too_long(self) -> bool:
+        """Take a look: whether what is under way takes longer than it can."""
+        now, before = self._clock.now(), self._still
+        self._still = before.seen(self._place(), now)
+        in_step = self._still.place[1] is Phase.STEP
+        made = self._still.place[0] > before.place[0]
+        if in_step and before.place[1] is Phase.STEP and made:
+            self._longest = max(self._longest, before.seconds(now))
+        long = LONGER_THAN_ANY * self._longest if in_step else None
+        return self._still.seconds(now) > patience(self._floor, self._ceiling, long)

@@ -2,13 +2,17 @@
 
 A supervisor that is killed takes its ranks along, but not what a wrapper has started: the kernel
 signals the wrapper alone. Two programs would then train the same run.
+
+Whom to send a SIGTERM that is meant for a program: a wrapper may stand in front of it.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from time import monotonic
 
 import psutil
@@ -16,8 +20,28 @@ import psutil
 from kempner.run.control.launch_env import run_of
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import UsageError
-from kempner.run.process.whom_to_ask import whom_to_ask
 from kempner.run.record.run_dir import RunDirectory
+
+
+def processes_to_signal(process: psutil.Process) -> list[tuple[psutil.Process, bool]]:
+    """A process, each with whether it traps the signal, and those below one that does not."""
+    with suppress(psutil.Error):
+        if _traps(process.pid, signal.SIGTERM):
+            return [(process, True)]
+        below = (found for child in process.children() for found in processes_to_signal(child))
+        return [(process, False), *below]
+    return []
+
+
+def _traps(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal (proc(5), SigCgt)."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False  # it has just gone
+    masks = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(next(masks, "0"), 16) >> (number - 1) & 1)
+
 
 _KILL_TIME = 2.0
 """Seconds in which a process that was killed is gone, unless it is stuck in the kernel."""
@@ -40,7 +64,7 @@ def end_leftovers(run: RunDirectory, grace: float, hurry: Callable[[], bool] = b
         f"ending what an earlier supervisor of this run has left behind: process {pids}"
     )
     heads = [process for process in left if _parent(process) not in {p.pid for p in left}]
-    for process, _ in (asked for head in heads for asked in whom_to_ask(head)):
+    for process, _ in (asked for head in heads for asked in processes_to_signal(head)):
         with suppress(psutil.Error):
             process.terminate()
     end = monotonic() + grace

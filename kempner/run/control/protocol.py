@@ -29,7 +29,7 @@ LINE_LIMIT = 64 * 1024
 """Longest line in bytes, its newline included."""
 
 OPENING_LIMIT = 2048
-"""Longest line in bytes from somebody who has not proved anything yet."""
+"""Longest line in bytes from a peer that has not proved that it knows the token."""
 
 WORDS_LIMIT = 4000
 """Longest sentence in characters."""
@@ -177,7 +177,7 @@ class Outcome(_Message):
 
 @dataclass(frozen=True)
 class Challenge(_Message):
-    """Supervisor to whoever connects: prove that you know the token."""
+    """Supervisor to a new connection: prove that you know the token."""
 
     nonce: Nonce
     version: Natural = PROTOCOL
@@ -310,7 +310,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Secret:
-    """The token of one attempt; whoever knows it is a rank, or the supervisor, of that attempt.
+    """The token of one attempt, which only its supervisor and its ranks know.
 
     It travels in the environment of the ranks, which only the same user can read, and nowhere else.
     """

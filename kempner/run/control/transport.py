@@ -124,7 +124,7 @@ class MessageFile:
     """A file to which one side appends messages and which the other reads.
 
     Opened anew for every look and every line, which is what makes a network file system show what
-    is new. Whoever can write it can write the run's directory, and is trusted as much.
+    is new. A process that can write it can write the run's directory, and is trusted as much.
     """
 
     def __init__(self, path: Path) -> None:

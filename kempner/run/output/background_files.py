@@ -1,4 +1,4 @@
-"""Files that tell of a run; a write to them that fails or is stuck fails and blocks nobody.
+"""Files that tell of a run; no caller fails or waits if a write to them fails or is stuck.
 
 A full disk, or storage that hangs, must not end a training whose state is intact. Lines that cannot
 be written are kept, in order, and written as soon as that is possible again.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
-from kempner.run.output.courier import Courier, Errand
+from kempner.run.output.console import Courier, Errand
 
 KEPT = 16 * 1024 * 1024
 """Characters that wait for storage that takes none at the moment; lines beyond are counted."""
@@ -29,7 +29,7 @@ _LOOK, _LOOKS = 0.1, 5
 """Seconds between two looks whether half a line still grows, and the most of those looks."""
 
 Tell: TypeAlias = Callable[[str, Mapping[str, object]], None]
-"""Says a sentence, with facts, to whoever follows the log."""
+"""Logs a sentence, with facts."""
 
 
 class JsonLines:
@@ -127,7 +127,7 @@ class LatestContent:
 
 
 def open_lines(path: Path, tell: Tell) -> JsonLines:
-    """The one writer of this process for `path`; it is opened as long as somebody uses it."""
+    """The one writer of this process for `path`; it stays open until its last user closes it."""
     key = str(path.absolute())
     with _opening:
         found = _by_path.get(key)

@@ -1,6 +1,12 @@
-"""Numbers as people read them: in units that fit, and with nouns that agree with them."""
+"""Numbers as people read them: in units that fit, and with nouns that agree with them.
+
+Many numbers in few words.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 _BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _FLOPS = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
@@ -31,3 +37,23 @@ def seconds_text(seconds: float) -> str:
 def count(number: int, one: str, more: str = "") -> str:
     """`1 rank`, `1,024 ranks`; `more` is the plural where that is not `one` with an s."""
     return f"{number:,} {one if number == 1 else more or one + 's'}"
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Ascending numbers with neighbours drawn together: "0-2, 5"."""
+    runs = []
+    for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        runs.append(f"{run[0]}-{run[-1]}" if run[1:] else str(run[0]))
+    return ", ".join(runs)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0-6, 9` for several, in ascending order."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}"
+
+
+def name_or_count(ranks: Sequence[int], longest: int = 40) -> str:
+    """The same, or `1,093 ranks` where that would take too many characters."""
+    name = name_ranks(ranks)
+    return name if len(name) <= longest else f"{len(ranks):,} ranks"

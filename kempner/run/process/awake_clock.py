@@ -10,10 +10,10 @@ LONGEST_NAP = 2.5
 
 
 class AwakeClock:
-    """Seconds that this process was there to see.
+    """A clock that does not count the time for which this process was suspended.
 
-    Slurm may suspend a job for hours (PreemptMode=SUSPEND) and then let it go on: nobody has
-    outstayed a deadline meanwhile. Between two looks at most `LONGEST_NAP` seconds pass.
+    Slurm may suspend a job for hours (PreemptMode=SUSPEND) and then let it go on: no deadline may
+    pass meanwhile. Between two looks at most `LONGEST_NAP` seconds are counted.
     """
 
     def __init__(self) -> None:

@@ -128,7 +128,7 @@ def cannot_write(path: Path | str, error: OSError, advice: str = "") -> RunError
 
 
 def cannot_use(error: OSError) -> RunError:
-    """The same for an error that nobody expected, and that names its file."""
+    """The same for an unexpected error that names its file."""
     if error.errno in _NO_ROOM:
         return cannot_write(str(error.filename), error)
     kind = UsageError if error.errno in _WRONG_PATH else CannotReadError

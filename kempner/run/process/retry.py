@@ -1,10 +1,10 @@
 """Storage that fails for a moment: what is tried again, for how long, and what is said meanwhile.
 
 This is the one place that tells a passing failure from a permanent one. An error number means that
-something cannot be read or written *now*; only what was read and is wrong is damaged. So whoever
-reads or writes hands its work to `storage_waits().retry`, which does it again until it succeeds, a
-stop is asked for, or `resilience.patience` is over. An operation that never returns is none of its
-business: the hang detection sees that.
+something cannot be read or written *now*; only what was read and is wrong is damaged. So all reads
+and writes are passed to `storage_waits().retry`, which repeats them until they succeed, a stop is
+asked for, or `resilience.patience` is over. An operation that never returns is not noticed here,
+but by the hang detection.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _ALWAYS = (
     *("EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH", "ENETRESET"),
     # Room, for files or in this host.
     *("ENOSPC", "EDQUOT", "EMFILE", "ENFILE", "ENOMEM", "ENOBUFS"),
-    # Somebody else is faster, or holds it.
+    # Another process is faster, or holds it.
     *("EAGAIN", "EBUSY", "EINTR", "ENOLCK", "EDEADLK"),
 )
 _WHERE_IT_WORKED = (
@@ -90,7 +90,7 @@ def is_passing(error: OSError, worked: bool) -> bool:
 
 
 def empty(path: Path, length: int | None = None) -> OSError:
-    """The error for a file that is there without its content, of so many bytes if that is known."""
+    """The error for a file that is there without its content, of `length` bytes if known."""
     words = "it is empty" if length is None else f"has 0 bytes instead of {length}"
     return OSError(errno.ENODATA, words, str(path))
 
@@ -140,7 +140,7 @@ def decide_retry(
 
 
 @dataclass(frozen=True)
-class Waited:
+class StorageWait:
     """Waits for storage that are over: for what, for how many seconds in all, in how many tries."""
 
     what: str
@@ -161,17 +161,17 @@ class StorageWaits:
         self.tries = 0
         """How often anything was tried again: it moves as long as this process does."""
         self._stop: Callable[[], bool] = lambda: False
-        self._tell: Callable[[Waited], None] = lambda waited: None
+        self._tell: Callable[[StorageWait], None] = lambda waited: None
         self._lock = threading.Lock()
         self._waiting: dict[int, str] = {}
         self._announced = False
-        self._untold, self._told_at = Waited("", 0.0, 0), -TELL_EVERY
+        self._untold, self._told_at = StorageWait("", 0.0, 0), -TELL_EVERY
 
     def configure(self, patience: float, stop: Callable[[], bool] = lambda: False) -> None:
         """From now on wait for `patience` seconds, and no longer once `stop` says so."""
         self.patience, self._stop = patience, stop
 
-    def tell_to(self, tell: Callable[[Waited], None]) -> None:
+    def tell_to(self, tell: Callable[[StorageWait], None]) -> None:
         """Call `tell`, from the thread that has waited, when storage works again."""
         self._tell = tell
 
@@ -215,7 +215,7 @@ class StorageWaits:
                 except OSError as error:
                     failure = _named(error, path)
                     continue
-                self._note_end(Waited(describe(failure), clock.now(), tries))
+                self._note_end(StorageWait(describe(failure), clock.now(), tries))
                 return result
         finally:
             with self._lock:
@@ -243,17 +243,17 @@ class StorageWaits:
                 )
             time.sleep(min(left, _POLL))
 
-    def _note_end(self, waited: Waited) -> None:
+    def _note_end(self, waited: StorageWait) -> None:
         """Tell of a wait that is over, with those before it that were too short to be told."""
         now = time.monotonic()
         with self._lock:
             before = self._untold
-            self._untold = Waited(
+            self._untold = StorageWait(
                 waited.what, before.seconds + waited.seconds, before.tries + waited.tries
             )
             if now - self._told_at < TELL_EVERY:
                 return
-            told, self._untold, self._told_at = self._untold, Waited("", 0.0, 0), now
+            told, self._untold, self._told_at = self._untold, StorageWait("", 0.0, 0), now
         seconds = round(told.seconds, 1)
         logger().warning(f"storage works again: {told.what}", waited=seconds, tries=told.tries)
         self._tell(told)

@@ -5,6 +5,12 @@ rank inside a rendezvous or a collective may never do. The C-level trampoline, h
 signal's number to a pipe at once (`signal.set_wakeup_fd`), and a thread reads it there.
 
 Nothing beyond the standard library is imported here: this is armed before anything else.
+
+Room for the signals that come at once.
+
+`faulthandler` has the main thread handle signals on a stack of their own (CPython 3.11). Signals
+that come together are handled one inside the other, and there is not room for many: five at once
+have overwritten the memory below that stack.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import math
+import mmap
 import os
 import signal
 import sys
@@ -26,7 +33,32 @@ from typing import NoReturn
 
 from kempner.run.output.console import leave, say
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.signal_stack import make_room_for_signals
+
+SIZE = 1 << 20
+"""Bytes: 16 KiB for each of 64 signals."""
+
+
+class _Stack(ctypes.Structure):
+    """`stack_t` of sigaltstack(2)."""
+
+    _fields_ = (
+        ("ss_sp", ctypes.c_void_p),
+        ("ss_flags", ctypes.c_int),
+        ("ss_size", ctypes.c_size_t),
+    )
+
+
+_room = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_room))  # signals come until the process has ended
+
+
+def make_room_for_signals() -> None:
+    """Give this thread a stack on which all signals fit. Raises `OSError` if the kernel refuses."""
+    stack = _Stack(ctypes.addressof(ctypes.c_char.from_buffer(_room)), 0, SIZE)
+    if ctypes.CDLL(None, use_errno=True).sigaltstack(ctypes.byref(stack), None) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"sigaltstack: {os.strerror(error)}")
+
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -39,7 +71,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, si
 
 
 @dataclass(frozen=True)
-class Received:
+class ReceivedSignal:
     """A signal that came, and when (`time.monotonic`, seconds)."""
 
     signal: signal.Signals
@@ -47,7 +79,7 @@ class Received:
 
 
 @dataclass(frozen=True)
-class _Before:
+class _ReplacedHandlers:
     """What an inbox has replaced: handlers (None: not one of Python's) and the wakeup descriptor.
 
     `writer` is the descriptor to which the signals are written meanwhile.
@@ -66,11 +98,11 @@ class SignalInbox:
     """
 
     def __init__(self) -> None:
-        self._received: list[Received] = []
+        self._received: list[ReceivedSignal] = []
         self._lock = threading.Lock()
-        self._react: Callable[[Received], None] | None = None
+        self._react: Callable[[ReceivedSignal], None] | None = None
         self._around_pause: Callable[[], AbstractContextManager[bool]] | None = None
-        self._before: _Before | None = None
+        self._before: _ReplacedHandlers | None = None
         """What `uninstall` brings back; None while the inbox is not installed."""
         self._reader: int | None = None
         self._pressed = -math.inf
@@ -83,8 +115,8 @@ class SignalInbox:
     def install(self, at_prompt: bool = False) -> None:
         """Take over the stop signals and unblock them; SIGQUIT dumps all stacks to stderr.
 
-        `at_prompt` says that somebody types at this process: a second Ctrl-C within `INSIST_WITHIN`
-        seconds then raises `KeyboardInterrupt` in the main thread.
+        `at_prompt` says that this process reads from a prompt: a second Ctrl-C within
+        `INSIST_WITHIN` seconds then raises `KeyboardInterrupt` in the main thread.
 
         SIGHUP and SIGINT stay ignored where nohup, or a shell's `&`, has this process ignore them.
         A launcher that blocked the signals around the start of this process loses none that came
@@ -100,7 +132,7 @@ class SignalInbox:
         handlers = {number: signal.signal(number, _ignore_here) for number in _not_to_be_ignored()}
         if at_prompt and signal.SIGINT in handlers:
             signal.signal(signal.SIGINT, self._raise_if_insisted)
-        self._before = _Before(handlers, wakeup, writer)
+        self._before = _ReplacedHandlers(handlers, wakeup, writer)
         if sys.__stderr__ is not None:
             faulthandler.register(signal.SIGQUIT, file=sys.__stderr__, all_threads=True)
         make_room_for_signals()
@@ -126,8 +158,7 @@ class SignalInbox:
         """Enter `around()` when the terminal asks to pause (Ctrl-Z), and leave it after `fg`.
 
         Where it says False, this process goes on as if nothing had been asked for. Nothing is done
-        where whoever started this process has it ignore such requests. Only the main thread may
-        call it.
+        where this process was started with SIGTSTP ignored. Only the main thread may call it.
         """
         if signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:
             self._around_pause = around
@@ -146,11 +177,11 @@ class SignalInbox:
             self._react, self._reader, self._lock = None, None, threading.Lock()
 
     @property
-    def received(self) -> tuple[Received, ...]:
+    def received(self) -> tuple[ReceivedSignal, ...]:
         """All stop signals so far, oldest first."""
         return tuple(self._received)
 
-    def react_with(self, reaction: Callable[[Received], None]) -> None:
+    def react_with(self, reaction: Callable[[ReceivedSignal], None]) -> None:
         """Call `reaction` from the listening thread for every signal, those that came included.
 
         It runs even while the main thread sits in native code.
@@ -169,7 +200,7 @@ class SignalInbox:
     def _listen(self, reader: int) -> None:
         while number := os.read(reader, 1):
             if number[0] in STOP_SIGNALS:
-                self._note(Received(signal.Signals(number[0]), time.monotonic()), reader)
+                self._note(ReceivedSignal(signal.Signals(number[0]), time.monotonic()), reader)
             elif number[0] == signal.SIGTSTP and self._around_pause is not None:
                 with self._around_pause() as may_pause:
                     if may_pause:
@@ -177,10 +208,10 @@ class SignalInbox:
                         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         os.close(reader)
 
-    def _note(self, received: Received, reader: int) -> None:
+    def _note(self, received: ReceivedSignal, reader: int) -> None:
         with self._lock:
             if reader != self._reader:
-                return  # it came before an `uninstall`, and would stop whoever installs next
+                return  # it came before an `uninstall`, and is not meant for a later `install`
             self._received.append(received)
             reaction = self._react
         if reaction is not None:
@@ -207,8 +238,8 @@ def signal_at_end_of(parent: int, with_signal: signal.Signals | None) -> bool:
     return os.getppid() == parent
 
 
-def exit_immediately(received: Received) -> None:
-    """A reaction for as long as nothing was done and nobody depends on this process: end it."""
+def exit_immediately(received: ReceivedSignal) -> None:
+    """The reaction while nothing was done yet and no other process depends on this one: end it."""
     exit_before_training(received.signal.name)
 
 
@@ -218,7 +249,7 @@ def exit_before_training(why: str) -> NoReturn:
     leave(ExitCode.STOPPED)
 
 
-def insists(received: Sequence[Received]) -> bool:
+def insists(received: Sequence[ReceivedSignal]) -> bool:
     """Whether the user pressed Ctrl-C twice within `INSIST_WITHIN` seconds."""
     times = [r.at for r in received if r.signal == signal.SIGINT]
     return any(later - earlier <= INSIST_WITHIN for earlier, later in pairwise(times))
@@ -263,7 +294,7 @@ def ignore_from_now_on() -> None:
 
 
 def _not_to_be_ignored() -> list[signal.Signals]:
-    """The stop signals without those that whoever started this process wants to be ignored.
+    """The stop signals without those that this process was started with as ignored.
 
     A start that is deaf to all of them until they are trapped (`DEAF`) ignores SIGTERM, too.
     """

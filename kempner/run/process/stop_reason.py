@@ -23,21 +23,21 @@ class StopReason(IntEnum):
     """
 
     NONE = 0
-    """Nobody asked for a stop."""
+    """No stop was asked for."""
     GROW = 1
     """The run continues at once, on nodes that it takes back."""
     NODE_LEAVES = 2
     """The run continues at once, without a node that has to leave it."""
     SIGNAL = 3
-    """A stop signal came, and nobody knows why."""
+    """A stop signal came, and the cause is unknown."""
     PEER_STOPPED = 4
     """A rank was asked to stop alone, and the others cannot go on without it."""
     SUPERVISOR_LOST = 5
     """The supervisor is gone, or has said nothing for too long."""
     INTERRUPT = 6
-    """Somebody pressed Ctrl-C (SIGINT)."""
+    """A user pressed Ctrl-C (SIGINT)."""
     OPERATOR = 7
-    """Somebody sent the job a signal by hand, long before its end."""
+    """A user sent the job a signal, long before its end."""
     DEADLINE = 8
     """No signal came, but the supervisor knows that only the time for a checkpoint is left."""
     TIME_LIMIT = 9

@@ -23,7 +23,7 @@ _WRAPPERS = ("wrapper", "wait", "_wait")
 
 
 @dataclass(frozen=True)
-class Place:
+class CodePlace:
     """A `line` of the user's code as FILE:LINE, and the `collective` that it waits in; empty if
     there is none."""
 
@@ -46,11 +46,11 @@ class Whereabouts:
         self.moves = 0
         """How many looks found it elsewhere than the one before."""
 
-    def look(self) -> Place:
+    def look(self) -> CodePlace:
         """Where it stands now; counts a move."""
         frame = sys._current_frames().get(self._thread)
         if frame is None:
-            return Place()
+            return CodePlace()
         stack = list(_outwards(frame))
         seen = hash(tuple((id(frame.f_code), frame.f_lasti) for frame in stack))
         self.moves += seen != self._seen
@@ -58,7 +58,7 @@ class Whereabouts:
         return _place([(f.f_code.co_filename, f.f_code.co_name, f.f_lineno) for f in stack])
 
 
-def place_of(trace: TracebackType | None) -> Place:
+def place_of(trace: TracebackType | None) -> CodePlace:
     """Where an exception was raised."""
     stack = []
     while trace is not None:
@@ -68,7 +68,7 @@ def place_of(trace: TracebackType | None) -> Place:
     return _place(stack[::-1])
 
 
-def _place(stack: list[tuple[str, str, int]]) -> Place:
+def _place(stack: list[tuple[str, str, int]]) -> CodePlace:
     """Of a stack of files, functions and lines, the innermost first."""
     line = next((f"{Path(file).name}:{at}" for file, _, at in stack if _is_of_user(file)), "")
     collective = ""
@@ -77,7 +77,7 @@ def _place(stack: list[tuple[str, str, int]]) -> Place:
             break
         if _DISTRIBUTED in file and name not in _WRAPPERS:
             collective = name
-    return Place(line, collective)
+    return CodePlace(line, collective)
 
 
 def _is_of_user(file: str) -> bool:

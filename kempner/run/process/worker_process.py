@@ -2,24 +2,27 @@
 
 A stop signal usually reaches every process of a job. A child that dies of it takes its parent's
 last step or checkpoint along, so children leave the decision to the parent.
+
+Notices the end of a process that is not the parent, as a forked rank's supervisor is not.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from multiprocessing import active_children, process, resource_tracker
 from multiprocessing.process import BaseProcess
 
 from kempner.run.process.signals import STOP_SIGNALS, follow_parent
-from kempner.run.process.thread_states import thread_states
+from kempner.run.process.threads import thread_states
 
-UNHEARD = frozenset({*STOP_SIGNALS, signal.SIGQUIT})
+BLOCKED_SIGNALS = frozenset({*STOP_SIGNALS, signal.SIGQUIT})
 """SIGQUIT, too: a rank answers it with its stacks, and its children must survive that."""
 
 SAFE_MODULE = ("-P", "-m")
@@ -30,45 +33,45 @@ _UNBLOCKED_BY_TRACKER = frozenset({signal.SIGINT, signal.SIGTERM})
 
 
 @contextmanager
-def born_deaf() -> Iterator[None]:
+def signals_blocked_in_children() -> Iterator[None]:
     """Processes that are spawned inside inherit a mask that blocks the stop signals.
 
     Their own code can ignore a signal only after seconds of imports. Signals for the caller wait
     until the block ends.
     """
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, UNHEARD - _UNBLOCKED_BY_TRACKER)
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS - _UNBLOCKED_BY_TRACKER)
     try:
         # Starting it unblocks two of the signals in this thread; it must survive the others, too.
         resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, UNHEARD)
+        signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
-def stay_deaf(parent: int, *_: object) -> None:
+def ignore_stop_signals(parent: int, *_: object) -> None:
     """To be called in a new child: ignore the stop signals, and die when the parent does.
 
     `parent` is the process id of the parent. Its *thread* that started the child counts: the child
     dies with it. Raises OSError if the kernel refuses.
     """
-    for number in UNHEARD:
+    for number in BLOCKED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     follow_parent(parent, signal.SIGKILL)
 
 
 def heed_only_parent(*_: object) -> None:
     """To be called in a new child that its parent may end by SIGTERM, as torch's DataLoader ends
-    its workers: that still ends it, at once; stop signals of anybody else do not.
+    its workers: that still ends it, at once; stop signals of other processes do not.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, UNHEARD)
+    signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
     waiter = threading.Thread(target=_wait_for, args=(os.getppid(),), name="signals", daemon=True)
     waiter.start()
 
 
 def _wait_for(parent: int) -> None:
     while True:
-        received = signal.sigwaitinfo(UNHEARD)
+        received = signal.sigwaitinfo(BLOCKED_SIGNALS)
         if received.si_signo == signal.SIGTERM and received.si_pid == parent:
             os._exit(0)
 
@@ -101,7 +104,7 @@ class _Ward(threading.local):
     def before(self) -> None:
         """A signal that comes between the fork and the child's first lines waits."""
         if _Ward.active:
-            self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, UNHEARD)
+            self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
             if _FORK_MAY_HANG:
                 await_native_threads()
 
@@ -155,3 +158,21 @@ def kill(children: Collection[BaseProcess], patience: float = 2.0) -> None:
         if child.is_alive():
             # multiprocessing waits without limit, at exit, for every child that it still knows.
             process._children.discard(child)  # type: ignore[attr-defined]
+
+
+def call_at_end_of(pid: int, react: Callable[[], object]) -> None:
+    """Call `react` once a process of this machine has ended, from a thread; now if it is gone."""
+    try:
+        ended = os.pidfd_open(pid)
+    except ProcessLookupError:
+        react()
+        return
+
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(ended, select.POLLIN)
+        while not poll.poll():
+            pass
+        react()
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()

@@ -34,7 +34,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Needed:
+class NeededAttempts:
     """Attempts that must stay: the `live` one, and that which GAVE_UP names."""
 
     live: int | None = None
@@ -42,7 +42,7 @@ class Needed:
 
 
 @dataclass(frozen=True)
-class Fate:
+class LogFate:
     """What becomes of the logs of an attempt; `why` they stay."""
 
     logs: AttemptLogs
@@ -51,8 +51,8 @@ class Fate:
 
 
 def decide_fates(
-    found: Sequence[AttemptLogs], rule: Rule, needed: Needed, now: float
-) -> list[Fate]:
+    found: Sequence[AttemptLogs], rule: Rule, needed: NeededAttempts, now: float
+) -> list[LogFate]:
     """What becomes of each attempt's logs, by number.
 
     The highest number always stays: the next attempt is numbered by it.
@@ -69,14 +69,14 @@ def decide_fates(
             why = "one of the last"
         elif now - logs.written < rule.older_than:
             why = "not that old"
-        fates.append(Fate(logs, goes=not why, why=why))
+        fates.append(LogFate(logs, goes=not why, why=why))
     return fates
 
 
-def needed_attempts(run: RunDirectory) -> Needed:
+def needed_attempts(run: RunDirectory) -> NeededAttempts:
     """Those that must stay. Raises `OSError` if that cannot be read now."""
     current, mark = read_current(run.attempts), gave_up.read(run)
-    return Needed(
+    return NeededAttempts(
         live=None if current is None else current.number,
         given_up=None if mark is None else mark.attempt,
     )
@@ -103,4 +103,4 @@ def _stats(folder: Path) -> Iterator[os.stat_result]:
         try:
             yield path.lstat()
         except FileNotFoundError:
-            continue  # somebody else prunes, too
+            continue  # another process prunes, too

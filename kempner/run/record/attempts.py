@@ -1,8 +1,8 @@
 """Attempts and fencing: at most one launch of the ranks may commit.
 
 An attempt is numbered by the exclusive creation of its folder, and live while `attempts/CURRENT`
-holds its number and nonce. Whoever starts a new attempt thereby fences off all earlier ones,
-whether or not their processes are gone: no lock, no lease, and no clock is consulted.
+holds its number and nonce. Starting a new attempt thereby fences off all earlier ones, whether or
+not their processes are gone: no lock, no lease, and no clock is consulted.
 """
 
 from __future__ import annotations
@@ -111,13 +111,13 @@ def _begin(run: RunDirectory) -> Attempt:
 def prune_attempts(run: RunDirectory, keep: int) -> None:
     """Delete the folders of all attempts but the last `keep`, and the one that `GAVE_UP` names.
 
-    From a thread: thousands of files take seconds, and nobody waits for it.
+    From a thread: thousands of files take seconds, for which the caller need not wait.
     """
     threading.Thread(target=_prune, args=(run, keep), name="prune", daemon=True).start()
 
 
 def outdated(numbers: Iterable[int], keep: int, given_up: int | None) -> list[int]:
-    """The attempts whose logs nobody needs: not the last `keep`, nor what `GAVE_UP` points to."""
+    """The attempts whose logs may be deleted: not the last `keep`, nor the one in `GAVE_UP`."""
     return [number for number in sorted(numbers)[:-keep] if number != given_up]
 
 

@@ -1,8 +1,8 @@
 """`GAVE_UP`: the file that says why kempner gave up, and prevents another start.
 
 A chain of jobs would otherwise spend its nodes, one after the other, on what only a person can
-fix. Whoever has fixed it deletes the file. An option of the command line would not do: it would
-come again with every requeue of the job.
+fix. Once it is fixed, the user deletes the file. An option of the command line would not do: it
+would be repeated with every requeue of the job.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FirstFailure:
 
 @dataclass(frozen=True)
 class GaveUp:
-    """Why nobody but a person can bring the run any further.
+    """Why the run cannot go on until a person has acted.
 
     `first` is how it began, if a rank failed. `see` are files that tell more, `advice` is what to
     do.

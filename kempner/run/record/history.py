@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, Generic, Self, TypeVar, overload
 
 from kempner.run.output.logs import logger
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.checkpoint import CheckpointCommitted, Resumed
-from kempner.run.record.events.vocabulary import parse_event
+from kempner.run.record.events import CheckpointCommitted, LedgerEvent, Resumed
 from kempner.run.record.ledger import parse_lines
 from kempner.run.record.save_times import Durations
+from kempner.run.record.vocabulary import parse_event
 
 E = TypeVar("E", bound=LedgerEvent)
 F = TypeVar("F", bound=LedgerEvent)
@@ -64,7 +63,7 @@ class RunHistory:
         return history
 
     def refresh(self) -> Self:
-        """Read what was written since the last time, by whomever; returns this history.
+        """Read what any process has written since the last time; returns this history.
 
         What cannot be read now is read at the next time.
         """

@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Self
 
-from kempner.run.output.redact import redacted
+from kempner.run.output.logs import redacted
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.record.run_dir import RunDirectory
 
@@ -32,7 +32,7 @@ _LONGEST = 60
 """Characters of a value that are shown."""
 
 
-class Verdict(Enum):
+class Consequence(Enum):
     """What follows from a difference."""
 
     TOLD = "told"
@@ -47,7 +47,7 @@ class Difference:
     name: str
     before: object
     now: object
-    verdict: Verdict
+    verdict: Consequence
     sentence: str
 
 
@@ -139,8 +139,8 @@ def compare(
     found = [*_of_commands(before, now), *_of_environment(before, now), *_of_facts(before, now)]
     found += _of_surroundings(before, now)
     return [
-        replace(each, verdict=Verdict.ACCEPTED)
-        if each.verdict is Verdict.REFUSED and _names(each.name) & set(accepted)
+        replace(each, verdict=Consequence.ACCEPTED)
+        if each.verdict is Consequence.REFUSED and _names(each.name) & set(accepted)
         else each
         for each in found
     ]
@@ -151,7 +151,7 @@ def describe_refusal(differences: Sequence[Difference], path: Path | str, way_ou
 
     `way_out` is how to name another run.
     """
-    refused = [each for each in differences if each.verdict is Verdict.REFUSED]
+    refused = [each for each in differences if each.verdict is Consequence.REFUSED]
     if not refused:
         return ""
     changes = "; ".join(each.sentence for each in refused)
@@ -176,7 +176,7 @@ def _of_commands(before: RunIdentity, now: RunIdentity) -> Iterator[Difference]:
     for old, new in known:
         if old and new and old != new:
             shown = f"the command was `{_words(old)}`, now it is `{_words(new)}`"
-            yield Difference("command", old, new, Verdict.REFUSED, shown)
+            yield Difference("command", old, new, Consequence.REFUSED, shown)
             return
 
 
@@ -185,7 +185,7 @@ def _of_environment(before: RunIdentity, now: RunIdentity) -> Iterator[Differenc
         old, new = before.environment[name], now.environment[name]
         if old != new:
             shown = f"the variable {name} was {_value(name, old)}, now it is {_value(name, new)}"
-            yield Difference(f"environment.{name}", old, new, Verdict.REFUSED, shown)
+            yield Difference(f"environment.{name}", old, new, Consequence.REFUSED, shown)
 
 
 _TOLD_FACTS = frozenset({"save_every", "keep_last"})
@@ -199,11 +199,11 @@ def _of_facts(before: RunIdentity, now: RunIdentity) -> Iterator[Difference]:
             continue
         if name not in now.facts:
             shown = f"{name} was {_shorten(old)}, and is not told any more"
-            yield Difference(name, old, None, Verdict.TOLD, shown)
+            yield Difference(name, old, None, Consequence.TOLD, shown)
             continue
         longer = name == "steps" and _is_more(old, new)
         told = longer or name in _TOLD_FACTS
-        verdict = Verdict.TOLD if told else Verdict.REFUSED
+        verdict = Consequence.TOLD if told else Consequence.REFUSED
         yield Difference(name, old, new, verdict, _changes(name, old, new))
 
 
@@ -211,7 +211,7 @@ def _of_surroundings(before: RunIdentity, now: RunIdentity) -> Iterator[Differen
     for name in sorted(before.surroundings.keys() & now.surroundings.keys()):
         old, new = plain(before.surroundings[name]), plain(now.surroundings[name])
         if old != new:
-            yield Difference(name, old, new, Verdict.TOLD, _changes(name, old, new))
+            yield Difference(name, old, new, Consequence.TOLD, _changes(name, old, new))
     both = before.files.keys() & now.files.keys()
     changed = sorted(name for name in both if before.files[name] != now.files[name])
     if changed:
@@ -219,7 +219,7 @@ def _of_surroundings(before: RunIdentity, now: RunIdentity) -> Iterator[Differen
         shown = f"changed since the run began: {', '.join(changed[:8])}{more}"
         old_sums = {name: before.files[name] for name in changed}
         new_sums = {name: now.files[name] for name in changed}
-        yield Difference("files", old_sums, new_sums, Verdict.TOLD, shown)
+        yield Difference("files", old_sums, new_sums, Consequence.TOLD, shown)
 
 
 def _is_more(old: object, new: object) -> bool:

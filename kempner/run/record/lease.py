@@ -2,7 +2,7 @@
 
 An owner is a supervisor, or rank 0 of ranks that have none. Each makes a file of its own, numbered
 by exclusive creation; the highest number owns the run. The owner changes a counter in its file all
-the time. Who comes later looks twice: a counter that moves has an owner that lives; one that stands
+the time. A later process looks twice: a counter that moves has an owner that lives; one that stands
 still for as long as the lease lasts, by the watcher's own clock, has none, and the next number is
 free to take. Nothing is ever deleted or written by two, so there is no moment at which two
 processes could hold the same number, and an owner that wakes up after a long sleep finds a higher
@@ -29,14 +29,14 @@ from typing import Self
 from kempner.run.output.logs import logger
 from kempner.run.process.awake_clock import AwakeClock
 from kempner.run.process.exit_codes import UsageError
-from kempner.run.process.helper_thread import helper_thread
 from kempner.run.process.retry import describe, empty, storage_waits
 from kempner.run.process.signals import inbox
+from kempner.run.process.threads import helper_thread
 from kempner.run.record.attempts import CURRENT, SupersededError
 from kempner.run.record.run_dir import RunDirectory
 
 RENEWALS = 15
-"""How often a lease is renewed within its time: so many must fail before it is lost."""
+"""How often a lease is renewed within its time: if all of these fail, it is lost."""
 
 RELEASED = "released"
 """What an owner writes in place of its counter as it leaves."""
@@ -81,7 +81,7 @@ class Holder:
 
 
 @dataclass(frozen=True)
-class Seen:
+class LeaseReading:
     """What a supervisor's file says; `holder` is None where it is still empty."""
 
     number: int
@@ -89,8 +89,8 @@ class Seen:
     beat: str
 
 
-def reason_to_take(seen: Seen, me: Holder, process_lives: bool) -> str:
-    """Why nobody needs to be waited for; empty if the owner may be alive.
+def reason_to_take(seen: LeaseReading, me: Holder, process_lives: bool) -> str:
+    """Why the lease can be taken without waiting; empty if the owner may be alive.
 
     `process_lives` is whether a process of this machine is the one that `seen` names.
     """
@@ -221,7 +221,7 @@ class Lease:
 
 
 def wait_until_free(
-    folder: Path, seen: Seen, me: Holder, pause: Callable[[float], None] = time.sleep
+    folder: Path, seen: LeaseReading, me: Holder, pause: Callable[[float], None] = time.sleep
 ) -> None:
     """Return when the owner that was `seen` is known to be gone.
 
@@ -289,7 +289,7 @@ def ask_to_stop(folder: Path) -> bool:
     return True
 
 
-def look(folder: Path) -> Seen | None:
+def look(folder: Path) -> LeaseReading | None:
     """The newest supervisor's file, or None before the first."""
     numbers = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()]
     if not numbers:
@@ -299,7 +299,7 @@ def look(folder: Path) -> Seen | None:
         holder = Holder(**json.loads(rest))
     except (TypeError, ValueError):
         holder = None  # not written yet, or by another version of kempner
-    return Seen(max(numbers), holder, beat.strip())
+    return LeaseReading(max(numbers), holder, beat.strip())
 
 
 def start_ticks(pid: int, proc: Path = Path("/proc")) -> int | None:
@@ -333,7 +333,7 @@ def _make_folder(folder: Path, worked: bool) -> None:
 
 
 def _create(path: Path, me: Holder) -> int:
-    """A file that nobody else has made, open for writing. Raises `FileExistsError`."""
+    """A new file, open for writing. Raises `FileExistsError`."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         os.write(descriptor, f"{'0'.ljust(_WIDTH)}\n{json.dumps(asdict(me))}\n".encode())

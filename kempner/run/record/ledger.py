@@ -3,23 +3,46 @@
 Written by the supervisor, which gets rank 0's events over the control channel; by rank 0 itself
 where there is no supervisor, or none any more. A line torn by a kill is skipped by readers and
 never merges with the next one. docs/events.md lists the events.
+
+Appends JSON lines (metrics, sample ids, events) to a file that this process alone appends to.
+
+A write that fails never fails the run, and one that hangs does not hold it up: the lines are kept
+and written later. That lines cannot be written is said once, and how many came late or were lost
+when they can again.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.jsonl import JsonlWriter
+from kempner.run.output.background_files import open_lines
+from kempner.run.output.logs import warn
+from kempner.run.record.events import LedgerEvent
+
+
+class JsonlWriter:
+    """A file of JSON lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open_lines(path, warn)
+
+    def append(self, entry: Mapping[str, object]) -> None:
+        """Append an object of JSON values."""
+        self._file.append(json.dumps(entry))
+
+    def unwritten(self) -> list[str]:
+        """The lines that could not be written yet, oldest first."""
+        return self._file.unwritten()
+
 
 SCHEMA = 1
 
 
-class Recorder(Protocol):
+class EventRecorder(Protocol):
     """Takes an event for the run's ledger; only rank 0's calls need go anywhere."""
 
     def __call__(self, event: LedgerEvent) -> None: ...

@@ -13,14 +13,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from kempner.run.process.exit_codes import ExitCode, UsageError
-from kempner.run.record.events.attempt import AttemptEnded, ProgramAdvanced
-from kempner.run.record.events.checkpoint import CheckpointCommitted
+from kempner.run.record.events import AttemptEnded, CheckpointCommitted, ProgramAdvanced
 from kempner.run.record.history import RunHistory
 from kempner.run.record.identity import (
     ACCEPT_CHANGES,
     OUTPUT_DIR,
+    Consequence,
     RunIdentity,
-    Verdict,
     compare,
     describe_refusal,
     read_identity,
@@ -47,7 +46,7 @@ def choose_run(usual: Path, now: RunIdentity, accepted: Collection[str] = ()) ->
     if before is None:
         return ChosenRun(usual)
     differences = compare(before.only_command(), now.only_command(), accepted)
-    refused = [each for each in differences if each.verdict is Verdict.REFUSED]
+    refused = [each for each in differences if each.verdict is Consequence.REFUSED]
     if not refused:
         return ChosenRun(usual)
     own = usual.with_name(f"{usual.name}-{command_digest(now)}")
@@ -100,7 +99,7 @@ def _standing(path: Path, now: RunIdentity) -> RunIdentity | None:
     now = replace(now, facts=now.only_command().facts, claimed_by=asdict(Holder.here(0.0)))
     try:
         before = read_identity(run)
-        if before is not None and (_is_claimed(run, before) or not _let_go(run, before)):
+        if before is not None and (_is_claimed(run, before) or not _remove_unused(run, before)):
             return before
         claim_identity(run, now)
     except FileExistsError:
@@ -126,7 +125,7 @@ def _is_claimed(run: RunDirectory, identity: RunIdentity) -> bool:
     )
 
 
-def _let_go(run: RunDirectory, identity: RunIdentity) -> bool:
+def _remove_unused(run: RunDirectory, identity: RunIdentity) -> bool:
     """Remove an identity that claims nothing; whether it was still there."""
     taken = run.path / f".{run.identity.name}.{secrets.token_hex(4)}"
     run.identity.rename(taken)

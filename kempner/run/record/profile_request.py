@@ -1,6 +1,6 @@
 """How a trace is asked for while a run goes on: two small files for each rank.
 
-Whoever asks writes a request; the rank answers with the same id, once the trace is written.
+`kempner profile` writes a request; the rank answers with the same id, once the trace is written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kempner.run.process.durable_io import replace_durable
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """So many steps, from the next one on."""
+    """A request for `steps` steps, from the next one on."""
 
     id: str
     steps: int

@@ -30,7 +30,7 @@ class Disconnected:
 
 
 @dataclass(frozen=True)
-class Heard:
+class RankMessage:
     """A rank said something that must not be lost."""
 
     rank: int
@@ -45,4 +45,4 @@ class LastReport:
     at: float
 
 
-News: TypeAlias = Connected | Disconnected | Heard
+News: TypeAlias = Connected | Disconnected | RankMessage

@@ -9,21 +9,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kempner.config.program import ProgramSection
-from kempner.run.control.program.heartbeat_file import LONGEST, Heartbeat, parse
+from kempner.run.control.heartbeat import LONGEST, Heartbeat, parse
 from kempner.run.control.protocol import Moves, Phase, Report
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.helper_thread import helper_thread
+from kempner.run.process.threads import helper_thread
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.control.events import LastReport
-from kempner.supervisor.policy.outcome import RankExit, failed
-from kempner.supervisor.policy.program_exit import interpret
+from kempner.supervisor.policy.outcome import RankExit, failed, interpret
 
 EVERY = 1.0
 """Seconds between two looks at the files."""
 
 FRESH_WITHIN = 2.0
-"""Seconds that somebody waits who needs to know what the files say now: storage may hang."""
+"""Seconds that a caller waits for what the files say now: storage may hang."""
 
 
 @dataclass(frozen=True)

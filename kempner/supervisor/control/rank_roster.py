@@ -1,11 +1,19 @@
-"""Who of the ranks of an attempt has joined, whose connection is broken, and how each has ended."""
+"""Which ranks of an attempt have joined, which connections are broken, and how each rank ended.
+
+Writes each rank's last known step and phase to disk, for `kempner status`.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from operator import itemgetter
+from pathlib import Path
 from typing import NamedTuple
 
+from kempner.run.control.heartbeat import describe_places
+from kempner.run.output.background_files import LatestContent
+from kempner.run.output.logs import warn
 from kempner.run.process.stop_reason import LEFT_EARLY
 from kempner.supervisor.control.events import Connected, Disconnected, LastReport
 from kempner.supervisor.policy.outcome import RankExit, failed, is_lost
@@ -16,16 +24,17 @@ ended, or tries again after a tenth of a second. While steps are made, every ran
 count from the last one."""
 
 AWAY = 25.0
-"""Seconds without a word after which a rank is gone whose connection broke off in any other way.
-The network may be cut for 15 s: both kernels give the connection up within `UNACKNOWLEDGED`, and
-then a try to connect takes seconds. A rank that goes over to files is heard of before that, too."""
+"""Seconds without a message after which a rank whose connection broke off in any other way is taken
+for gone. The network may be cut for 15 s: both kernels give the connection up within
+`UNACKNOWLEDGED`, and then a try to connect takes seconds. A rank that switches to files reports
+before that, too."""
 
 JOIN = 120.0
 """Seconds after another has joined within which a rank joins, or it is gone: srun does not tell
 when one of its tasks has ended. A rank joins before it imports torch."""
 
 
-class _Broken(NamedTuple):
+class _BrokenConnection(NamedTuple):
     """When a connection broke off, and whether the rank's side closed it."""
 
     at: float
@@ -44,7 +53,7 @@ class RankRoster:
         self.stuck: dict[int, Connected] = {}
         """Where ranks are that could not be killed."""
         self._joined_at = 0.0
-        self._broken: dict[int, _Broken] = {}
+        self._broken: dict[int, _BrokenConnection] = {}
         self._heard: dict[int, tuple[float, float]] = {}
         """The date of the newest word of each rank, and when it was seen."""
         self._reached, self._reached_at = 0, 0.0
@@ -77,7 +86,7 @@ class RankRoster:
     def disconnected(self, gone: Disconnected, now: float) -> None:
         """A rank's connection broke off; of one that has ended that says nothing new."""
         if gone.rank not in self._ends:
-            self._broken[gone.rank] = _Broken(now, gone.hung_up)
+            self._broken[gone.rank] = _BrokenConnection(now, gone.hung_up)
 
     def ended(self, end: RankExit, now: float) -> bool:
         """A rank has ended; False if that was known.
@@ -113,7 +122,7 @@ class RankRoster:
         lost = (rank for rank, broken in self._broken.items() if self._lost(rank, broken, now))
         return [RankExit(rank, None) for rank in lost]
 
-    def _lost(self, rank: int, broken: _Broken, now: float) -> bool:
+    def _lost(self, rank: int, broken: _BrokenConnection, now: float) -> bool:
         if now - max(broken.at, self._reached_at) <= RECONNECT:
             return False
         if broken.hung_up or self.any_failed:
@@ -151,11 +160,32 @@ class RankRoster:
         return {there.host for there in self.stuck.values()}
 
     def stuck_pids(self) -> dict[str, list[int]]:
-        """Their processes, by host."""
+        """The process ids of the stuck ranks, by host."""
         where = self.stuck.values()
         return {host: [t.pid for t in where if t.host == host] for host in self.stuck_hosts}
 
     def lost_hosts(self) -> list[str]:
-        """Where ranks are gone of whose end nobody knows more: their machines may be gone, too."""
+        """Hosts of ranks whose end was not seen: the machines may be gone, too."""
         lost = (end.rank for end in self.ends if is_lost(end))
         return sorted({self.joined[rank].host for rank in lost if rank in self.joined})
+
+
+EVERY = 2.0
+"""Seconds between two versions of the file."""
+
+
+class RankStatusFile:
+    """Keeps the file up to date. It is worth having, but never worth the run."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = LatestContent(path, warn)
+        self._written: Mapping[int, LastReport] = {}
+        self._due_at = 0.0
+
+    def update(self, seen: Mapping[int, LastReport], *, now: bool = False) -> None:
+        """Write what has changed, if it is time, or `now`."""
+        if seen == self._written or (time.monotonic() < self._due_at and not now):
+            return
+        self._due_at = time.monotonic() + EVERY
+        self._file.replace(describe_places({rank: last.report for rank, last in seen.items()}))
+        self._written = seen

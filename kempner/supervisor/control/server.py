@@ -1,8 +1,13 @@
 """The supervisor's side of the control channel: one thread that serves all ranks.
 
-Whoever connects has `peers.OPENING_TIME` to prove that it knows the attempt's token; anything odd
-ends the connection, with a reason in the log, and nothing else. A rank may connect again at any
-time: its newest connection counts. One that cannot connect writes to a file (`file_transport`).
+A new connection has `peers.OPENING_TIME` to prove that it knows the attempt's token. Anything
+unexpected closes the connection, with a reason in the log, and has no other effect. A rank may
+connect again at any time: its newest connection counts. One that cannot connect writes to a file
+(`file_transport`).
+
+What ranks are told: at once those that are there, and later those that join.
+
+What the ranks of an attempt have said, over whatever way it came.
 """
 
 from __future__ import annotations
@@ -11,7 +16,9 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from kempner.run.control.protocol import (
@@ -23,20 +30,88 @@ from kempner.run.control.protocol import (
     Hello,
     MessageError,
     Noted,
+    PeerLost,
+    Report,
+    Stop,
     Usage,
     Welcome,
     decode_from_rank,
 )
 from kempner.run.control.transport import Connection, HungUpError
 from kempner.run.output.logs import logger
-from kempner.run.process.helper_thread import helper_thread
-from kempner.supervisor.control.auth import Membership
-from kempner.supervisor.control.events import Connected, Disconnected, LastReport, News
+from kempner.run.process.threads import helper_thread
+from kempner.supervisor.control.events import Connected, Disconnected, LastReport, News, RankMessage
 from kempner.supervisor.control.file_transport import FileTransport
-from kempner.supervisor.control.orders import Orders
-from kempner.supervisor.control.peers import Peer, Strangers
-from kempner.supervisor.control.rank_inbox import RankInbox
+from kempner.supervisor.control.peers import Membership, Peer, UnprovedPeers
 from kempner.supervisor.policy.outcome import RankExit
+
+
+class Orders:
+    """Messages that wait to be sent, and those that hold for the rest of the attempt."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[FromSupervisor, int | None]] = deque()
+        self._standing: list[tuple[FromSupervisor, float]] = []
+
+    def add(self, message: FromSupervisor, rank: int | None) -> None:
+        """To be sent to a rank, or to all (None); may be called from any thread."""
+        self._waiting.append((message, rank))
+
+    def take(self) -> Iterator[tuple[FromSupervisor, int | None]]:
+        """What is to be sent now, and to whom; a stop or a loss that all are told stands."""
+        while self._waiting:
+            message, rank = self._waiting.popleft()
+            if rank is None and isinstance(message, Stop | PeerLost):
+                self._standing.append((message, time.monotonic()))
+            yield message, rank
+
+    def so_far(self) -> list[FromSupervisor]:
+        """What a rank that joins only now must know, a deadline as it is now."""
+        now = time.monotonic()
+        return [
+            replace(message, seconds_left=max(0.0, message.seconds_left - (now - told_at)))
+            if isinstance(message, Stop) and message.seconds_left is not None
+            else message
+            for message, told_at in self._standing
+        ]
+
+
+class RankInbox:
+    """Keeps the newest report and usage of each rank, and hands the rest on to `post`, once.
+
+    Written by one thread; the others may read `last_reports` and `usage`.
+    """
+
+    def __init__(self, post: Callable[[News], None]) -> None:
+        self.post = post
+        self._last_reports: dict[int, LastReport] = {}
+        self._usage: dict[int, Usage] = {}
+        self._noted: dict[int, int] = {}
+
+    def last_reports(self) -> dict[int, LastReport]:
+        """The newest report of every rank that has sent one."""
+        return dict(self._last_reports)
+
+    def usage(self) -> dict[int, Usage]:
+        """What every rank last said that it uses of its node."""
+        return dict(self._usage)
+
+    def noted(self, rank: int) -> int:
+        """The number of the last message of a rank that was handed on; 0 before the first."""
+        return self._noted.get(rank, 0)
+
+    def take_in(self, rank: int, message: FromRank) -> None:
+        """A rank that is known has said something; raises `MessageError` if it makes no sense."""
+        if isinstance(message, Report):
+            self._last_reports[rank] = LastReport(message, time.monotonic())
+        elif isinstance(message, Usage):
+            self._usage[rank] = message
+        elif isinstance(message, Hello):
+            raise MessageError("it says hello twice")
+        elif message.number > self.noted(rank):  # not one that is sent again
+            self._noted[rank] = message.number
+            self.post(RankMessage(rank, message))
+
 
 TICK = 2.0
 """Seconds between two signs of life to the ranks, and between two looks at their files."""
@@ -61,7 +136,7 @@ class ControlServer:
     ) -> None:
         self._listeners, self._members, self._files = listeners, members, files
         self._inbox, self._orders = RankInbox(post), Orders()
-        self._strangers, self._ranks = Strangers(members.size), dict[int, Peer]()
+        self._unproved, self._ranks = UnprovedPeers(members.size), dict[int, Peer]()
         self._not_accepting: list[socket.socket] = []
         self._closing_until: float | None = None
         self._selector = selectors.DefaultSelector()
@@ -74,17 +149,15 @@ class ControlServer:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
         return int(self._listeners[0].getsockname()[1])
 
     def start(self) -> None:
-        """Begin to listen."""
         self._thread.start()
 
     def tell(self, message: FromSupervisor, rank: int | None = None) -> None:
         """Send to a rank, or to all; a stop or a loss also to those that connect later.
 
-        May be called from any thread, and returns at once. After `close` nobody is left to hear it.
+        May be called from any thread, and returns at once. Does nothing after `close`.
         """
         if self._listeners[0].fileno() < 0:
             return
@@ -108,13 +181,13 @@ class ControlServer:
         self._closing_until = time.monotonic() + LAST_WORDS
         os.eventfd_write(self._alarm, 1)
         self._thread.join()
-        for peer in (*self._strangers, *self._ranks.values()):
+        for peer in (*self._unproved, *self._ranks.values()):
             peer.wire.close()
         for listener in self._listeners:
             listener.close()
         self._selector.close()
         os.close(self._alarm)
-        self._strangers.sum_up()
+        self._unproved.sum_up()
 
     def _serve(self) -> None:
         tick_at = time.monotonic()
@@ -148,9 +221,9 @@ class ControlServer:
             self._selector.unregister(listener)
             self._not_accepting.append(listener)
             return
-        if (oldest := self._strangers.one_too_many()) is not None:
+        if (oldest := self._unproved.oldest_over_limit()) is not None:
             self._drop(oldest, "too many connections")
-        self._strangers.add(peer)
+        self._unproved.add(peer)
         self._selector.register(peer.wire, selectors.EVENT_READ, partial(self._serve_peer, peer))
         self._send(peer, Challenge(peer.nonce))
 
@@ -191,7 +264,7 @@ class ControlServer:
         if older := self._ranks.get(hello.rank):
             self._forget(older)
         peer.rank = hello.rank
-        self._strangers.remove(peer)
+        self._unproved.remove(peer)
         self._ranks[peer.rank] = peer
         peer.wire.trust()
         self._files.leave(hello.rank)
@@ -212,13 +285,13 @@ class ControlServer:
         return [self._ranks[rank]] if rank in self._ranks else []
 
     def _tick(self) -> None:
-        """Every few seconds: a sign of life, and whatever nobody wakes this thread for."""
+        """Every few seconds: send a sign of life, and do what no event wakes this thread for."""
         while self._not_accepting:
             self._listen(self._not_accepting.pop())
         for peer in self._addressees(None):
             if not peer.wire.sending:
                 self._send(peer, Alive())
-        for peer in self._strangers.too_slow():
+        for peer in self._unproved.overdue():
             self._drop(peer, "it did not authenticate in time")
         if len(self._ranks) < self._members.size:
             self._read_files()
@@ -236,8 +309,8 @@ class ControlServer:
     def _send(self, peer: Peer, *messages: FromSupervisor) -> None:
         """Send, after what had to wait.
 
-        Who has gone cannot be told anything, but may have said something first: the reading side
-        takes that in, and then finds out.
+        A rank that is gone gets nothing, but may have sent something first: the reading side takes
+        that in, and then finds the connection closed.
         """
         try:
             peer.wire.flush()
@@ -264,7 +337,7 @@ class ControlServer:
             del self._ranks[peer.rank]
             self._inbox.post(Disconnected(peer.rank, reason, hung_up))
             return
-        self._strangers.refuse(peer, reason)
+        self._unproved.refuse(peer, reason)
 
     def _forget(self, peer: Peer) -> None:
         self._selector.unregister(peer.wire)

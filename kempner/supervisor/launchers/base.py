@@ -23,7 +23,7 @@ class Program:
     Of a command that is not `ours` nothing is known but what any process does: a stop signal ends
     it, unless it traps it. A fork server imports `modules` first; without any, each rank starts as
     a process of its own. `python` runs what of kempner is in a rank. `pattern` finds the step in
-    what a rank prints; empty: nobody looks.
+    what a rank prints; if it is empty, the output is not searched.
     """
 
     command: tuple[str, ...]
@@ -75,8 +75,7 @@ class CannotRestart:
 
 @dataclass(frozen=True)
 class Idle:
-    """The nodes without ranks, where the ranks have fewer nodes than they could: so many are
-    `missing`."""
+    """The nodes without ranks, and how many nodes are `missing` for the largest start."""
 
     nodes: tuple[str, ...] = ()
     missing: int = 0
@@ -104,7 +103,7 @@ class JoinedNode:
 
     @property
     def of_job(self) -> str:
-        """Whose it is, for a sentence."""
+        """The job of the node, for a sentence; empty outside of a job."""
         return f" of job {self.job}" if self.job else ""
 
 
@@ -193,28 +192,28 @@ class Launcher(Protocol):
         """Write what is held of a step into a folder on every node's storage. Raises `OSError`."""
 
     def look(self, node: str, pids: Sequence[int]) -> Sequence[str]:
-        """What can be seen from outside of processes on another node: a line each, or none if
-        nobody answers. From any thread."""
+        """What can be seen from outside of processes on another node: a line each, or none without
+        an answer. From any thread."""
 
     def close(self) -> None:
-        """No other ranks are started: end what was started to do so."""
+        """End what was started to start ranks: no others follow."""
 
 
 class BareLauncher:
-    """What a launcher says that takes no nodes of other jobs, and keeps no steps in memory."""
+    """Defaults of a launcher that takes no nodes of other jobs, and keeps no steps in memory."""
 
     @property
     def joined(self) -> Mapping[str, JoinedNode]:
-        """Nobody can join."""
+        """None: no node can join."""
         return {}
 
     def invite(self, invitation: Path) -> None:
-        """Nobody."""
+        """Write no invitation."""
 
     def offers(self, nonce: str) -> Sequence[Offer]:
-        """Nothing: nobody on a node outlives the ranks there."""
+        """Nothing: no process on a node outlives the ranks there."""
         return ()
 
     def pour(self, nonce: str, step: int, folder: Path) -> Sequence[Poured]:
-        """Nothing."""
+        """Write nothing."""
         return ()

@@ -1,31 +1,288 @@
-"""Ranks that are children of this process: started, forked if possible, signalled and followed."""
+"""Ranks that are children of this process: started, forked if possible, signalled and followed.
+
+What a rank prints, read on its way: the step in it goes into the rank's heartbeat file.
+
+All that the ranks of an attempt have started on this machine, to signal it and to end it.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
+import select
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from kempner.run.control.program.heartbeat_file import path_in
+import psutil
+
+from kempner.run.control.heartbeat import Heartbeat, path_in, write
+from kempner.run.control.launch_env import FORK_SERVER, Launch
+from kempner.run.control.leftovers import processes_to_signal
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.signals import STOP_SIGNALS
+from kempner.run.process.threads import start_thread
 from kempner.supervisor.launchers.base import Program
-from kempner.supervisor.launchers.family import Family
 from kempner.supervisor.launchers.fork_server.client import (
     CannotForkError,
     ForkServerClient,
-    Started,
+    StartedProcess,
 )
-from kempner.supervisor.launchers.rank_output import RankOutput
 from kempner.supervisor.policy.outcome import RankExit
+
+WRITE_EVERY = 1.0
+"""Seconds between two versions of the file: a program may print thousands of lines in one."""
+
+DRAINED_WITHIN = 2.0
+"""Seconds for what a rank printed last. A process that it has left behind may hold the pipe."""
+
+_CHUNK = 65536
+_LONGEST = 4096
+"""Bytes of a line that are looked at."""
+
+
+class StepFinder:
+    """Finds the newest step in output that comes in pieces."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern, self._rest = re.compile(pattern), b""
+        self.step: int | None = None
+
+    def feed(self, chunk: bytes) -> None:
+        """The next piece. A carriage return ends a line, too: progress bars print no other end."""
+        *lines, rest = (self._rest + chunk).replace(b"\r", b"\n").split(b"\n")
+        for line in lines:
+            self._look(line[:_LONGEST])
+        self._rest = rest[:_LONGEST]
+
+    def _look(self, line: bytes) -> None:
+        for found in self._pattern.finditer(line.decode(errors="replace")):
+            with suppress(ValueError):  # no number, or a group that took no part
+                self.step = max(0, int((found[1] or "").replace(",", "")))
+
+
+class RankOutput:
+    """A pipe for all that a rank prints, which goes on to `target`, a file descriptor.
+
+    The rank holds the reading end, too: if this process dies before it, what it prints as it saves
+    does not end it.
+    """
+
+    def __init__(self, pattern: str, target: int, heartbeat: Path) -> None:
+        self._lines, self._target, self._heartbeat = StepFinder(pattern), target, heartbeat
+        self.reading, self.writing = os.pipe()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def pipe(self) -> Iterator[None]:
+        """In this block the rank is started; what it does not need any more is closed."""
+        try:
+            yield
+        finally:
+            os.close(self.writing)
+            if self._thread is None:
+                self._close()
+
+    def begin(self) -> None:
+        """The rank has the pipe: read it from now on."""
+        self._thread = start_thread("output", self._pass_on)
+
+    def end(self) -> None:
+        """The rank has ended: wait for its last words."""
+        if self._thread is not None:
+            self._thread.join(DRAINED_WITHIN)
+
+    def _pass_on(self) -> None:
+        written, at = self._lines.step, 0.0
+        over = False
+        while not over:
+            ready, _, _ = select.select([self.reading], [], [], WRITE_EVERY)
+            if ready:
+                chunk = os.read(self.reading, _CHUNK)
+                over = not chunk
+                _copy(chunk, self._target)
+                self._lines.feed(chunk or b"\n")
+            step, now = self._lines.step, time.monotonic()
+            if step is not None and step != written and (over or now - at >= WRITE_EVERY):
+                written, at = step, now
+                with suppress(OSError):  # the next step is told again
+                    write(self._heartbeat, Heartbeat(step))
+        self._close()
+
+    def _close(self) -> None:
+        os.close(self.reading)
+        if self._target > 2:  # a descriptor of its own
+            os.close(self._target)
+
+
+def _copy(chunk: bytes, target: int) -> None:
+    left = memoryview(chunk)
+    while left:
+        try:
+            left = left[os.write(target, left) :]
+        except OSError:
+            return  # the disk is full, or the reader is gone: the rank goes on
+
+
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+KILL_TIME = 2.0
+"""Seconds in which a process that was killed is gone, unless it is stuck in the kernel."""
+
+_LOOK_AT_FAMILY = 0.01
+"""Seconds between two looks whether they are gone."""
+
+
+class Family:
+    """The ranks and their descendants, those included that have lost their parents.
+
+    A process whose parent ends becomes the child of this one, its sub-reaper (prctl(2)). So even a
+    daemon in a session of its own is found: the ranks' sessions are not this process's, and no
+    process can enter this process's session from another one. Only the first process of a container
+    gets orphans that it has not started; there the ranks' environment tells them apart.
+
+    A fork server, whose process id `server` returns, is not a member, but all of its children are.
+    """
+
+    def __init__(self, server: Callable[[], int | None] = lambda: None) -> None:
+        self._server = server
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+            reason = os.strerror(ctypes.get_errno())
+            logger().warning("a process that leaves its parent may outlive the run", reason=reason)
+        self._others = {session for session in map(_session, _children(recursive=True)) if session}
+        self._others.add(os.getsid(0))
+        self._stopping: list[psutil.Process] = []
+        self._stuck: set[int] = set()
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM to each process that can act on it.
+
+        A process that traps the signal ends its children itself: without the workers of its data
+        loader, say, its last step would fail. One that does not trap it, such as a shell that runs
+        a script, ends and leaves its children: they get the signal as well.
+        """
+        asked = [found for head in self._heads() for found in processes_to_signal(head)]
+        # First, since another thread looks at `stops` as soon as a wrapper has ended.
+        self._stopping += [process for process, traps in asked if traps]
+        for process, _ in asked:
+            with suppress(psutil.Error):
+                process.terminate()
+
+    def stops(self) -> bool:
+        """Whether any that was asked, and traps the signal, has not ended yet."""
+        return any(_lives(process) for process in self._stopping)
+
+    def kill(self) -> None:
+        """SIGKILL all of them, and those that they start meanwhile.
+
+        A process that is not gone after `KILL_TIME` is stuck in the kernel, or another user's, and
+        is logged once.
+        """
+        end = time.monotonic() + KILL_TIME
+        while True:
+            members = self._members()
+            for member in members:
+                with suppress(psutil.Error):
+                    member.kill()
+            left = {member.pid for member in members if _lives(member)}
+            if not left or time.monotonic() > end:
+                break
+            time.sleep(_LOOK_AT_FAMILY)
+        if new := left - self._stuck:
+            self._stuck |= new
+            logger().warning("processes of the run cannot be ended", processes=sorted(new))
+
+    def pause(self) -> None:
+        """Stop all of them where they are, and those that they start meanwhile."""
+        paused: set[int] = set()
+        while new := [m for m in self._members() if m.pid not in paused]:
+            for member in new:
+                paused.add(member.pid)
+                with suppress(psutil.Error):
+                    member.suspend()
+
+    def go_on(self) -> None:
+        """Let all of them go on."""
+        for member in self._members():
+            with suppress(psutil.Error):
+                member.resume()
+
+    def reap(self, ranks: Collection[int]) -> None:
+        """Read the exit statuses of orphans, for which no other code waits."""
+        with suppress(ChildProcessError):
+            while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                pid = found.si_pid
+                if pid in ranks or pid == self._server() or not self._is_ours(pid):
+                    return  # other code waits for it
+                os.waitpid(pid, os.WNOHANG)
+
+    def _heads(self) -> Iterator[psutil.Process]:
+        """The ranks' top processes and the orphans."""
+        for child in _children():
+            if child.pid == self._server():
+                with suppress(psutil.Error):
+                    yield from child.children()
+            elif self._is_ours(child.pid):
+                yield child
+
+    def _members(self) -> list[psutil.Process]:
+        """All processes of the family."""
+        return [member for head in self._heads() for member in (head, *_below(head))]
+
+    def _is_ours(self, pid: int) -> bool:
+        session = _session_of(pid)
+        if session is None or session in self._others:
+            return False
+        return os.getpid() != 1 or _has_launch(pid)
+
+
+def _has_launch(pid: int) -> bool:
+    """Whether a process was started, or forked, with what the supervisor tells its ranks."""
+    try:
+        environ = psutil.Process(pid).environ()
+        return FORK_SERVER in environ or Launch.from_environment(environ) is not None
+    except (psutil.Error, KeyError, ValueError):
+        return False
+
+
+def _children(recursive: bool = False) -> list[psutil.Process]:
+    return psutil.Process().children(recursive)
+
+
+def _below(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _session(process: psutil.Process) -> int | None:
+    return _session_of(process.pid)
+
+
+def _session_of(pid: int) -> int | None:
+    """None if it has just gone."""
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
 
 _LOOK = 0.2
 """Seconds between two looks whether the program in a wrapper has ended."""
@@ -51,7 +308,7 @@ class Children:
     def __init__(self) -> None:
         self._server: ForkServerClient | None = None
         self._family = Family(lambda: None if self._server is None else self._server.pid)
-        self._started: dict[int, Started] = {}
+        self._started: dict[int, StartedProcess] = {}
         self._killed: set[int] = set()
         self._asked, self._over = threading.Event(), threading.Event()
         self._signalled = False
@@ -103,7 +360,7 @@ class Children:
             if child.poll() is None:
                 self._killed.add(rank)
         self._family.kill()
-        self._family.bury(self._tops)
+        self._family.reap(self._tops)
 
     @contextmanager
     def paused(self) -> Iterator[bool]:
@@ -116,7 +373,7 @@ class Children:
 
     def alive(self) -> bool:
         """Whether any rank has not been seen to end."""
-        self._family.bury(self._tops)
+        self._family.reap(self._tops)
         return any(watcher.is_alive() for watcher in self._watchers)
 
     def forget(self, within: float) -> bool:
@@ -183,7 +440,7 @@ class Children:
 
     def _spawn(
         self, child: ChildRank, program: Program
-    ) -> tuple[Started | None, RankOutput | None]:
+    ) -> tuple[StartedProcess | None, RankOutput | None]:
         """The process of a rank: forked if possible, None if a stop came first; and what reads what
         it prints, if that is looked at.
 
@@ -202,9 +459,9 @@ class Children:
 
     def _begin(
         self, child: ChildRank, program: Program, output: int | None, keep: Sequence[int] = ()
-    ) -> Started | None:
+    ) -> StartedProcess | None:
         """The process, as `_spawn`. It prints to `output` and inherits the descriptors `keep`."""
-        started: Started | None = None
+        started: StartedProcess | None = None
         if self._server is not None and program.modules:
             try:
                 started = self._server.fork(
@@ -237,7 +494,7 @@ class Children:
 
 
 def _looked_at(child: ChildRank, program: Program, target: int | None) -> RankOutput | None:
-    """The pipe for what a rank prints, if somebody wants to know its step."""
+    """The pipe for what a rank prints, if its step is searched for there."""
     heartbeat = path_in(child.environ)
     if not program.pattern or heartbeat is None:
         return None

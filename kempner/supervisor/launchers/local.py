@@ -23,7 +23,7 @@ from kempner.supervisor.policy.outcome import RankExit
 _LOOPBACK = "127.0.0.1"
 
 GONE_WITHIN = 60.0
-"""Seconds that ranks which were killed get to be gone before the next ones start."""
+"""Seconds to wait until killed ranks are gone, before the next ones start."""
 
 
 class LocalLauncher(BareLauncher):
@@ -57,7 +57,7 @@ class LocalLauncher(BareLauncher):
         return Idle()
 
     def ask_idle(self, question: ProbeQuestion) -> Sequence[ProbeResult]:
-        """Nobody."""
+        """No answers: there is no other machine."""
         return ()
 
     def survey(self, question: ProbeQuestion) -> Sequence[ProbeResult]:
@@ -133,7 +133,7 @@ class LocalLauncher(BareLauncher):
         return offers(self._slots, nonce)
 
     def pour(self, nonce: str, step: int, folder: Path) -> Sequence[Poured]:
-        """Write it from here."""
+        """Write the files from this process."""
         return pour(self._slots, nonce, step, folder)
 
     def look(self, node: str, pids: Sequence[int]) -> Sequence[str]:

@@ -1,20 +1,27 @@
-"""srun launcher: ranks are the tasks of a Slurm step, one per GPU."""
+"""srun launcher: ranks are the tasks of a Slurm step, one per GPU.
+
+Reads what srun says of its tasks, and passes all of it on to the job's log.
+
+torchrun launcher: a Slurm step with one torchrun per node.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
 
-from kempner.cluster.machine.job_place import Place, find_place
-from kempner.cluster.network.interfaces import Interface
-from kempner.cluster.network.master import choose_master
+from kempner.cluster.machine.job_place import JobPlace, find_place
+from kempner.cluster.network.interfaces import Interface, common_address
+from kempner.cluster.network.ports import choose_master
 from kempner.cluster.slurm.allocation import Allocation, avoid, without
 from kempner.cluster.slurm.command import (
     SlurmError,
@@ -32,15 +39,64 @@ from kempner.run.output.console import say
 from kempner.run.output.logs import logger
 from kempner.run.process.awake_clock import AwakeClock
 from kempner.run.process.exit_codes import ExitCode, UsageError
-from kempner.run.process.helper_thread import keep_running, start_thread
+from kempner.run.process.threads import keep_running, start_thread
 from kempner.supervisor.launchers.base import BareLauncher, CannotRestart, Idle, Program
-from kempner.supervisor.launchers.srun_output import StepErrors
 from kempner.supervisor.launchers.surroundings import Surroundings, reachable_addresses
 from kempner.supervisor.nodes import srun_probe
-from kempner.supervisor.nodes.blame import lost_nodes, still_boots
+from kempner.supervisor.nodes.exclusion import lost_nodes, still_boots
 from kempner.supervisor.nodes.health_check import NO_ANSWER
 from kempner.supervisor.nodes.probe import SITE_CHECK, ProbeQuestion, ProbeResult
 from kempner.supervisor.policy.outcome import RankExit
+
+_ENDED = re.compile(r"srun: error: \S+: tasks? ([\d,-]+): (.+?)(?: \(core dumped\))?\s*$")
+_CODE = re.compile(r"Exited with exit code (\d+)$")
+_SIGNALS = {signal.strsignal(number): -number for number in signal.Signals}
+_LONGEST = 4096
+"""Bytes of a line that are looked at: no line of srun's is longer."""
+
+
+def task_ends(line: str) -> Iterator[tuple[int, int]]:
+    """The tasks that have ended by what srun says, each with its exit status, or minus the signal.
+
+    `srun: error: node2: task 1: Killed`; also of several: `tasks 1,3-4: Exited with exit code 1`.
+    """
+    found = _ENDED.match(line)
+    status = None if found is None else _status(found[2])
+    if found is None or status is None:
+        return
+    for part in found[1].split(","):
+        first, _, last = part.partition("-")
+        for task in range(int(first), int(last or first) + 1):
+            yield task, status
+
+
+def _status(words: str) -> int | None:
+    if code := _CODE.match(words):
+        return int(code[1])
+    return -signal.SIGKILL if words == "Out Of Memory" else _SIGNALS.get(words)
+
+
+class StepErrors:
+    """What a step prints on its standard error; `ended` is told of each task that has ended."""
+
+    def __init__(self, ended: Callable[[int, int], None]) -> None:
+        self._ended, self._rest = ended, b""
+
+    def hear(self, chunk: bytes) -> None:
+        """Pass on what came, and look in it for the ends of tasks."""
+        _write(chunk)
+        *lines, rest = (self._rest + chunk).split(b"\n")
+        for line in lines:
+            for task, status in task_ends(line.decode(errors="replace")):
+                self._ended(task, status)
+        self._rest = rest[-_LONGEST:]
+
+
+def _write(chunk: bytes) -> None:
+    if sys.stderr is not None:
+        sys.stderr.buffer.write(chunk)
+        sys.stderr.flush()
+
 
 START_WITHIN = 300.0
 """Seconds for which srun is started again and again: the machine may be short of memory."""
@@ -56,7 +112,7 @@ BOOT_WITHIN, BOOT_LOOK = 600.0, 10.0
 
 DEAF = ["sh", "-c", 'trap "" TERM HUP INT USR1 USR2; exec "$@"', "sh"]
 """Becomes the command that follows, which no stop signal ends before it traps it. One that comes
-while its interpreter starts is lost; the control channel repeats it to whoever joins later."""
+while its interpreter starts is lost; the control channel repeats it to ranks that join later."""
 
 
 class SrunLauncher(BareLauncher):
@@ -101,7 +157,7 @@ class SrunLauncher(BareLauncher):
         step = self._step(name, nodes, self._tasks_per_node())
         command = [*step, *self._rank(launch, program)]
         job = self._allocation.job if self._allocation.batch else None
-        in_step = find_place(os.environ) is Place.STEP
+        in_step = find_place(os.environ) is JobPlace.STEP
         environ = step_environment(os.environ, in_step) | replace(launch, job=job).environment()
         environ.pop("TORCHELASTIC_RUN_ID", None)
         try:
@@ -111,7 +167,7 @@ class SrunLauncher(BareLauncher):
         self._following = start_thread("srun", lambda: self._wait(command, environ, post))
 
     def ask_to_stop(self) -> None:
-        """Signal each task once; in somebody else's allocation the control channel must do."""
+        """Signal each task once; in a user's own allocation only the control channel is used."""
         if self._allocation.batch:
             keep_running("scancel", self._signal)
 
@@ -198,7 +254,7 @@ class SrunLauncher(BareLauncher):
         before, least = self._allocation, self._least
         known = {node_of(host, self.nodes) for host in (*lost, *stuck, *self._unheard)}
         bad = self._lost_nodes(known, {node_of(h, self.nodes): pids for h, pids in stuck.items()})
-        self._see_it_end(0.0 if bad else ABANDON_AFTER)  # it would wait for a node that is gone
+        self._wait_for_end(0.0 if bad else ABANDON_AFTER)  # it would wait for a node that is gone
         self._allocation = without(before, bad)
         left = len(self._allocation.nodes)
         if bad:
@@ -286,7 +342,7 @@ class SrunLauncher(BareLauncher):
         return min(used, self._section.min_nodes or used)
 
     def _step(self, name: str, nodes: Sequence[str], tasks: int) -> list[str]:
-        """srun and its options, for so many tasks per node."""
+        """srun and its options, for `tasks` tasks per node."""
         allocation = self._allocation
         command = [
             "srun",
@@ -315,7 +371,7 @@ class SrunLauncher(BareLauncher):
     def _tasks_per_node(self) -> int:
         return self._allocation.tasks_per_node
 
-    def _see_it_end(self, patience: float) -> None:
+    def _wait_for_end(self, patience: float) -> None:
         """Wait for a srun that was told to end its tasks, or leave it behind."""
         if self._srun is None:
             return
@@ -406,3 +462,56 @@ def _with_site_check(result: ProbeResult, found: Mapping[str, str]) -> ProbeResu
 
 def _say_why(error: SlurmError) -> None:
     logger().warning("the ranks could not be started", reason=str(error))
+
+
+_HOSTS = (
+    '[ "$SLURMD_NODENAME" = "$0" ] && hosts=1 || hosts=0; '
+    'export PET_RDZV_CONF="${PET_RDZV_CONF:+$PET_RDZV_CONF,}is_host=$hosts"; '
+    'for at in $1; do if [ "${at%%=*}" = "$SLURMD_NODENAME" ]; then '
+    'export PET_LOCAL_ADDR="${at#*=}"; fi; done; shift; exec "$@"'
+)
+"""Tells torchrun whether the rendezvous is on its node, and the node's address, where the workers
+meet if it has rank 0: it knows no address of its machine but that which the host's name means, and
+would look for its host for ever."""
+
+
+class TorchrunLauncher(SrunLauncher):
+    """Starts one torchrun per node, and that the ranks.
+
+    torchrun kills its children 30 seconds after it is signalled. It is therefore started to ignore
+    SIGTERM, and the ranks are asked to stop by the control channel alone.
+    """
+
+    def ask_to_stop(self) -> None:
+        """Nothing: a signal would reach torchrun only."""
+
+    def _post_end(self, task: int, status: int, post: Callable[[RankExit], None]) -> None:
+        """Nothing: a task is torchrun, and how that ends says little about its ranks."""
+
+    def _tasks_per_node(self) -> int:
+        return 1
+
+    def _rank(self, launch: Launch, program: Program) -> list[str]:
+        nodes = self._allocation.nodes
+        address, port = choose_master(os.environ, nodes, launch.attempt.nonce, self.bound)
+        hosts = ["sh", "-c", _HOSTS, nodes[0], " ".join(self._local_addresses())]
+        torchrun = self._around.run("torch.distributed.run")
+        options = [
+            f"--nnodes={len(nodes)}",
+            f"--nproc-per-node={self._allocation.tasks_per_node}",
+            "--max-restarts=0",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={address}:{port}",
+            f"--rdzv-id={launch.attempt.nonce}",
+            "--signals-to-handle=SIGINT",
+            "--no-python",
+        ]
+        return [*DEAF, *hosts, *torchrun, *options, *program.command]
+
+    def _local_addresses(self) -> list[str]:
+        """`NODE=ADDRESS` of each node, on the network that the ranks use."""
+        nodes = self._allocation.nodes
+        if not common_address(self.bound, nodes):
+            return []
+        known = {node: self.bound.get(node) for node in nodes}
+        return [f"{n}={at.address.partition('/')[0]}" for n, at in known.items() if at]

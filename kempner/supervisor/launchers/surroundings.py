@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kempner.cluster.network.interfaces import choose, named
-from kempner.cluster.network.netinfo import read_interfaces, route_address
-from kempner.cluster.slurm.containers import binding_option, container_options
-from kempner.config.site.slurm import SlurmSection
+from kempner.cluster.network.interfaces import choose, named, read_interfaces, route_address
+from kempner.cluster.slurm.node_step import binding_option, container_options
+from kempner.config.site import SlurmSection
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.process.worker_process import SAFE_MODULE
 

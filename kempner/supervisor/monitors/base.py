@@ -19,12 +19,12 @@ where they go by file, within seven."""
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What the ranks can do nothing about.
+class RankConditions:
+    """Circumstances that are not the ranks' fault.
 
     `woke_at` is when the supervisor last went on after it was suspended: what it read then had
     waited, and tells nothing about how long anything took before. `unstarted` says that the
-    launcher still waits for somebody who can start the ranks.
+    launcher still waits for a process that can start the ranks.
     """
 
     woke_at: float = -inf
@@ -52,7 +52,7 @@ class Snapshot:
     """Where each rank runs."""
     usual: PhaseDurations = field(default_factory=dict)
     """How long each phase takes in this run, as far as it is known."""
-    around: Surroundings = Surroundings()
+    around: RankConditions = RankConditions()
 
     @classmethod
     def of(
@@ -64,7 +64,7 @@ class Snapshot:
         usual: PhaseDurations,
         usage: Mapping[int, Usage] | None = None,
         joined: Mapping[int, Connected] | None = None,
-        around: Surroundings = Surroundings(),
+        around: RankConditions = RankConditions(),
     ) -> Self:
         """Of reports that are dated by another clock, on which it is `clock` seconds."""
         return cls(
@@ -104,9 +104,10 @@ class Monitors:
 
 
 class Adviser:
-    """Asks a monitor whose opinion is only told: if it fails, it is told so, and not asked again.
+    """Asks a monitor whose findings are only logged: if it fails, that is logged, and it is not
+    asked again.
 
-    A mistake in what nobody acts on must not end a run.
+    An error in a monitor that only informs must not end a run.
     """
 
     def __init__(self, monitor: Monitor) -> None:

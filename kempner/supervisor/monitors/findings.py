@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kempner.run.control.protocol import Phase
-from kempner.run.record.events.health import SlowDownFound, StragglerFound
+from kempner.run.record.events import SlowDownFound, StragglerFound
 from kempner.supervisor.monitors.phase_durations import PhaseDurations
 
 

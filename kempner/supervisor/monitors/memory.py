@@ -1,19 +1,28 @@
 """Knows a node that runs short of memory, a rank that grows without end, and an out-of-memory kill.
 
 All from the `Usage` that ranks send, without looking at anything itself.
+
+Whether a rank that was killed fell to the kernel, because memory ran out.
 """
 
 from __future__ import annotations
 
+import signal
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
+from kempner.cluster.machine.limits import MemoryGroup
 from kempner.config.resilience import ResilienceSection
 from kempner.run.control.protocol import Usage
+from kempner.supervisor.control.events import Connected
 from kempner.supervisor.monitors.base import Snapshot
 from kempner.supervisor.monitors.findings import Shortage, SteadyGrowth
-from kempner.supervisor.policy.outcome import OUT_OF_MEMORY
+from kempner.supervisor.monitors.process_probe import is_here
+from kempner.supervisor.policy.outcome import OUT_OF_MEMORY, RankExit
 
 SPAN = 300.0
 """Seconds of which the least use counts: what comes and goes within them is no growth."""
@@ -25,7 +34,7 @@ HORIZON = 24 * 3600.0
 """Seconds within which growth has to use everything up to be worth a word."""
 
 
-class Growth:
+class GrowthTracker:
     """Follows one number that should stay where it is."""
 
     def __init__(self) -> None:
@@ -55,7 +64,7 @@ class MemoryMonitor:
 
     def __init__(self, section: ResilienceSection) -> None:
         self._reserve = section.memory_reserve
-        self._growth: dict[tuple[int, str], Growth] = {}
+        self._growth: dict[tuple[int, str], GrowthTracker] = {}
         self._short: set[str] = set()
         self._told: set[tuple[int, str]] = set()
 
@@ -83,7 +92,7 @@ class MemoryMonitor:
                 ("memory", _size(seen), seen.memory.available),
                 ("open files", seen.files, seen.files_limit - seen.files),
             ):
-                growth = self._growth.setdefault((rank, what), Growth())
+                growth = self._growth.setdefault((rank, what), GrowthTracker())
                 seconds = growth.full_in(value, room, snapshot.now)
                 if seconds is None or seconds > HORIZON or (rank, what) in self._told:
                     continue
@@ -124,3 +133,25 @@ def _size(seen: Usage) -> int:
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
+
+
+def explained(
+    end: RankExit, usage: Mapping[int, Usage], joined: Mapping[int, Connected]
+) -> RankExit:
+    """`end`, with the reason and the numbers if it was an out-of-memory kill.
+
+    The count of such kills comes from its node's agent, from the control group where that is on
+    this host, or else from the ranks that lived on beside it: they measure once more when they lose
+    a peer.
+    """
+    last, there = usage.get(end.rank), joined.get(end.rank)
+    by_force = end.status in (-signal.SIGKILL, None) and not end.ended_by_us
+    if last is None or there is None or not by_force:
+        return end
+    beside = [rank for rank, other in joined.items() if other.host == there.host and rank in usage]
+    counts = [end.oom_kills, *(usage[rank].memory.oom_kills for rank in beside)]
+    if is_here(there.host) and last.memory.group:
+        with suppress(OSError):  # gone with its last process: what others have seen must do
+            counts.append(MemoryGroup(Path(last.memory.group)).oom_kills())
+    reason = explain_kill(last, max(counts))
+    return replace(end, sentence=reason) if reason else end

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Self, TypeAlias
 
 from kempner.run.control.protocol import Phase
-from kempner.run.record.events.health import PhaseDurationsLearned, PhaseTimes
+from kempner.run.record.events import PhaseDurationsLearned, PhaseTimes
 from kempner.run.record.history import RunHistory
 from kempner.run.record.save_times import nearest_rank
 
@@ -42,14 +42,14 @@ PhaseDurations: TypeAlias = Mapping[Phase, DurationStats]
 
 
 def to_event(phase_durations: PhaseDurations, ranks: int) -> PhaseDurationsLearned:
-    """For the ledger: what so many ranks take."""
+    """For the ledger: the durations with a number of `ranks`."""
     return PhaseDurationsLearned(
         ranks, {phase: PhaseTimes(**asdict(usual)) for phase, usual in phase_durations.items()}
     )
 
 
 def learned(history: RunHistory, ranks: int) -> dict[Phase, DurationStats]:
-    """The newest phase durations of so many ranks that a run's history tells of.
+    """The newest phase durations in a run's history with the same number of ranks.
 
     Of starts, the longest: ranks that are forked start at once, and the next job imports anew.
     """

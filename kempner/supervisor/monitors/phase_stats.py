@@ -108,7 +108,7 @@ class PhaseStats:
         if phase not in self._unlike:
             self._seen.setdefault(phase, deque(maxlen=REMEMBERED)).extend([seconds] * times)
 
-    def misjudged(self, phase: Phase, seconds: float) -> None:
+    def note_false_hang(self, phase: Phase, seconds: float) -> None:
         """Standing still in a phase was taken for a hang.
 
         It may have been none: the next attempt shall not fail for the same reason. Steps are

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from kempner.run.process.helper_thread import start_thread
+from kempner.run.process.threads import start_thread
 from kempner.supervisor.control.events import Connected
 from kempner.supervisor.nodes.presence import came_after, still_runs
 from kempner.supervisor.nodes.process_look import of_process
@@ -24,7 +24,7 @@ def is_here(host: str) -> bool:
     return host in (here, here.partition(".")[0])
 
 
-def still_here(joined: Mapping[int, Connected]) -> dict[int, Connected]:
+def local_processes(joined: Mapping[int, Connected]) -> dict[int, Connected]:
     """Those of the ranks whose processes run on this host, whatever they have said."""
     return {rank: there for rank, there in joined.items() if _runs_here(there)}
 

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from kempner.run.output.logs import logger
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.health import (
+from kempner.run.record.events import (
+    LedgerEvent,
     MemoryLow,
+    NodeSuspected,
     Recovered,
     ResourceGrowth,
     SlowDownFound,
     StragglerFound,
 )
-from kempner.run.record.events.job import NodeSuspected
 from kempner.run.record.ledger import Ledger
 from kempner.supervisor.control.events import Connected
 from kempner.supervisor.monitors.base import Snapshot

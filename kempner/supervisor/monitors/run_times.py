@@ -8,8 +8,7 @@ from typing import Self
 
 from kempner.run.control.protocol import Phase
 from kempner.run.process.awake_clock import AwakeClock
-from kempner.run.record.events.health import HangFound
-from kempner.run.record.events.job import JobHandedBack
+from kempner.run.record.events import HangFound, JobHandedBack
 from kempner.run.record.history import RunHistory
 from kempner.run.record.save_times import REMEMBERED, Durations, SaveSeconds
 from kempner.supervisor.monitors.phase_durations import learned

@@ -1,7 +1,7 @@
 """Knows a straggler, and a run that has become slow, from what the ranks report of their steps.
 
 A straggler is a rank whose own work per step takes longer than that of the others: they wait for
-it. If all of them work longer, the run is slow, and nobody is to blame.
+it. If all of them work longer, the run is slow, and no rank is a straggler.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from kempner.config.resilience import ResilienceSection
 from kempner.run.control.protocol import Phase, Report
-from kempner.run.record.events.health import SlowDownFound, StragglerFound
+from kempner.run.record.events import SlowDownFound, StragglerFound
 from kempner.supervisor.monitors.base import Snapshot
 from kempner.supervisor.monitors.findings import Recovery, SlowDown, Straggler
 

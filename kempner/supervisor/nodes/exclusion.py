@@ -2,21 +2,39 @@
 
 A node is suspect by evidence, for as long as `resilience.suspect_for` says:
 
-- an event `suspect` names it (a failed health check, no answer, whatever else somebody saw);
+- an event `suspect` names it (a failed health check, no answer, or another observation);
 - a rank on it failed with words that speak of a broken GPU or memory;
 - its ranks were the first to fail in two attempts running, or as soon as it was taken back.
 
 What was said before the run took it back does not count.
+
+Decides which nodes are not to be used again after a failure: pure, and only by a positive sign.
+
+A question that could not be put says nothing about a node.
+
+Suspect nodes that the runs of a group tell each other of, in a folder: one file per node.
+
+A file says why the node is suspect and until when; removing it ends that for all other runs. It is
+replaced at one go, so that a reader never sees half of it.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from kempner.run.record.events.attempt import AttemptFailed
-from kempner.run.record.events.job import NodesTakenBack, NodeSuspected
+from pydantic import BaseModel, ConfigDict
+
+from kempner.config.resilience import ResilienceSection
+from kempner.run.output.logs import logger
+from kempner.run.process.durable_io import replace_durable
+from kempner.run.record.events import AttemptFailed, NodesTakenBack, NodeSuspected
 from kempner.run.record.history import Entry, RunHistory
+from kempner.supervisor.nodes.health_check import NO_ANSWER
 
 _BROKEN = re.compile(
     r"\bXid\b|\bECC\b|uncorrectable|fallen off the bus|GPU is lost"
@@ -87,7 +105,7 @@ def suspects(history: RunHistory, now: float, keep_for: float) -> dict[str, Susp
     return found
 
 
-def speaks_of_the_machine(words: str) -> bool:
+def is_machine_error(words: str) -> bool:
     """Whether an error is one that a sound GPU does not have, whatever the program."""
     return bool(_BROKEN.search(words)) and not _MISTAKEN.search(words)
 
@@ -96,7 +114,7 @@ def _evidence(event: NodeSuspected | AttemptFailed) -> str:
     """What this event has against its node; empty if nothing."""
     if isinstance(event, NodeSuspected):
         return event.reason
-    return event.raised if speaks_of_the_machine(event.raised) else ""
+    return event.raised if is_machine_error(event.raised) else ""
 
 
 def _habit(failure: Entry[AttemptFailed], before: Entry[AttemptFailed] | None) -> str:
@@ -106,3 +124,152 @@ def _habit(failure: Entry[AttemptFailed], before: Entry[AttemptFailed] | None) -
     if before.event.node != failure.event.node:
         return ""
     return f"its ranks failed first in attempts {before.attempt} and {failure.attempt}"
+
+
+_GONE = frozenset(
+    ("DOWN", "FAIL", "FAILING", "NOT_RESPONDING", "NO_RESPOND", "POWERED_DOWN", "POWERING_DOWN")
+)
+_BOOTING = frozenset(("POWERING_UP", "POWER_UP", "REBOOT_ISSUED", "REBOOT", "BOOT"))
+_SIGNS = {"*": "NOT_RESPONDING", "~": "POWERED_DOWN", "#": "POWERING_UP", "%": "POWERING_DOWN"}
+
+
+def node_flags(state: str) -> frozenset[str]:
+    """The words of a node's State in `scontrol show node`: `IDLE*+CLOUD+POWERING_UP`."""
+    words = (word for word in state.upper().split("+") if word)
+    found: set[str] = set()
+    for word in words:
+        found.add(word.rstrip("".join(_SIGNS)))
+        found.update(meaning for sign, meaning in _SIGNS.items() if sign in word)
+    return frozenset(found)
+
+
+def still_boots(flags: Collection[str]) -> bool:
+    """Whether Slurm says that a node is on its way up, as those of a cloud are for minutes."""
+    return not _BOOTING.isdisjoint(flags)
+
+
+def lost_nodes(
+    accused: Collection[str],
+    answers: Mapping[str, Sequence[int]],
+    slurm: Mapping[str, Collection[str]],
+    own: str,
+) -> dict[str, str]:
+    """Those of the `accused` nodes that cannot be used again, each with the sign against it.
+
+    `answers` has the nodes that answered when all were asked at once, each with the processes of
+    earlier ranks that still run there; `slurm` the flags of silent ones, as far as Slurm said
+    anything. A silent node is gone if Slurm says so, or if others answered the same question. The
+    supervisor's `own` node answers by running it.
+    """
+    found = {}
+    for node in sorted(accused):
+        if left := answers.get(node, ()):
+            one = len(left) == 1
+            listed = ", ".join(map(str, left))
+            found[node] = f"process{'' if one else 'es'} {listed} of an earlier attempt still run"
+            found[node] += "s" if one else ""
+        elif node not in answers and node != own and _is_gone(slurm.get(node, ()), answers):
+            found[node] = NO_ANSWER
+    return found
+
+
+def _is_gone(flags: Collection[str], answers: Collection[str]) -> bool:
+    if still_boots(flags):
+        return False
+    return bool(answers) or not _GONE.isdisjoint(flags)
+
+
+BEGAN = time.time()
+"""When this process started. Evidence from before was shared by an earlier process, and may have
+been removed by a user since."""
+
+
+class SharedSuspect(BaseModel):
+    """What a file says; times are in seconds since the epoch."""
+
+    model_config = ConfigDict(frozen=True)
+
+    node: str
+    reason: str
+    since: float
+    until: float
+    run: str
+
+
+def known_suspects(
+    history: RunHistory, section: ResilienceSection, run: str = ""
+) -> dict[str, Suspect]:
+    """The suspect nodes by name: those of this run, and of the group's others.
+
+    Others are told of those of this run that there is proof against. A folder that cannot be used
+    is no reason to end a run.
+    """
+    now = time.time()
+    own = suspects(history.refresh(), now, section.suspect_for)
+    if section.suspects_dir is None:
+        return own
+    folder = Path(section.suspects_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        theirs = read_shared(folder, now)
+        news = {name: s for name, s in own.items() if s.proven and s.since >= BEGAN}
+        share(folder, news, theirs, section.suspect_for, run)
+    except OSError as error:
+        logger().warning(f"resilience.suspects_dir={folder} cannot be used: {error.strerror}")
+        return own
+    shared = {
+        name: Suspect(name, f"{s.reason} (seen by run {s.run})", s.since, proven=True)
+        for name, s in theirs.items()
+    }
+    return {**shared, **own}
+
+
+def read_shared(folder: Path, now: float) -> dict[str, SharedSuspect]:
+    """What the files say that are still true; one that cannot be understood is passed over.
+
+    Raises `OSError`.
+    """
+    found = {}
+    for path in sorted(folder.glob("[!.]*.json")):
+        try:
+            suspect = SharedSuspect.model_validate_json(path.read_bytes())
+        except FileNotFoundError:  # it has just been removed
+            continue
+        except ValueError:
+            logger().warning("names no suspect node", file=str(path))
+            continue
+        if suspect.until > now:
+            found[suspect.node] = suspect
+    return found
+
+
+def share(
+    folder: Path,
+    own: Mapping[str, Suspect],
+    known: Mapping[str, SharedSuspect],
+    keep_for: float,
+    run: str,
+) -> None:
+    """Tell the group of suspects of our own, unless it knows as much. Raises `OSError`."""
+    for name, suspect in own.items():
+        if name in known and known[name].since >= suspect.since:
+            continue
+        told = SharedSuspect(
+            node=name,
+            reason=suspect.reason,
+            since=suspect.since,
+            until=suspect.since + keep_for,
+            run=run,
+        )
+        unique = f"{os.uname().nodename}-{os.getpid()}"
+        replace_durable(folder / f"{name}.json", told.model_dump_json().encode(), unique=unique)
+
+
+def withdraw(folder: Path, nodes: Collection[str], names: Collection[str]) -> None:
+    """Tell the group that nodes are well again which a run with one of these `names` has accused.
+
+    Raises `OSError`.
+    """
+    for name, suspect in read_shared(folder, 0.0).items():
+        if name in nodes and suspect.run in names:
+            (folder / f"{name}.json").unlink(missing_ok=True)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kempner.cluster.machine.fitness import (
+from kempner.cluster.machine.limits import (
     MEMORY,
     ROOM,
     SKEW,
     clock_skew,
     open_files_needed,
 )
-from kempner.cluster.network.interfaces import odd_ones
-from kempner.supervisor.nodes.code_identity import other_code
-from kempner.supervisor.nodes.probe import SITE_CHECK, ProbeResult
+from kempner.cluster.network.interfaces import nodes_off_network
+from kempner.supervisor.nodes.probe import SITE_CHECK, ProbeResult, other_code
 
 NO_ANSWER = "it does not respond"
 """What is wrong with a node that is gone."""
@@ -44,10 +43,10 @@ def diagnose(
     """
     if not told:
         return Diagnosis({}, ("the health check did not run on any node",))
-    found = {vitals.node: ailments(vitals, during, ranks) for vitals in told}
+    found = {vitals.node: health_problems(vitals, during, ranks) for vitals in told}
     for node, reason in unseen.items():
         found.setdefault(node, {}).setdefault("shared", reason)
-    for node in odd_ones({vitals.node: vitals.interface for vitals in told}):
+    for node in nodes_off_network({vitals.node: vitals.interface for vitals in told}):
         found[node].setdefault("interface", "it has no interface on the network of the other nodes")
     code = {vitals.node: vitals.code for vitals in told if vitals.code is not None}
     for node, reason in other_code(code, nodes[0]).items():
@@ -65,7 +64,7 @@ def diagnose(
     return Diagnosis(unfit, tuple(first[about] for about in sorted(common)))
 
 
-def ailments(vitals: ProbeResult, during: tuple[float, float], ranks: int) -> dict[str, str]:
+def health_problems(vitals: ProbeResult, during: tuple[float, float], ranks: int) -> dict[str, str]:
     """What is wrong with one node, in words, by what it is about."""
     found = dict(vitals.troubles)
     if vitals.memory.free < MEMORY * vitals.memory.total:

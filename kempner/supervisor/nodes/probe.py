@@ -3,29 +3,88 @@
 `python -m kempner.supervisor.nodes.probe QUESTION` prints the answer in lines that srun does not
 mix. It imports neither torch nor the configuration, so that it takes a moment where a rank takes
 seconds to start.
+
+Which code a node runs: a hash of kempner's own files, the versions of its Python and torch.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
 import resource
 import shutil
 import sys
 import time
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
 from pydantic import TypeAdapter
 
-from kempner.cluster.machine.fitness import SHARED_WITHIN
+from kempner.cluster.machine.limits import SHARED_WITHIN
 from kempner.cluster.machine.shell_command import run_shell
-from kempner.cluster.network.interfaces import Interface, choose
-from kempner.cluster.network.netinfo import read_interfaces
+from kempner.cluster.network.interfaces import Interface, choose, read_interfaces
 from kempner.cluster.slurm.hostlist import node_name
-from kempner.cluster.slurm.task_output import in_lines
+from kempner.cluster.slurm.node_step import in_lines
 from kempner.run.process.durable_io import comes_to_hold
-from kempner.supervisor.nodes.code_identity import CodeIdentity, code_identity
+
+_PACKAGE = Path(__file__).parents[2]
+
+_SHOWN = 8
+"""Digits of a hash that a sentence shows."""
+
+
+@dataclass(frozen=True)
+class CodeIdentity:
+    """`python` and `torch` are versions, that of torch empty where there is none; `code` is a hash
+    of kempner's files, hexadecimal."""
+
+    python: str
+    code: str
+    torch: str = ""
+
+    def __str__(self) -> str:
+        torch = f", torch {self.torch}" if self.torch else ""
+        return f"kempner's code {self.code[:_SHOWN]} on Python {self.python}{torch}"
+
+
+def code_identity(package: Path = _PACKAGE) -> CodeIdentity:
+    """Of this process. Raises `OSError` if the package's files cannot be read."""
+    total = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        content = path.read_bytes()
+        total.update(f"{path.relative_to(package)}\0{len(content)}\0".encode())
+        total.update(content)
+    return CodeIdentity(platform.python_version(), total.hexdigest(), _torch())
+
+
+def _torch() -> str:
+    """As it is installed: importing it would take seconds."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return ""
+
+
+def other_code(found: Mapping[str, CodeIdentity], first: str) -> dict[str, str]:
+    """The nodes whose code is not that of most, each with a sentence.
+
+    Of several that as many have, that of the `first` node counts.
+    """
+    if len(set(found.values())) < 2:
+        return {}
+    counts = Counter(found.values())
+    usual = max(counts, key=lambda code: (counts[code], code == found.get(first)))
+    return {
+        node: f"it runs {code}, and the other nodes {usual}"
+        for node, code in found.items()
+        if code != usual
+    }
+
 
 SHM = "/dev/shm"
 
@@ -57,7 +116,7 @@ class ProbeQuestion:
 
 
 @dataclass(frozen=True)
-class Memory:
+class ProbedMemory:
     """A node's memory in bytes: what a process could still have, and all."""
 
     free: int
@@ -75,7 +134,7 @@ class ProbeResult:
 
     node: str
     time: float
-    memory: Memory
+    memory: ProbedMemory
     disk_free: dict[str, int]
     open_files: int | None
     interface: Interface | None
@@ -123,7 +182,7 @@ def measure(question: ProbeQuestion) -> ProbeResult:
     return ProbeResult(
         node=node,
         time=time.time(),
-        memory=Memory(memory.available, memory.total),
+        memory=ProbedMemory(memory.available, memory.total),
         disk_free=disk_free,
         open_files=None if hard == resource.RLIM_INFINITY else hard,
         interface=interface,

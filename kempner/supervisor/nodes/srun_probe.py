@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import SlurmError
 from kempner.cluster.slurm.job import parse_job
-from kempner.cluster.slurm.node_step import run_on_nodes
-from kempner.cluster.slurm.task_output import whole_answers
+from kempner.cluster.slurm.node_step import run_on_nodes, whole_answers
 from kempner.run.output.logs import logger
 from kempner.run.process.worker_process import SAFE_MODULE
 from kempner.supervisor.nodes import presence, probe, process_look
-from kempner.supervisor.nodes.blame import node_flags
+from kempner.supervisor.nodes.exclusion import node_flags
 from kempner.supervisor.nodes.presence import read_answer
 from kempner.supervisor.nodes.probe import ProbeQuestion, ProbeResult
 
@@ -39,7 +38,8 @@ def present(
     """The nodes that answer, all asked in one step, each with those of the `pids` that still run.
 
     `pids` are processes by node, `allocation` the job to ask in, None for the one around this
-    process. Nobody answers where no step can be started: that says nothing about any node.
+    process. Without an answer from any node, no step could be started, and nothing is known of the
+    nodes.
     """
     for left in reversed(range(TRIES)):
         told = _ask(nodes, allocation, presence.__name__, json.dumps(dict(pids)), PROBE_WITHIN)

@@ -1,15 +1,23 @@
 """The life of an attempt as a table: which state follows which, and until when each may last.
 
-Pure: whoever follows an attempt says what has happened, and when; nothing is done here.
+Pure: the caller, which follows an attempt, passes what has happened, and when; this has no effects.
+
+What is known of how an attempt ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import inf
 from typing import Final
+
+from kempner.run.process.signals import ReceivedSignal
+from kempner.run.process.stop_reason import StopReason
+from kempner.run.record.events import StopRequested
+from kempner.supervisor.policy.outcome import ReportedLoop
+from kempner.supervisor.policy.stop import StandingStop
 
 
 class AttemptState(StrEnum):
@@ -141,8 +149,8 @@ class AttemptLife:
     """An attempt is in `state` since `since`, and its time is up at `until`; seconds of one clock.
 
     `graces` has the seconds of each deadline in `BEGINS`. The earliest of those that were begun
-    counts: a stop gives nobody more time who has to leave because of another rank, and vice versa.
-    What follows the kill has a time of its own.
+    counts: a stop gives a rank that has to leave because of another rank no more time, and vice
+    versa. The deadline after the kill is separate.
     """
 
     graces: Mapping[Deadline, float]
@@ -159,7 +167,7 @@ class AttemptLife:
         begun, until = BEGINS.get(trigger), self.until
         if begun in DEADLINES[state]:
             grace = min(self.graces[begun], within)
-            # Whoever is killed now gets that time, whatever was begun before.
+            # A rank that is killed now gets that time, whatever deadline was begun before.
             killed_now = begun is Deadline.ABANDON and state is not self.state
             until = now + grace if killed_now else min(until, now + grace)
         since = self.since if state is self.state else now
@@ -173,3 +181,29 @@ class AttemptLife:
     def over(self) -> bool:
         """Whether nothing is left to follow."""
         return self.state in OVER
+
+
+@dataclass
+class StopSoFar:
+    """What is known of a stop, and of the end of a program's own `loop`.
+
+    `standing` is what the ranks were told, None until they are asked to stop; `said` is why they
+    stop by their own words. `unrecorded` is what the ledger does not tell yet, and since when.
+    `by_user` is whether a person asked for it: then no signal is a warning of Slurm's.
+    """
+
+    signals: list[ReceivedSignal] = field(default_factory=list)
+    standing: StandingStop | None = None
+    said: StopReason = StopReason.NONE
+    unrecorded: tuple[StopRequested, float] | None = None
+    loop: ReportedLoop = ReportedLoop.UNKNOWN
+    by_user: bool = False
+
+    @property
+    def reason(self) -> StopReason:
+        """Why the ranks were asked to stop, or said that they do; NONE if there was no request."""
+        if self.standing is None:
+            return StopReason.NONE
+        if self.standing.reason is StopReason.PEER_STOPPED and self.said:
+            return self.said  # they know why that one was asked
+        return max(self.standing.reason, self.said)

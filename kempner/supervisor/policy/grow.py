@@ -13,8 +13,14 @@ from itertools import pairwise
 from math import inf
 from statistics import median
 
-from kempner.run.record.events.attempt import AttemptEnded, RankReady, Restarting
-from kempner.run.record.events.job import NodesJoined, NodesLeft, NodesTakenBack
+from kempner.run.record.events import (
+    AttemptEnded,
+    NodesJoined,
+    NodesLeft,
+    NodesTakenBack,
+    RankReady,
+    Restarting,
+)
 from kempner.run.record.history import RunHistory
 
 LARGEST_SHARE = 0.02
@@ -110,8 +116,8 @@ def decide_growth(now: GrowSituation) -> GrowDecision:
 def trusted(idle: tuple[IdleNode, ...], wait: float) -> tuple[IdleNode, ...]:
     """The nodes that have been well for long enough, those first that came back least often.
 
-    That is `wait` seconds, and twice as long each time that a node was taken back in vain. One of
-    another job has nothing against it at first: it waits for others that come with it.
+    That is `wait` seconds, and twice as long after each time that a node was taken back and failed
+    again. A node of another job waits at first only for others that join with it.
     """
     fit = [node for node in idle if not node.barred and node.well_for is not None]
     able = [node for node in fit if (node.well_for or 0.0) >= _needed(node, wait)]

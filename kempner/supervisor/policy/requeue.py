@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-from kempner.cluster.slurm.job import Event, JobState, classify
-from kempner.cluster.slurm.put_back import RequeueDecision
+from kempner.cluster.slurm.job import JobEvent, JobState, classify
+from kempner.cluster.slurm.scontrol import RequeueDecision
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.record.events.attempt import ProgramAdvanced
-from kempner.run.record.events.job import NotRequeued, Requeued, Resubmitted
+from kempner.run.record.events import NotRequeued, ProgramAdvanced, Requeued, Resubmitted
 from kempner.run.record.history import RunHistory
 from kempner.supervisor.policy.outcome import Decision
 from kempner.supervisor.policy.stop import PREEMPTED
@@ -23,9 +22,9 @@ RESUMES_ELSEWHERE = (ExitCode.STOPPED, ExitCode.STORAGE_UNAVAILABLE)
 SLURM_SILENT = "Slurm does not respond: submit the same command again to continue"
 
 _WHAT_BECOMES_OF_IT = {
-    Event.REQUEUE: "Slurm requeues the job itself: it continues from its checkpoint",
-    Event.CANCEL: "the job was cancelled: submit it again to continue",
-    Event.TIME_LIMIT_REACHED: "the job's time is over: submit it again to continue",
+    JobEvent.REQUEUE: "Slurm requeues the job itself: it continues from its checkpoint",
+    JobEvent.CANCEL: "the job was cancelled: submit it again to continue",
+    JobEvent.TIME_LIMIT_REACHED: "the job's time is over: submit it again to continue",
 }
 
 
@@ -89,10 +88,10 @@ def _held(job: JobState) -> str:
 def requeues_without_progress(history: RunHistory, job: str, step: int | None) -> int:
     """How many of the last requeues of `job`, in a row, found the run at `step`, where it is.
 
-    A job that was submitted again by its supervisor is the same job. Those of any other one do not
-    count: somebody has submitted it again, and hopes for better. Nor does a preemption, which the
-    run can do nothing about. Of a program that does not say what it saves only those count after
-    which it did not get on (`policy.program_progress`).
+    A job that was submitted again by its supervisor is the same job. Requeues of any other job do
+    not count: a user has submitted that one. Nor does a preemption, which the run cannot prevent.
+    Of a program that does not say what it saves, only those count after which it made no progress
+    (`policy.program`).
     """
     chain, steps, submitted = {job}, list[int | None](), False
     kinds = (Requeued, NotRequeued, Resubmitted, ProgramAdvanced)

@@ -2,6 +2,11 @@
 
 Progress is what counts. A run that commits a new step between two failures may fail any number of
 times; kempner soon gives up on one that commits nothing.
+
+Decides whether to restart the ranks after storage failed: a pure function of the history.
+
+That it failed again within seconds proves nothing. What counts is for how long it has, since the
+first failure after which nothing new was saved.
 """
 
 from __future__ import annotations
@@ -11,8 +16,8 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.record.events.attempt import AttemptFailed, ProgramAdvanced, RunGivenUp
-from kempner.run.record.history import RunHistory
+from kempner.run.record.events import AttemptFailed, ProgramAdvanced, RunGivenUp
+from kempner.run.record.history import Entry, RunHistory
 from kempner.supervisor.policy.outcome import Decision
 
 HEALED_BY_A_RESTART = (ExitCode.CRASHED, ExitCode.PEERS_LOST, ExitCode.HUNG)
@@ -30,7 +35,7 @@ FAILURES = (
     ExitCode.DIVERGED,
 )
 """The ends after which the ranks are restarted, or kempner gives up. A wrong command line is not
-one: it has trained nothing, and whoever corrects it starts again."""
+one: nothing was trained, and the user corrects it and starts again."""
 
 
 @dataclass(frozen=True)
@@ -126,14 +131,60 @@ def failures(history: RunHistory) -> list[Failure]:
     return found
 
 
-def is_worth_a_mark(failure: Failure, earlier: Sequence[Failure], worked: bool) -> bool:
+def prevents_restart(failure: Failure, earlier: Sequence[Failure], worked: bool) -> bool:
     """Whether `GAVE_UP` is to keep a run from another start.
 
-    It saves nodes from what has trained and cannot go on. Who has never made a step, or started
-    with data that does not fit, corrects the command and starts again. `worked` says that a program
-    of whose steps nothing is known has run for long.
+    It keeps nodes from being used by a run that has trained and cannot go on. Where no step was
+    made, or the data does not fit, the user corrects the command and starts again. `worked` says
+    that a program of whose steps nothing is known has run for long.
     """
     if failure.code == ExitCode.BAD_DATA and failure.step == 0:
         return False
     made_a_step = failure.committed is not None or any(f.step > 1 for f in (*earlier, failure))
     return made_a_step or worked
+
+
+FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0
+"""Seconds from the first failure to the restart, and the most: each pause is twice as long."""
+
+
+@dataclass(frozen=True)
+class StorageOutage:
+    """Attempts in a row that ended because of storage: how many, and `since` when, in Unix time."""
+
+    attempts: int
+    since: float
+
+
+def find_outage(history: RunHistory, committed: int | None, now: float) -> StorageOutage:
+    """The failures that have just ended an attempt, and those before it.
+
+    `committed` is the last step that was saved: whatever was saved in between ends an outage.
+    """
+
+    def belongs(entry: Entry[AttemptFailed | RunGivenUp]) -> bool:
+        event = entry.event
+        storage = isinstance(event, AttemptFailed) and event.code == ExitCode.STORAGE_UNAVAILABLE
+        return storage and event.committed == committed  # type: ignore[union-attr]
+
+    entries = reversed(history.entries(AttemptFailed, RunGivenUp))
+    times = [entry.time for entry in takewhile(belongs, entries)]
+    return StorageOutage(len(times), min(times, default=now))
+
+
+def decide_storage_restart(
+    decision: Decision, outage: StorageOutage, now: float, patience: float
+) -> RestartDecision:
+    """Whether to start the ranks again, and after how many seconds.
+
+    Each attempt has been patient itself; this is about storage that lasts until the ranks leave,
+    and fails again.
+    """
+    lasted = now - outage.since
+    if lasted >= patience:
+        return RestartDecision(
+            False,
+            f"{decision.reason}. {outage.attempts} attempts in {lasted:.0f} s found it no better",
+        )
+    pause = min(FIRST_PAUSE * 2.0 ** max(0, outage.attempts - 1), LONGEST_PAUSE)
+    return RestartDecision(True, f"{decision.reason}; restarting in {pause:.0f} s", pause=pause)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from kempner.checkpoint.slots.pour import Offer
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.record.events.attempt import AttemptEnded, AttemptStarted
-from kempner.run.record.events.checkpoint import (
+from kempner.run.record.events import (
+    AttemptEnded,
+    AttemptStarted,
     CheckpointCommitted,
     Resumed,
     SalvageDismissed,

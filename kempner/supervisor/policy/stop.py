@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from kempner.cluster.slurm.job import Event, JobState, classify
+from kempner.cluster.slurm.job import JobEvent, JobState, classify
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.save_times import Durations, nearest_rank
 
@@ -69,7 +69,7 @@ def renew(standing: StandingStop | None, order: StopOrder, now: float) -> Standi
 
     They are told again when less time is left than was said, or the reason says more than the one
     that they know: a signal comes first, and a moment later Slurm says why. The nearest deadline
-    holds, for by then the supervisor ends who is still there.
+    holds, for by then the supervisor ends the ranks that are still there.
     """
     by = now + order.seconds_left
     if standing is None:
@@ -96,17 +96,17 @@ def decide_stop(
     before it a stop must begin, `margin` how long before it the ranks must have left, `warned`
     whether a signal came. After a preemption's grace time, as at any end of a job, Slurm sends
     SIGTERM and waits for `kill_wait` seconds; it keeps both times or exceeds them. It then requeues
-    the job itself, or nobody may: no margin is kept.
+    the job itself, or the job may not be requeued: no margin is kept.
     """
     match classify(first, now, warned):
-        case Event.NOTHING:
+        case JobEvent.NOTHING:
             if left is not None and left <= lead:
                 sentence = f"{left:.0f} s are left of the job's time"
                 return StopOrder(StopReason.DEADLINE, sentence, max(0.0, left - margin))
             return None
-        case Event.TIME_LIMIT:
-            return None if left is None else _heed_warning(left, margin)
-        case Event.PREEMPTION:
+        case JobEvent.TIME_LIMIT:
+            return None if left is None else _decide_on_warning(left, margin)
+        case JobEvent.PREEMPTION:
             grace = 0.0 if left is None else max(0.0, left)
             return StopOrder(StopReason.PREEMPTION, PREEMPTED, grace + kill_wait)
         case event:
@@ -116,14 +116,14 @@ def decide_stop(
 
 
 _REASONS = {
-    Event.TIME_LIMIT_REACHED: StopReason.TIME_LIMIT,
-    Event.REQUEUE: StopReason.REQUEUE,
-    Event.CANCEL: StopReason.CANCEL,
-    Event.ENDED: StopReason.SIGNAL,  # Slurm signals what is left of a job, and does not say why
+    JobEvent.TIME_LIMIT_REACHED: StopReason.TIME_LIMIT,
+    JobEvent.REQUEUE: StopReason.REQUEUE,
+    JobEvent.CANCEL: StopReason.CANCEL,
+    JobEvent.ENDED: StopReason.SIGNAL,  # Slurm signals what is left of a job, and does not say why
 }
 
 
-def _heed_warning(left: float, margin: float) -> StopOrder:
+def _decide_on_warning(left: float, margin: float) -> StopOrder:
     seconds_left = max(0.0, left - margin)
     if left > LONGEST_WARNING:
         sentence = f"a signal came {left / 3600:.1f} h before the end of the job's time"
@@ -143,9 +143,9 @@ def exit_margin(measured: Collection[float], limit: float | None) -> float:
 
 
 def time_to_abandon(left: float | None, patience: float) -> float:
-    """Seconds that a rank which was killed gets to be gone, of `left` until the job's end.
+    """Seconds to wait until a killed rank is gone, of `left` until the job's end.
 
-    About half of them: the rest is for the requeue, whoever is stuck in the kernel.
+    About half of them: the rest is for the requeue, even if a rank is stuck in the kernel.
     """
     return patience if left is None else min(patience, max(SHORTEST_KILL, left / 2))
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import SlurmError
-from kempner.cluster.slurm.eligible import Demand, eligible
-from kempner.cluster.slurm.job import JobNodes, JobState
+from kempner.cluster.slurm.job import Demand, JobNodes, JobState, eligible
 from kempner.run.output.logs import logger
-from kempner.run.record.events.job import Requeued
+from kempner.run.record.events import Requeued
 from kempner.run.record.history import RunHistory
 
 _HELD = ("JobHeldAdmin", "JobHeldUser", "BadConstraints")
@@ -47,7 +46,7 @@ def choose(
 
     Suspects that it would not get anyway stay out: another run's may be of another cluster.
     `candidates` are the nodes on which the job could run, those that its user excludes left out;
-    None if nobody knows. As many of them as are `needed` must be left, or Slurm would hold the job.
+    None if unknown. As many of them as are `needed` must be left, or Slurm would hold the job.
     """
     if candidates is None:
         return ()

@@ -1,16 +1,21 @@
-"""Requeues the Slurm job after the ranks have exited, or says why not."""
+"""Requeues the Slurm job after the ranks have exited, or says why not.
+
+Submits the batch script again, where users may not requeue.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from kempner.cluster.slurm.command import SlurmError
+from kempner.cluster.slurm import scontrol
+from kempner.cluster.slurm.command import SlurmError, submission_environment
 from kempner.cluster.slurm.job import JobState, restart_count
-from kempner.cluster.slurm.put_back import Outcome, PutBack, RequeueDecision, put_back
+from kempner.cluster.slurm.scontrol import PutBack, RequeueDecision, RequeueOutcome, put_back
 from kempner.run.output.logs import logger
-from kempner.run.record.events.job import JobHandedBack, NotRequeued, Requeued, Resubmitted
+from kempner.run.record.events import JobHandedBack, NotRequeued, Requeued, Resubmitted
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
@@ -29,7 +34,42 @@ from kempner.supervisor.slurm.exclusion_list import (
     of_the_user,
 )
 from kempner.supervisor.slurm.job_monitor import JobMonitor
-from kempner.supervisor.slurm.resubmit import resubmit
+
+
+def same_again(
+    submit_line: str, arguments: Sequence[str], script: Path, without: Sequence[str] = ()
+) -> list[str]:
+    """The command that submits `script` as `submit_line` did its own, but not to some nodes.
+
+    Slurm keeps that line without its quotes: what follows the script must be the `arguments` that
+    reached kempner. Raises `ValueError` with a sentence if it is not, or in a job array.
+    """
+    handed_on = f" {' '.join(arguments)}"
+    command = submit_line.removesuffix(handed_on).split()
+    if not submit_line.endswith(handed_on) or len(command) < 2:
+        raise ValueError(f"`{submit_line}` does not pass its arguments to kempner unchanged")
+    if any(word.partition("=")[0] in ("-a", "--array") for word in command):
+        raise ValueError(f"`{submit_line}` would submit all elements of the array again")
+    excluded = [f"--exclude={','.join(without)}"] if without else []
+    return [*command[:-1], *excluded, str(script), *arguments]
+
+
+def resubmit(job: str, arguments: Sequence[str], folder: Path, without: Sequence[str]) -> str:
+    """Submit the job's script again, with the resources and arguments that it had; the new id.
+
+    It will not run on the nodes `without` which it is to go on.
+
+    The script is kept in the attempt's `folder`, so that an attempt does this once at most. Raises
+    `SlurmError` or `ValueError` with a sentence.
+    """
+    script = folder / "batch.sh"
+    if script.exists():
+        raise ValueError(f"{script} was already submitted")
+    command = same_again(scontrol.submit_line(job), arguments, script, without)
+    scontrol.write_script(job, script)
+    # Without its own variables, which the new job would take for its own (a restart count, say).
+    return scontrol.submit(command, submission_environment(os.environ))
+
 
 PARTITION_WITHIN = 60.0
 """Seconds for which to ask which nodes the job could have instead of bad ones."""
@@ -71,7 +111,7 @@ def requeue_or_explain(
         return decide_requeue(decision, at_first, state, job.batch, fruitless, scarce)
 
     end = _try(job, decide)
-    if end.outcome is Outcome.DONE:
+    if end.outcome is RequeueOutcome.DONE:
         asked = job.ask_for_all(end.state, exclusion, after, within=0.0)
         preempted = end.asked is not None and end.asked.times.preempt is not None
         facts, without = job_facts(job), exclusion.without
@@ -86,7 +126,7 @@ def requeue_or_explain(
         return
     if not _was_requeued(history, attempt):  # by a rank that took this process for dead
         ledger.record(NotRequeued(step, end.reason), attempt)
-    if end.outcome is Outcome.REFUSED:
+    if end.outcome is RequeueOutcome.REFUSED:
         # Only bad nodes matter: what its user has excluded, the new job is submitted with anyway.
         again = exclusion.nodes if exclusion.without else []
         logger().error(f"{end.reason}; {_go_on(job, run, ledger, attempt, again)}")
@@ -98,7 +138,7 @@ def requeue_or_explain(
 STOPPED_FOR_GOOD = "stopped by kempner stop, and so not requeued: start it again to continue"
 
 
-def stay_out_of_queue(job: JobMonitor, ledger: Ledger, history: RunHistory, attempt: int) -> None:
+def end_without_requeue(job: JobMonitor, ledger: Ledger, history: RunHistory, attempt: int) -> None:
     """Leave a job to end after an attempt, because a person has asked for that."""
     job.close()
     ledger.record(NotRequeued(history.last_step, STOPPED_FOR_GOOD), attempt)
@@ -106,11 +146,11 @@ def stay_out_of_queue(job: JobMonitor, ledger: Ledger, history: RunHistory, atte
 
 
 def _try(job: JobMonitor, decide: Callable[[JobState | None], RequeueDecision]) -> PutBack:
-    """Requeue the job for as long as it makes sense; in an allocation of somebody's, not at all."""
+    """Requeue the job, trying as long as that is useful; a user's own allocation is left alone."""
     if not job.batch:
-        return PutBack(Outcome.LEFT, decide(None).reason)
+        return PutBack(RequeueOutcome.LEFT, decide(None).reason)
     end = put_back(job.id, decide, job.try_until(), job.note_silence)
-    if end.outcome is Outcome.SILENT:
+    if end.outcome is RequeueOutcome.SILENT:
         return replace(end, reason=f"{SLURM_SILENT} ({end.reason})")
     return end
 

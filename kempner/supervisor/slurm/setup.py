@@ -1,32 +1,59 @@
-"""Finds the Slurm job to train in, and prints its resources."""
+"""Finds the Slurm job to train in, and prints its resources.
+
+Looks, before any rank starts, whether they can run where the configuration puts them.
+"""
 
 from __future__ import annotations
 
+import os
 import shlex
+import subprocess
+import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from math import inf
 
-from kempner.cluster.machine.job_place import Place, find_place
-from kempner.cluster.network.interfaces import Interface, choose
-from kempner.cluster.network.master import ExportedMaster, exported_master
-from kempner.cluster.network.netinfo import read_interfaces, route_address
+from kempner.cluster.machine.job_place import JobPlace, find_place
+from kempner.cluster.network.interfaces import Interface, choose, read_interfaces, route_address
+from kempner.cluster.network.ports import ExportedMaster, exported_master
 from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.allocation import Allocation, allocate
-from kempner.cluster.slurm.command import SlurmError, patiently
+from kempner.cluster.slurm.command import (
+    AnswerKind,
+    CommandAnswer,
+    SlurmError,
+    client_environment,
+    judge,
+    patiently,
+)
 from kempner.cluster.slurm.hostlist import node_name
-from kempner.cluster.slurm.job import job_id, parse_job
-from kempner.cluster.slurm.resources import TELLING, Resources, Wanted, detect, inherited
-from kempner.cluster.slurm.shares import NodeShare
+from kempner.cluster.slurm.job import NodeShare, job_id, parse_job
+from kempner.cluster.slurm.node_step import (
+    IMAGE,
+    NO_GPUS,
+    NodeStepOutput,
+    knows_option,
+    run_on_nodes,
+)
+from kempner.cluster.slurm.resources import (
+    TELLING,
+    NodeResources,
+    WantedResources,
+    detect,
+    inherited,
+)
 from kempner.config.sections import Config
-from kempner.run.output.logs import logger
-from kempner.run.output.redact import redacted
+from kempner.run.control.protocol import PROTOCOL
+from kempner.run.output.logs import logger, redacted
 from kempner.run.output.units import count
 from kempner.run.process.exit_codes import UsageError
+from kempner.run.process.threads import unless
 from kempner.run.record.run_dir import RUN_LINE, RunDirectory
+from kempner.supervisor.launchers.surroundings import Surroundings
 
 AT_A_TERMINAL = 30.0
-"""Seconds for which Slurm is asked by somebody who waits for the answer; a batch job waits for as
-long as it takes, because nobody is there to start it again."""
+"""Seconds for which Slurm is asked where a user waits for the answer; a batch job waits for as long
+as it takes, because no user is there to start it again."""
 
 
 ARRAY, COMPONENT = "SLURM_ARRAY_TASK_ID", "SLURM_HET_SIZE"
@@ -78,7 +105,7 @@ def find_job(environ: Mapping[str, str], given: str | None) -> str:
 
 def enter(
     job: str, environ: MutableMapping[str, str], config: Config, *, given: bool, per_task: bool
-) -> tuple[Allocation, Resources]:
+) -> tuple[Allocation, NodeResources]:
     """What the ranks get of `job`, and what its nodes have.
 
     `given` says that the job was named by the user: then this process need not be in it, and what
@@ -87,7 +114,7 @@ def enter(
     be used.
     """
     section, place = config.slurm, find_place(environ)
-    batch = not given and place is Place.BATCH_SCRIPT
+    batch = not given and place is JobPlace.BATCH_SCRIPT
     within = inf if batch else AT_A_TERMINAL
     try:
         fields = patiently(lambda: scontrol.show_job(job, within=0.0), within, _say_once())
@@ -96,13 +123,13 @@ def enter(
             raise UsageError(_not_running(job, state.state, state.reason))
         nodes = scontrol.hostnames(state.nodes.held)
         # What the environment says may be about another job, or about another step of this one.
-        own = not given and place is not Place.STEP
+        own = not given and place is not JobPlace.STEP
         if own:
             _forget(environ, fields)
         here: Mapping[str, str] = environ if own else {}
         resources = detect(
             here,
-            configured=Wanted(section.cpus, section.memory_mb, section.gpus_per_node),
+            configured=WantedResources(section.cpus, section.memory_mb, section.gpus_per_node),
             job=fields,
             node=scontrol.show_node(nodes[0], within),
         )
@@ -140,7 +167,7 @@ def _shares(job: str, within: float) -> Mapping[str, NodeShare]:
 
 def introduction(
     allocation: Allocation,
-    resources: Resources,
+    resources: NodeResources,
     run: RunDirectory,
     arguments: Sequence[str],
     restarts: int,
@@ -244,3 +271,118 @@ def _not_running(job: str, state: str, reason: str) -> str:
 
 def _shorten(nodes: Sequence[str]) -> str:
     return ",".join(nodes) if len(nodes) <= 8 else f"{nodes[0]} to {nodes[-1]}"
+
+
+WITHIN = 1800.0
+"""Seconds for a step: the first one in a container fetches its image."""
+
+TRY_FOR, PAUSE = 300.0, 5.0
+"""Seconds for which a step is tried again that Slurm does not start, and between two tries."""
+
+_SAYS = "kempner-says"
+_VERSION = (
+    "import os, kempner.supervisor.launchers.agents.node_agent; "
+    "from kempner.run.control.protocol import PROTOCOL; "
+    f"print('{_SAYS}', os.environ.get('SLURMD_NODENAME'), PROTOCOL)"
+)
+_STATUS = f'"$@" >&2; echo {_SAYS} setup $?'
+
+
+def check_surroundings(
+    around: Surroundings, setup: Sequence[str], allocation: Allocation, stop: Callable[[], bool]
+) -> None:
+    """Run the set-up once, then see that kempner can be imported where the ranks will run.
+
+    Neither is waited for any more once there is a reason to `stop`. Raises `UsageError`.
+    """
+    if around.in_image and not knows_option(_srun_help(), IMAGE):
+        raise UsageError(
+            f"slurm.container.image needs srun's plugin pyxis, and this srun has no {IMAGE}; set "
+            'slurm.container.prefix instead, such as ["apptainer", "exec", "--nv", "image.sif"]'
+        )
+    if setup and not stop():
+        unless(stop, partial(_set_up, around, setup, allocation), "setup")
+    if around.foreign and not stop():
+        unless(stop, partial(_import_there, around, allocation), "import")
+
+
+def _set_up(around: Surroundings, setup: Sequence[str], allocation: Allocation) -> None:
+    logger().info("running slurm.setup", command=list(setup), node=allocation.nodes[0])
+    told = _run(around, ["sh", "-c", _STATUS, "sh", *setup], allocation, allocation.nodes[:1])
+    answers = _answers(told)
+    logger().info("output of slurm.setup", said=told.complaints[-2000:])
+    if answers.get("setup") != "0":
+        ended = f"ended with {answers['setup']}" if answers else "did not run"
+        raise UsageError(
+            f"slurm.setup {ended} on {allocation.nodes[0]}, so no rank was started: "
+            f"{complaint(told.complaints)}"
+        )
+
+
+def _import_there(around: Surroundings, allocation: Allocation) -> None:
+    told = _run(around, [around.python, "-c", _VERSION], allocation, allocation.nodes)
+    answers = _answers(told)
+    missing = [node for node in allocation.nodes if node not in answers]
+    if not answers:
+        raise UsageError(
+            f"kempner cannot be imported by the ranks' Python, {around}: "
+            f"{complaint(told.complaints)}; install it there, or set slurm.python to one that has "
+            "it"
+        )
+    if set(answers.values()) != {str(PROTOCOL)}:
+        raise UsageError(
+            f"the ranks' Python, {around}, has another version of kempner than the supervisor's; "
+            "install the same there"
+        )
+    if missing:
+        logger().warning(
+            f"{around} does not import kempner on {', '.join(missing)}: "
+            f"{complaint(told.complaints)}"
+        )
+
+
+def _run(
+    around: Surroundings, task: Sequence[str], allocation: Allocation, nodes: Sequence[str]
+) -> NodeStepOutput:
+    """What a task says where the ranks will run, on each of some nodes."""
+    outside = None if allocation.batch else allocation.job
+    command, options = [*around.prefix, *task], (*NO_GPUS, *around.options)
+    end = time.monotonic() + TRY_FOR
+    while True:
+        try:
+            told = run_on_nodes(nodes, outside, command, WITHIN, options)
+        except OSError as error:
+            told = NodeStepOutput("", f"srun: {error.strerror}")
+        silent = judge(CommandAnswer(1, "", told.complaints)) is AnswerKind.SILENCE
+        if _answers(told) or not silent or time.monotonic() > end:
+            return told
+        time.sleep(PAUSE)
+
+
+def _answers(told: NodeStepOutput) -> dict[str, str]:
+    """What was said, by who said it."""
+    words = [line.split() for line in told.out.splitlines()]
+    return {word[1]: word[2] for word in words if len(word) == 3 and word[0] == _SAYS}
+
+
+def complaint(text: str) -> str:
+    """The line that says what is wrong: the last one that is not srun's account of its tasks."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    telling = [line for line in lines if not line.startswith(("srun:", "slurmstepd: error: ***"))]
+    return (telling or lines or ["it says nothing"])[-1]
+
+
+def _srun_help() -> str:
+    """What srun says of its options; everything is one where it cannot be asked."""
+    try:
+        asked = subprocess.run(
+            ["srun", "--help"],
+            env=client_environment(os.environ),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return IMAGE
+    return asked.stdout

@@ -1,4 +1,7 @@
-"""Forward and backward over a rank's share of the global batch."""
+"""Forward and backward over a rank's share of the global batch.
+
+Decides, once at start and on all ranks alike, when ranks send each other what.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from kempner.config.sections import Config
+from kempner.data.order.global_batches import micro_steps
 from kempner.data.serve.loader import IGNORE, MicroBatch
 from kempner.model.loss import cross_entropy
+from kempner.model.sharding import compute_dtype
 from kempner.model.spec.communication import EACH_MICRO_BATCH, Choice
+from kempner.model.spec.communication_choice import Situation, choose, usable_memory
+from kempner.model.spec.mesh import MeshDegrees
+from kempner.model.spec.shape import Shape
 from kempner.model.transformer import Transformer
 from kempner.run.control.heartbeat import Waiting, untimed
+from kempner.run.output.logs import logger
 from kempner.training.compute.seeds import set_rng
+from kempner.training.groups.process_groups import Ranks
 
 
 def accumulate(
@@ -94,3 +105,46 @@ def _valid_tokens(micro_batches: Iterable[MicroBatch], device: torch.device) -> 
     """Counted on the device: the host would wait while a count of its own is copied there."""
     targets = [batch.targets.to(device, non_blocking=True) for batch in micro_batches]
     return torch.stack([(each != IGNORE).sum() for each in targets]).sum().float()
+
+
+def choose_communication(config: Config, vocab_size: int, ranks: Ranks) -> Choice:
+    """What `[parallelism]` comes to in this world; rank 0 logs it, with its reason."""
+    compute_bytes = compute_dtype(config.train.dtype, ranks.device).itemsize
+    situation = situation_of(
+        config, vocab_size, ranks.degrees, compute_bytes, *_smallest_node(ranks)
+    )
+    choice = choose(config, situation)
+    if ranks.world.rank == 0 and ranks.world.size > 1:
+        logger().info("communication", choice=choice.describe(), reason=choice.reason)
+    return choice
+
+
+def situation_of(
+    config: Config,
+    vocab_size: int,
+    mesh: MeshDegrees,
+    compute_bytes: int,
+    ranks_per_node: int,
+    gpu_memory: int | None,
+) -> Situation:
+    """What the choice depends on, in a world that need not be there yet."""
+    train = config.train
+    return Situation(
+        shape=None if config.model.factory is not None else Shape.of(config.model, vocab_size),
+        mesh=mesh,
+        ranks_per_node=ranks_per_node,
+        micro_batches=micro_steps(train.global_batch_size, mesh.data_world, train.micro_batch_size),
+        compute_bytes=compute_bytes,
+        gpu_memory=gpu_memory,
+    )
+
+
+def _smallest_node(ranks: Ranks) -> tuple[int, int | None]:
+    """Ranks per node, and bytes of a GPU: the fewest of any, so that all ranks choose alike."""
+    if ranks.device.type != "cuda":
+        return ranks.world.local_size, None  # on which nothing depends
+    memory = usable_memory(torch.cuda.get_device_properties(ranks.device).total_memory)
+    fewest = torch.tensor([ranks.world.local_size, memory])
+    dist.all_reduce(fewest, dist.ReduceOp.MIN, group=ranks.votes)
+    ranks_per_node, memory = fewest.tolist()
+    return ranks_per_node, memory

@@ -1,34 +1,111 @@
-"""Process groups of a rank, from rendezvous to the final barrier."""
+"""Process groups of a rank, from rendezvous to the final barrier.
+
+Rendezvous: ranks meet by environment variables, and agree on the network to use.
+
+Device check: a small computation with a known result.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistNetworkError,
+    HashStore,
+    Store,
+    TCPStore,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from kempner.cluster.machine.rlimits import raise_open_file_limit
-from kempner.cluster.machine.visible_gpus import own_part
-from kempner.cluster.network.interfaces import Choice
-from kempner.cluster.network.master import ExportedMaster, exported_master, given_port
-from kempner.cluster.network.ports import job_salt
+from kempner.cluster.machine.limits import own_part, raise_open_file_limit
+from kempner.cluster.network.interfaces import Interface, InterfaceChoice, disagreement
+from kempner.cluster.network.ports import (
+    ExportedMaster,
+    announce,
+    candidates,
+    claim,
+    exported_master,
+    find,
+    given_port,
+    job_salt,
+)
 from kempner.cluster.rank_network import network_of_rank
 from kempner.cluster.slurm.scontrol import hostnames
 from kempner.cluster.world import World
 from kempner.config.sections import Config
-from kempner.config.site.network import DistributedSection
+from kempner.config.site import DistributedSection
 from kempner.model.spec.mesh import MeshDegrees, check_tensor_groups, resolve_mesh
 from kempner.run.output.console import say
 from kempner.run.output.logs import logger
-from kempner.run.process.exit_codes import UsageError
-from kempner.training.groups.rendezvous import agree_on_network, meet
+from kempner.run.process.exit_codes import PeersLostError, UnfitNodeError, UsageError
+
+_LAST_WORD = timedelta(seconds=30)
+
+
+def meet(
+    world: World, address: str, salt: str, timeout: timedelta, given: int | None = None
+) -> TCPStore:
+    """This launch's store, hosted by rank 0 on the host `address`; blocks until it is there.
+
+    `salt` must be the same on all ranks of a launch and differ from every other launch's; `given`
+    is the port if that is the user's choice. Raises `PeersLostError` after `timeout`, `OSError` on
+    rank 0 if all its ports are taken.
+    """
+    if world.rank > 0:
+        try:
+            port = given or find(address, salt, timeout.total_seconds())
+            return TCPStore(
+                address, port, world.size, is_master=False, timeout=timeout, wait_for_workers=False
+            )
+        except (TimeoutError, DistNetworkError) as error:
+            raise PeersLostError(f"rank {world.rank}: {error}") from error
+    listener = claim(candidates(f"{salt}:store") if given is None else [given])
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        address,
+        port,
+        world.size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    if given is None:
+        announce(salt, port)
+    return store
+
+
+def agree_on_network(store: Store, world: World, node: str, chosen: Interface | None) -> None:
+    """Make sure that all nodes bind to the same network, before a group hangs over it.
+
+    Raises `UsageError`, with the interface of every node, on all ranks alike.
+    """
+    keys = [f"kempner/network/{rank}" for rank in range(world.size)]
+    told = {"node": node, "interface": None if chosen is None else asdict(chosen)}
+    store.set(keys[world.rank], json.dumps(told))
+    if world.rank == 0:
+        store.wait(keys)
+        bound: dict[str, Interface | None] = {}
+        for text in store.multi_get(keys):
+            said = json.loads(text)
+            bound[said["node"]] = said["interface"] and Interface(**said["interface"])
+        store.set("kempner/network", disagreement(bound))
+    sentence = store.get("kempner/network").decode()
+    if not sentence:
+        return
+    store.set(f"{keys[world.rank]}/told", "")
+    if world.rank == 0:  # the store goes with this rank, so the others read it first
+        store.wait([f"{key}/told" for key in keys], _LAST_WORD)
+    raise UsageError(sentence)
+
 
 _FAREWELL = timedelta(seconds=30)
 _LONGEST_EVALUATION = timedelta(days=7)
@@ -41,7 +118,7 @@ class Ranks:
     """This rank's connections: one mesh to train on, and Gloo groups to vote and to save on.
 
     `mesh` has the dimensions of `degrees`. `store` is the rendezvous, hosted by rank 0; None where
-    somebody else hosts it, as torchrun.
+    another process hosts it, as torchrun does.
     """
 
     world: World
@@ -64,7 +141,7 @@ class Ranks:
         return box[0]
 
     def say(self, words: str) -> None:
-        """Tell the user, once."""
+        """Print a sentence, on rank 0 only."""
         if self.world.rank == 0:
             say(words)
 
@@ -84,9 +161,9 @@ class Ranks:
         if self.store is None or self.world.size == 1:
             return
         if self.world.rank > 0:
-            self.store.set(_goodbye(self.world.rank), "")
+            self.store.set(_leave_key(self.world.rank), "")
         else:
-            self.store.wait([_goodbye(rank) for rank in range(1, self.world.size)], _FAREWELL)
+            self.store.wait([_leave_key(rank) for rank in range(1, self.world.size)], _FAREWELL)
 
 
 def describe_disagreement(told: Sequence[Mapping[str, object]]) -> str:
@@ -96,7 +173,7 @@ def describe_disagreement(told: Sequence[Mapping[str, object]]) -> str:
 
 
 def _disagreement(name: str, told: Sequence[Mapping[str, object]]) -> str:
-    """Who has what of a fact; the fewest first, since they are the ones to look at."""
+    """The values of a fact, each with its ranks; the fewest first, as those are probably wrong."""
     holders: dict[str, list[int]] = {}
     for rank, facts in enumerate(told):
         holders.setdefault(str(facts.get(name, "no such fact")), []).append(rank)
@@ -296,7 +373,7 @@ def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:
     return group
 
 
-def _bind(world: World, section: DistributedSection, address: str) -> Choice:
+def _bind(world: World, section: DistributedSection, address: str) -> InterfaceChoice:
     """Have process groups use this node's interface from now on; `address` is the master's."""
     try:
         choice = network_of_rank(os.environ, world, section.interface, address)
@@ -308,5 +385,31 @@ def _bind(world: World, section: DistributedSection, address: str) -> Choice:
     return choice
 
 
-def _goodbye(rank: int) -> str:
+def _leave_key(rank: int) -> str:
     return f"kempner/goodbye/{rank}"
+
+
+SIZE = 256
+"""Rows of the matrices: enough to use every part of a GPU that multiplies, a moment on a CPU."""
+
+
+class UnfitDeviceError(UnfitNodeError):
+    """The device computes something else than what is right."""
+
+
+def check_device(device: torch.device, node: str) -> None:
+    """Multiply matrices of small integers on `device`, which is exact in float32 and in TF32.
+
+    Products of numbers up to 7 sum up to less than 2^24, so that no order of addition rounds.
+    Raises `UnfitDeviceError`; whatever the device itself raises passes through.
+    """
+    rows, columns = torch.arange(SIZE).unsqueeze(1), torch.arange(SIZE).unsqueeze(0)
+    left, right = (3 * rows + 5 * columns) % 8, (7 * rows + columns * columns) % 8
+    expected = left.to(torch.float64) @ right.to(torch.float64)
+    got = left.to(device, torch.float32) @ right.to(device, torch.float32)
+    wrong = int((got.cpu().to(torch.float64) != expected).sum())
+    if wrong:
+        raise UnfitDeviceError(
+            f"{device} of {node} computes wrong results: {wrong} of {SIZE * SIZE} product elements "
+            "are wrong"
+        )

@@ -17,7 +17,7 @@ from kempner.training.vote.vote import Vote, VoteGroup, VoteResult
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluationResult:
     """Mean loss in nats per token, or None if a stop cut it short; and the last agreed."""
 
     loss: float | None
@@ -40,7 +40,7 @@ class Evaluation:
 
     def run(
         self, model: nn.Module, ranks: Ranks, vote_group: VoteGroup, vote: Callable[[], Vote]
-    ) -> Evaluated:
+    ) -> EvaluationResult:
         """Evaluate, with a vote per batch: a stop does not wait for the end."""
         assert self.corpus is not None  # due() is false without held-out data
         sums = torch.zeros(2, dtype=torch.float64)
@@ -63,9 +63,9 @@ class Evaluation:
                     break
         model.train()
         if agreed.stop:
-            return Evaluated(None, agreed)
+            return EvaluationResult(None, agreed)
         total, tokens = sum_over_ranks(sums.to(ranks.device)).tolist()
-        return Evaluated(total / tokens, agreed)
+        return EvaluationResult(total / tokens, agreed)
 
 
 def evaluate_alone(

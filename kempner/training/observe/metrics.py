@@ -1,23 +1,79 @@
-"""Records metrics and sample ids of each step, and shows progress."""
+"""Records metrics and sample ids of each step, and shows progress.
+
+Copies loss and norm of recent steps to the host without making it wait.
+"""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import TrainState
 from kempner.config.sections import Config
-from kempner.model.spec.hardware import peak_flops_of
-from kempner.run.control.heartbeat import HeldUp
-from kempner.run.record.jsonl import JsonlWriter
+from kempner.model.spec.step_time import peak_flops_of
+from kempner.run.control.heartbeat import StepDelays
+from kempner.run.record.ledger import JsonlWriter
 from kempner.run.record.run_dir import RunDirectory
-from kempner.training.observe.async_metrics import AsyncMetrics
 from kempner.training.observe.progress_bar import Display
 from kempner.training.policy.anomalies import Numbers
+
+
+@dataclass(frozen=True)
+class _Pending:
+    train_state: TrainState
+    rate: float
+    numbers: Tensor
+    arrived: torch.cuda.Event | None
+
+    def read(self) -> Numbers:
+        """The numbers, once they have arrived."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        loss, norm = self.numbers.tolist()
+        return Numbers(self.train_state, loss, norm, self.rate)
+
+
+class AsyncMetrics:
+    """Sends loss and gradient norm after each step; tells them in the order of the steps.
+
+    A GPU has not made a step when the host has asked for it. What it came to is told one step
+    later, when the GPU has that one to work on: it never idles while the host reads.
+    """
+
+    def __init__(self) -> None:
+        self._pending: deque[_Pending] = deque()
+
+    def send(self, train_state: TrainState, loss: Tensor, norm: Tensor, rate: float) -> None:
+        """A step was asked for, after which the run stands at `train_state`."""
+        numbers, arrived = torch.stack([loss.float(), norm.float()]), None
+        if numbers.is_cuda:
+            numbers = torch.empty(2, pin_memory=True).copy_(numbers, non_blocking=True)
+            arrived = torch.cuda.current_stream().record_event()
+        self._pending.append(_Pending(train_state, rate, numbers, arrived))
+
+    def arrivals(self, everything: bool) -> Iterator[Numbers]:
+        """What has arrived; with `everything`, the newest step is waited for, too."""
+        while self._pending:
+            oldest = self._pending[0]
+            if oldest.arrived is not None and len(self._pending) == 1 and not everything:
+                return
+            self._pending.popleft()
+            yield oldest.read()
+
+    def unseen(self) -> Callable[[], list[Numbers]]:
+        """Reads the numbers that were not returned yet, and may wait for them on any thread."""
+        pending = list(self._pending)
+        return lambda: [one.read() for one in pending]
+
+    def forget(self) -> None:
+        """What is still on its way concerns steps that do not count any more."""
+        self._pending.clear()
 
 
 class StepMetrics:
@@ -43,7 +99,7 @@ class StepMetrics:
         self._peak, self._flops_per_token = flops_per_second_at_peak, flops_per_token
         self._display, self._echo = display, AsyncMetrics()
         self._logged = time.monotonic(), 0
-        self._held_up = HeldUp()
+        self._held_up = StepDelays()
         self._losses: dict[str, float] = {}
 
     def start(self, train_state: TrainState) -> None:
@@ -58,7 +114,7 @@ class StepMetrics:
         norm: Tensor,
         rate: float,
         positions: Sequence[int],
-        held_up: HeldUp,
+        held_up: StepDelays,
     ) -> None:
         """Take note of a step that was asked for, and of the positions that this rank took.
 
@@ -86,7 +142,7 @@ class StepMetrics:
             yield numbers
 
     def unseen(self) -> Callable[[], list[Numbers]]:
-        """What has not arrived yet, for whoever waits for it, on any thread."""
+        """Reads the numbers that were not returned yet, and may wait for them on any thread."""
         return self._echo.unseen()
 
     def evaluated(self, train_state: TrainState, loss: float) -> None:
@@ -97,16 +153,16 @@ class StepMetrics:
             self._display.say(f"step {train_state.step}: held-out loss {loss:.4f}")
 
     def say(self, sentence: str) -> None:
-        """Tell whoever watches."""
+        """Show a sentence to the user."""
         self._display.say(sentence)
 
     def end(self, sentence: str, completed: bool) -> None:
-        """Tell whoever watches how it ends, and of a run that has completed the last losses."""
+        """Show the user how the run ends, and if it has completed the last losses."""
         told = ", ".join(f"{name} {loss:.4f}" for name, loss in self._losses.items())
         self.say(f"{sentence}: {told}" if told and completed else sentence)
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Restore the terminal."""
         self._display.close()
 
     def _log(self, made: Numbers) -> None:
@@ -115,7 +171,7 @@ class StepMetrics:
         speed = (train_state.tokens - tokens) / max(now - before, 1e-9)
         self._logged = now, train_state.tokens
         mfu = speed * self._flops_per_token / self._peak if self._peak else None
-        held_up, self._held_up = self._held_up, HeldUp()
+        held_up, self._held_up = self._held_up, StepDelays()
         self._write(
             train_state.step,
             loss=_finite(made.loss),

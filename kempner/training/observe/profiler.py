@@ -1,6 +1,6 @@
-"""Traces steps of this rank: those that the configuration names, and those that somebody asks for.
+"""Traces steps of this rank: those in the configuration, and those asked for by `kempner profile`.
 
-A step that is not traced costs one comparison: no file is looked at by the thread that trains.
+A step that is not traced costs one comparison: the thread that trains reads no file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kempner.config.profiling import ProfilingSection
+from kempner.config.sections import ProfilingSection
 from kempner.run.output.logs import logger
 from kempner.run.record.profile_request import ProfileAnswer, ProfileMail, ProfileRequest
 from kempner.run.record.run_dir import RunDirectory
@@ -31,7 +31,7 @@ LONGEST = 20
 
 @dataclass(frozen=True)
 class Span:
-    """Steps to trace, and who has asked for them: nobody if the configuration has."""
+    """Steps to trace, and the request for them; None if they are from the configuration."""
 
     first: int
     last: int
@@ -161,7 +161,7 @@ class Profiler:
         if error:
             logger().warning(error)
         if span.request is not None:
-            with suppress(OSError):  # whoever asked waits in vain, and says so
+            with suppress(OSError):  # `kempner profile` then reports that no answer came
                 self._mail.answer(ProfileAnswer(span.request.id, tuple(files), error))
 
     def _look(self) -> None:

@@ -31,10 +31,9 @@ PAUSED = 600.0
 
 
 class Display(Protocol):
-    """Where progress is shown."""
+    """Shows the progress of a run."""
 
-    def step(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """A step is done."""
+    def step(self, step: int, loss: float, tokens_per_second: float) -> None: ...
 
     def say(self, sentence: str) -> None:
         """Something worth a line of its own."""
@@ -46,18 +45,15 @@ class Display(Protocol):
 class NoDisplay:
     """For all ranks but the first."""
 
-    def step(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """Show nothing."""
+    def step(self, step: int, loss: float, tokens_per_second: float) -> None: ...
 
-    def say(self, sentence: str) -> None:
-        """Show nothing."""
+    def say(self, sentence: str) -> None: ...
 
-    def close(self) -> None:
-        """Nothing to close."""
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class Place:
+class BarState:
     """What the bar shows: the last step, its loss, tokens per second, seconds to go if known."""
 
     step: int
@@ -75,15 +71,15 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A line of the bar: text, so many columns of bar (0: none), text."""
+class BarRow:
+    """A line of the display: text, a bar of `bar` columns (0: none), text."""
 
     before: str
     bar: int
     after: str
 
 
-def arrange(place: Place, columns: int) -> Row:
+def arrange(place: BarState, columns: int) -> BarRow:
     """What of it fits into a line.
 
     Step and time to go are kept the longest; then the loss, the speed and the bar, in this order.
@@ -94,7 +90,7 @@ def arrange(place: Place, columns: int) -> Row:
         if len(step) + 1 + len(after) < columns:
             break
     bar = columns - 1 - len(step) - len(after) - 2
-    return Row(step, bar if bar >= SHORTEST_BAR else 0, after)
+    return BarRow(step, bar if bar >= SHORTEST_BAR else 0, after)
 
 
 def describe_time(seconds: float) -> str:
@@ -104,7 +100,7 @@ def describe_time(seconds: float) -> str:
     return f"{days} d {hours} h" if days else f"{hours}:{minutes:02}:{whole % 60:02}"
 
 
-class Pace:
+class TimeLeft:
     """How long the rest takes, by the last steps: the first ones are slow."""
 
     def __init__(self, steps: int) -> None:
@@ -126,7 +122,7 @@ class Pace:
 
 
 class SteadyConsole(Console):
-    """Never hides the cursor: whoever is killed cannot show it again."""
+    """Never hides the cursor: a process that is killed cannot show it again."""
 
     def show_cursor(self, show: bool = True) -> bool:
         """Leave it as it is."""
@@ -138,7 +134,7 @@ class Bar:
 
     def __init__(self, done: int, steps: int) -> None:
         erase_line()
-        self._place, self._pace = Place(done, steps), Pace(steps)
+        self._place, self._pace = BarState(done, steps), TimeLeft(steps)
         self._console = SteadyConsole(highlight=False)
         self._live = Live(
             console=self._console, get_renderable=self._render, refresh_per_second=REFRESHED
@@ -148,7 +144,7 @@ class Bar:
     def step(self, step: int, loss: float, tokens_per_second: float) -> None:
         """Move the bar."""
         left = self._pace.left(step, time.monotonic())
-        self._place = Place(step, self._place.steps, loss, tokens_per_second, left)
+        self._place = BarState(step, self._place.steps, loss, tokens_per_second, left)
 
     def say(self, sentence: str) -> None:
         """Print above the bar."""
@@ -169,11 +165,11 @@ class Bar:
         return line
 
 
-class Lines:
+class ProgressLines:
     """A line every few seconds, for files and pipes."""
 
     def __init__(self, steps: int) -> None:
-        self._steps, self._pace = steps, Pace(steps)
+        self._steps, self._pace = steps, TimeLeft(steps)
         self._printed_at = float("-inf")
 
     def step(self, step: int, loss: float, tokens_per_second: float) -> None:
@@ -183,18 +179,16 @@ class Lines:
         if now - self._printed_at < PLAIN_EVERY and step < self._steps:
             return
         self._printed_at = now
-        self.say("  ".join(Place(step, self._steps, loss, tokens_per_second, left).parts()))
+        self.say("  ".join(BarState(step, self._steps, loss, tokens_per_second, left).parts()))
 
     def say(self, sentence: str) -> None:
-        """Print."""
         say(sentence)
 
-    def close(self) -> None:
-        """Nothing to close."""
+    def close(self) -> None: ...
 
 
 def open_display(rank: int, done: int, steps: int) -> Display:
     """What suits this rank and where its output goes."""
     if rank != 0:
         return NoDisplay()
-    return Bar(done, steps) if can_rewrite() else Lines(steps)
+    return Bar(done, steps) if can_rewrite() else ProgressLines(steps)

@@ -1,8 +1,11 @@
-"""What a run will need and how fast it will be, before it is queued."""
+"""What a run will need and how fast it will be, before it is queued.
+
+What to change in a configuration whose ranks need more memory than there is, or mostly wait.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kempner.config.sections import Config
@@ -14,8 +17,6 @@ from kempner.model.spec.communication import (
     tensor_buffers,
 )
 from kempner.model.spec.communication_choice import USED, Situation, choose, usable_memory
-from kempner.model.spec.flops import step_flops
-from kempner.model.spec.hardware import DEFAULTS, Assumptions, Gpu, find_gpu
 from kempner.model.spec.mesh import (
     MeshDegrees,
     check_tensor_degree,
@@ -24,13 +25,82 @@ from kempner.model.spec.mesh import (
     resolve_degrees,
 )
 from kempner.model.spec.shape import Shape, flops_per_token
-from kempner.model.spec.step_time import Load, StepTime, step_time
+from kempner.model.spec.step_time import (
+    DEFAULTS,
+    Assumptions,
+    GpuModel,
+    Load,
+    StepTime,
+    find_gpu,
+    step_flops,
+    step_time,
+)
+from kempner.run.output.units import size_text
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.save_times import young_interval
-from kempner.training.compute.communication import situation_of
-from kempner.training.plan.advice import advise, quicken
-from kempner.training.plan.timeline import Collective, Memory, Phase, Traced
+from kempner.training.compute.forward_backward import situation_of
+from kempner.training.plan.timeline import KINDS, Collective, PeakMemory, StepPhase, TracedStep
 from kempner.training.plan.trace import Step, traced
+
+
+def advise(
+    config: Config, mesh: MeshDegrees, choice: Choice, memory: PeakMemory, limit: int
+) -> str:
+    """A sentence: by how much it does not fit, what takes most, and what to change first.
+
+    Empty if it fits. What costs least comes first: what the configuration holds against its
+    default, then what trades time for memory, then more GPUs.
+    """
+    if memory.total <= limit:
+        return ""
+    most = max(KINDS, key=lambda kind: getattr(memory, kind))
+    what = next(_remedies(config, mesh, choice, memory))
+    too_much = size_text(memory.total - limit)
+    return (
+        f"{size_text(memory.total)} are {too_much} more than there is room for; most of it, "
+        f"{size_text(getattr(memory, most))}, is for {most}: {what}"
+    )
+
+
+def communication_advice(config: Config, choice: Choice, time: StepTime) -> str:
+    """What to change where ranks wait for each other more than they compute; else empty."""
+    if time.bound not in ("within_node", "between_nodes"):
+        return ""
+    if not (choice.reduce_once and choice.keep_parameters):
+        return (
+            "to send less, make room for what is kept for a step (reduce_gradients, "
+            "reshard_after_forward): by train.activation_checkpointing or larger GPUs"
+        )
+    return f"to send less often, raise train.global_batch_size={config.train.global_batch_size}"
+
+
+def _remedies(
+    config: Config, mesh: MeshDegrees, choice: Choice, memory: PeakMemory
+) -> Iterator[str]:
+    train = config.train
+    if choice.keep_parameters and mesh.data_world > 1:
+        yield 'set parallelism.reshard_after_forward="always"'
+    if choice.reduce_once and mesh.data_world > 1:
+        yield 'set parallelism.reduce_gradients="micro_batch"'
+    if train.loss_chunk == 0:
+        yield "set train.loss_chunk=1024"
+    state = memory.parameters + memory.gradients + memory.optimizer
+    if memory.activations + memory.backward + memory.loss >= state:
+        if train.micro_batch_size > 1:
+            yield f"lower train.micro_batch_size={train.micro_batch_size}"
+        if train.activation_checkpointing == "none":
+            yield 'set train.activation_checkpointing="selective", or "full"'
+        if train.activation_checkpointing_every is not None:
+            yield "remove train.activation_checkpointing_every"
+        if train.activation_checkpointing == "selective":
+            yield 'set train.activation_checkpointing="full"'
+        yield (
+            f"set parallelism.tensor_parallel_degree={2 * mesh.tensor}, or lower "
+            f"train.seq_len={train.seq_len}"
+        )
+    if mesh.replicate > 1:
+        yield "shard over all ranks: set parallelism.data_parallel_replicate_degree=1"
+    yield "start more ranks, over which the state is sharded, or take larger GPUs"
 
 
 @dataclass(frozen=True)
@@ -51,7 +121,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Saves:
+class PlannedSaves:
     """Checkpoints: bytes of one, seconds to write it, for how many it holds up training; and the
     interval that loses least time, by Young's formula, in seconds and in steps.
     """
@@ -64,37 +134,37 @@ class Saves:
 
 
 @dataclass(frozen=True)
-class Job:
-    """Who trains, on what: `world` ranks on `nodes`, each with a GPU; when they communicate, and
-    why so; and what is assumed of everything around them.
+class TrainingJob:
+    """`world` ranks on `nodes`, each with a GPU; when they communicate, and why so; and what is
+    assumed of the machines.
     """
 
     world: int
     nodes: int
     mesh: MeshDegrees
-    gpu: Gpu
+    gpu: GpuModel
     choice: Choice
     assumptions: Assumptions
 
     @property
     def ranks_per_node(self) -> int:
-        """As many on each."""
+        """The number of ranks on each node."""
         return self.world // self.nodes
 
 
 @dataclass(frozen=True)
-class Room:
+class RankMemory:
     """Memory of the rank that needs most, at the moment at which it does, in bytes of tensors; the
     `limit` that a GPU has for them, 0.9 of its memory; what to change if that is not enough.
     """
 
-    memory: Memory
+    memory: PeakMemory
     limit: int
     advice: str = ""
 
     @property
     def fits(self) -> bool:
-        """Whether it is enough."""
+        """Whether the memory is enough."""
         return self.memory.total <= self.limit
 
 
@@ -133,13 +203,13 @@ class Plan:
         notes: in what the trace differs from the run.
     """
 
-    job: Job
-    room: Room
+    job: TrainingJob
+    room: RankMemory
     flops: Count
     sent: Count
     exchanges: Sequence[Exchange]
     speed: Speed
-    saves: Saves
+    saves: PlannedSaves
     notes: Sequence[str] = ()
 
     @property
@@ -176,7 +246,7 @@ def plan(
         raise UsageError("model.vocab_size is not set, and no data says it: set it")
     situation = _situation(config, vocab_size, world, nodes, card := find_gpu(gpu))
     mesh, per_node, choice = situation.mesh, situation.ranks_per_node, choose(config, situation)
-    job = Job(world, world // per_node, mesh, card, choice, assumptions)
+    job = TrainingJob(world, world // per_node, mesh, card, choice, assumptions)
     step = Step(config, vocab_size, mesh, choice, situation.micro_batches, fused_norms=True)
     found = traced(step)
     shape = Shape.of(config.model, vocab_size)
@@ -185,7 +255,7 @@ def plan(
     exchanges = _exchanges(found, job)
     return Plan(
         job=job,
-        room=Room(found.memory, limit, advise(config, mesh, choice, found.memory, limit)),
+        room=RankMemory(found.memory, limit, advise(config, mesh, choice, found.memory, limit)),
         flops=Count(found.flops, _flops_by_formula(config, shape, situation)),
         sent=Count(
             sum(e.buffers for e in exchanges if e.collective.operation != "all_to_all"),
@@ -199,7 +269,7 @@ def plan(
 
 
 def _situation(
-    config: Config, vocab_size: int, world: int, nodes: int | None, gpu: Gpu
+    config: Config, vocab_size: int, world: int, nodes: int | None, gpu: GpuModel
 ) -> Situation:
     mesh = resolve_degrees(config.parallelism, world)
     check_tensor_degree(config, vocab_size)
@@ -260,15 +330,15 @@ def _buffers_by_formula(config: Config, shape: Shape, situation: Situation, choi
     return total + of_groups.sequence + of_groups.all_reduce
 
 
-def _speed(config: Config, shape: Shape, found: Traced, job: Job) -> Speed:
+def _speed(config: Config, shape: Shape, found: TracedStep, job: TrainingJob) -> Speed:
     time = step_time([_load(phase, job) for phase in found.phases], job.gpu, job.assumptions)
     tokens = config.train.global_batch_size * config.train.seq_len
     needed = flops_per_token(shape, config.train.seq_len) * tokens
     mfu = needed / (time.total * job.world * job.gpu.flops)
-    return Speed(time, tokens / time.total, mfu, quicken(config, job.choice, time))
+    return Speed(time, tokens / time.total, mfu, communication_advice(config, job.choice, time))
 
 
-def _load(phase: Phase, job: Job) -> Load:
+def _load(phase: StepPhase, job: TrainingJob) -> Load:
     within = between = waited = 0.0
     for collective, size in phase.sent.items():
         traffic = _traffic(collective, size, job)
@@ -281,7 +351,7 @@ def _load(phase: Phase, job: Job) -> Load:
     return Load(phase.times, operations, within, between, waited)
 
 
-def _exchanges(found: Traced, job: Job) -> list[Exchange]:
+def _exchanges(found: TracedStep, job: TrainingJob) -> list[Exchange]:
     given, listed = job.assumptions, []
     for collective, size in found.sent.items():
         traffic = _traffic(collective, size, job)
@@ -291,12 +361,14 @@ def _exchanges(found: Traced, job: Job) -> list[Exchange]:
     return sorted(listed, key=lambda exchange: -exchange.seconds)
 
 
-def _traffic(collective: Collective, size: int, job: Job) -> Traffic:
+def _traffic(collective: Collective, size: int, job: TrainingJob) -> Traffic:
     passes = 2 if collective.operation == "all_reduce" else 1
     return ring_traffic(passes * size, collective.dimension, job.mesh, job.ranks_per_node)
 
 
-def _saves(config: Config, found: Traced, job: Job, step_seconds: float) -> Saves:
+def _saves(
+    config: Config, found: TracedStep, job: TrainingJob, step_seconds: float
+) -> PlannedSaves:
     given = job.assumptions
     seconds = found.state / given.storage
     copied = found.state / job.world / given.to_host
@@ -304,4 +376,6 @@ def _saves(config: Config, found: Traced, job: Job, step_seconds: float) -> Save
     young = young_interval(pause, given.node_failure / job.nodes)
     # One that begins before the last is durable gains nothing.
     interval = max(young, seconds)
-    return Saves(found.state, seconds, pause, interval, max(1, round(interval / step_seconds)))
+    return PlannedSaves(
+        found.state, seconds, pause, interval, max(1, round(interval / step_seconds))
+    )

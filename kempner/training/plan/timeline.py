@@ -26,18 +26,18 @@ KINDS = (
     "backward",
     "other",
 )
-"""What memory is for; the attributes of `Memory`."""
+"""What memory is for; the attributes of `PeakMemory`."""
 PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, ACTIVATIONS, LOSS, BACKWARD, OTHER = range(len(KINDS))
 NOT_THERE = len(KINDS)
 """The kind of what another kernel would not allocate."""
 
 Stage = Literal["start", "forward", "backward", "update"]
 Work: TypeAlias = "Counter[tuple[int, int]]"
-"""How many operations compute so many FLOPs, and read and write so many bytes."""
+"""The number of operations, by their FLOPs and the bytes that they read and write."""
 Rows: TypeAlias = npt.NDArray[np.int64]
 
 
-class Place(NamedTuple):
+class StepPlace(NamedTuple):
     """A part of a step: a block, or what comes before the blocks (-1), or after them (None)."""
 
     stage: Stage
@@ -56,14 +56,14 @@ class Collective(NamedTuple):
 class Segment:
     """One part of a step: bytes held after each of its events, [events, kinds]; what it does."""
 
-    place: Place
+    place: StepPlace
     memory: Rows
     work: Work
     sent: Counter[Collective]
 
 
 @dataclass(frozen=True)
-class Phase:
+class StepPhase:
     """A part of a step whose communication can go on while it computes, `times` in a step.
 
     `sent` has the bytes of the collectives' whole buffers.
@@ -76,7 +76,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Memory:
+class PeakMemory:
     """Bytes of one rank at the moment of a step at which it has most."""
 
     parameters: int
@@ -95,7 +95,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All kinds together."""
+        """The bytes of all kinds together."""
         return sum(getattr(self, kind) for kind in KINDS)
 
 
@@ -112,7 +112,7 @@ class Trace:
     state: int
 
 
-def peak(trace: Trace) -> Memory:
+def peak(trace: Trace) -> PeakMemory:
     """The moment at which most is held."""
     return _most([segment.memory for segment in trace.segments])
 
@@ -129,11 +129,11 @@ def phases(trace: Trace) -> dict[tuple[Stage, int], tuple[Work, Counter[Collecti
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedStep:
     """A whole step of a model of any depth."""
 
-    memory: Memory
-    phases: Sequence[Phase]
+    memory: PeakMemory
+    phases: Sequence[StepPhase]
     state: int
 
     @property
@@ -151,13 +151,13 @@ class Traced:
         return total
 
 
-def whole(trace: Trace, micro_steps: int) -> Traced:
+def whole(trace: Trace, micro_steps: int) -> TracedStep:
     """The step that was traced, with `micro_steps` micro steps."""
-    return Traced(peak(trace), _repeated(phases(trace), micro_steps), trace.state)
+    return TracedStep(peak(trace), _repeated(phases(trace), micro_steps), trace.state)
 
 
-def extrapolate(shorter: Trace, longer: Trace, layers: int, micro_steps: int) -> Traced:
-    """The same step with so many layers.
+def extrapolate(shorter: Trace, longer: Trace, layers: int, micro_steps: int) -> TracedStep:
+    """The same step with `layers` layers.
 
     Args:
         shorter: of at least `3 + 2 p` layers, p being how many more `longer` has.
@@ -181,11 +181,11 @@ def extrapolate(shorter: Trace, longer: Trace, layers: int, micro_steps: int) ->
         for key, (work, sent) in fewer.items()
     }
     state = shorter.state + times * (longer.state - shorter.state)
-    return Traced(_most(rows), _repeated(grown, micro_steps), state)
+    return TracedStep(_most(rows), _repeated(grown, micro_steps), state)
 
 
 def _by_key(trace: Trace, front: int) -> dict[tuple[Any, ...], Segment]:
-    """Segments by where they are: so many from the front, or so many from the back."""
+    """Segments by their position, counted from the front or from the back."""
     found: dict[tuple[Any, ...], Segment] = {}
     for segment in trace.segments:
         stage, micro_step, block = segment.place
@@ -211,19 +211,19 @@ def _line(one: Counter[Any], other: Counter[Any], times: int) -> Counter[Any]:
     return Counter({key: one[key] + times * (other[key] - one[key]) for key in keys})
 
 
-def _most(rows: Sequence[Rows]) -> Memory:
+def _most(rows: Sequence[Rows]) -> PeakMemory:
     best = max(
         (part[part.sum(1).argmax()] for part in rows if len(part)), key=lambda row: row.sum()
     )
-    return Memory(*(int(size) for size in best))
+    return PeakMemory(*(int(size) for size in best))
 
 
 def _repeated(
     found: Mapping[tuple[Stage, int], tuple[Work, Counter[Collective]]], micro_steps: int
-) -> list[Phase]:
+) -> list[StepPhase]:
     traced = 1 + max(micro_step for _, micro_step in found)
     between = 1 + micro_steps - traced
     return [
-        Phase(stage, between if traced > 2 and micro_step == 1 else 1, work, sent)
+        StepPhase(stage, between if traced > 2 and micro_step == 1 else 1, work, sent)
         for (stage, micro_step), (work, sent) in found.items()
     ]

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from kempner.checkpoint.format.train_state import Rollback, TrainState
+from kempner.checkpoint.format.manifest import Rollback, TrainState
 from kempner.config.resilience import ResilienceSection
-from kempner.run.record.events.checkpoint import StartedAnew
-from kempner.run.record.events.training import LossSpike, RolledBack, StepSkipped
+from kempner.run.record.events import LossSpike, RolledBack, StartedAnew, StepSkipped
 from kempner.run.record.history import RunHistory
 
 FEWEST_LOSSES = 16
@@ -102,32 +101,34 @@ def observe(
 
 
 @dataclass(frozen=True)
-class Plan:
+class RollbackPlan:
     """The step `to` go back to, None to give up; and why."""
 
     to: int | None
     reason: str
 
 
-def plan_rollback(committed: Sequence[int], rollbacks: Iterable[Rollback], budget: int) -> Plan:
+def plan_rollback(
+    committed: Sequence[int], rollbacks: Iterable[Rollback], budget: int
+) -> RollbackPlan:
     """Back to the newest checkpoint; to an older one if that did not help; or give up.
 
     `committed` are the steps of the live branch, ascending. A rollback helped if a step beyond its
     trouble was committed since, and no longer counts against the `budget` then.
     """
     if not committed:
-        return Plan(None, "there is no checkpoint yet to go back to")
+        return RollbackPlan(None, "there is no checkpoint yet to go back to")
     in_vain = [rollback for rollback in rollbacks if rollback.at >= committed[-1]]
     if len(in_vain) >= budget:
         tried = f"{len(in_vain)} rollbacks did not help" if in_vain else "no rollback is allowed"
-        return Plan(None, f"{tried} (resilience.max_rollbacks={budget})")
+        return RollbackPlan(None, f"{tried} (resilience.max_rollbacks={budget})")
     if not in_vain:
-        return Plan(committed[-1], "it is the newest checkpoint")
+        return RollbackPlan(committed[-1], "it is the newest checkpoint")
     oldest_tried = min(rollback.to for rollback in in_vain)
     older = [step for step in committed if step < oldest_tried]
     if older:
-        return Plan(older[-1], f"going back to step {oldest_tried} did not help")
-    return Plan(committed[0], "there is no older checkpoint")
+        return RollbackPlan(older[-1], f"going back to step {oldest_tried} did not help")
+    return RollbackPlan(committed[0], "there is no older checkpoint")
 
 
 def remembered(history: RunHistory) -> tuple[Rollback, ...]:

@@ -1,50 +1,303 @@
 """Connects a rank to its supervisor, before torch is imported.
 
 On a cold file system that import takes minutes, and a rank that is stuck there should be seen.
+
+Measures what a rank uses of its node: memory, processes, open files.
+
+Requeues the job from a rank whose supervisor is gone.
+
+When the node of the batch script dies, a job submitted with --no-kill stays RUNNING on its other
+nodes, with no supervisor to requeue it. When the supervisor alone is killed, Slurm ends the job as
+failed, and gives its tasks KillWait seconds (both seen on Slurm 22.05). The ranks leave, with a
+checkpoint if all of them live, and the lowest rank that lives asks Slurm for the requeue.
+
+Tells whether a run's supervisor has died: by its lease, which it renews as long as it lives.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import psutil
 
+from kempner.cluster.machine.limits import MemoryGroup, memory_group
 from kempner.cluster.network.tcp_stalls import dead_connections
+from kempner.cluster.slurm.command import SlurmError
 from kempner.cluster.slurm.hostlist import node_name
+from kempner.cluster.slurm.job import JobState, restart_count
+from kempner.cluster.slurm.scontrol import RequeueDecision, RequeueOutcome, SlurmAccess, put_back
 from kempner.cluster.world import World, discover
 from kempner.config.sections import Config, SuperviseSection
 from kempner.run.control.client import ControlClient, Reactions
 from kempner.run.control.heartbeat import Progress, describe_places
 from kempner.run.control.launch_env import Launch, forget_secret
-from kempner.run.control.protocol import Event, Phase, Usage
+from kempner.run.control.protocol import Event, NodeMemory, Phase, Usage
 from kempner.run.output.background_files import LatestContent
 from kempner.run.output.console import leave
 from kempner.run.output.logs import logger, warn
+from kempner.run.process.awake_clock import AwakeClock
 from kempner.run.process.exit_codes import ExitCode, RunError, UnfitNodeError, UsageError
-from kempner.run.process.parent_watch import call_at_end_of
-from kempner.run.process.retry import Waited
+from kempner.run.process.retry import StorageWait
 from kempner.run.process.signals import signal_at_end_of
 from kempner.run.process.stop_reason import StopReason
-from kempner.run.record.attempts import Attempt
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.health import StorageWaited
-from kempner.run.record.events.job import NodeSuspected
-from kempner.run.record.events.stop import Signalled
-from kempner.run.record.events.vocabulary import parse_event
+from kempner.run.process.worker_process import call_at_end_of
+from kempner.run.record.attempts import Attempt, read_current
+from kempner.run.record.events import LedgerEvent, NodeSuspected, Requeued, Signalled, StorageWaited
+from kempner.run.record.history import RunHistory
+from kempner.run.record.lease import (
+    RELEASED,
+    RENEWALS,
+    Holder,
+    LeaseReading,
+    holder_lives,
+    look,
+)
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
-from kempner.training.rank_link.lost_supervisor import SupervisorWatch
-from kempner.training.rank_link.orphan_requeue import RESUMABLE, hand_back
-from kempner.training.rank_link.resource_usage import measure
+from kempner.run.record.vocabulary import parse_event
 from kempner.training.rank_link.shutdown import StopListener
+
+RESUMABLE = (ExitCode.STOPPED, ExitCode.PEERS_LOST)
+"""The ends after which the run goes on from its newest checkpoint, as soon as it is started."""
+
+TURN = 2.0
+"""Seconds after a rank in which the next one has its turn: they notice the silence so far apart."""
+
+LONGEST = 30.0
+"""Seconds after which every rank has had its turn."""
+
+TRY_FOR = 3600.0
+"""Seconds for which to ask a Slurm that does not answer; as a rule it ends this process before."""
+
+_LOOK = 0.2
+"""Seconds between two looks whether another rank does it."""
+
+_SCRIPT_DIED = ("JobLaunchFailure", "NonZeroExitCode", "RaisedSignal")
+"""What Slurm says of a job whose batch script was killed, the last with the signal behind it. It
+gives no reason for a job that was cancelled."""
+
+
+def decide_orphan_requeue(
+    job: JobState, restarts: int, superseded: bool, fruitless: bool = False
+) -> RequeueDecision:
+    """Only a job that runs, or that ends because its batch script, the supervisor, was killed.
+
+    To requeue one that was cancelled would bring it back to life. `restarts` is how often it was
+    when this rank was started: a rank on a node that was cut off may outlive its launch, and must
+    leave the next one alone. `superseded` is whether the run has a newer attempt, `fruitless`
+    whether the supervisor was lost before, and nothing saved since.
+    """
+    if superseded:
+        return RequeueDecision(False, "the run has a newer attempt: it continues there")
+    if job.restarts != restarts:
+        return RequeueDecision(
+            False, "the job was started again in the meantime: it continues there"
+        )
+    script_died = job.state in ("COMPLETING", "FAILED") and job.reason.startswith(_SCRIPT_DIED)
+    if not (job.running or script_died):
+        return RequeueDecision(False, f"the job is {job.state}: Slurm decides what happens to it")
+    if not job.may_requeue:
+        return RequeueDecision(
+            False, "the job was submitted with --no-requeue: submit it again to continue"
+        )
+    if fruitless:
+        return RequeueDecision(
+            False,
+            "the supervisor was lost again before a new step was saved: look at why, then submit "
+            "the job again",
+        )
+    return RequeueDecision(True, "the supervisor is gone: requeueing the job")
+
+
+def hand_back(
+    job: str, run: RunDirectory, attempt: Attempt, rank: int, means: SlurmAccess | None = None
+) -> None:
+    """Requeue `job`, once, if no other rank of this attempt does; lower ranks first.
+
+    Slurm is asked until it answers. That the job went back is written to the ledger afterwards:
+    Slurm leaves this process some seconds.
+    """
+    if not _has_turn(run, attempt, rank):
+        return
+    fruitless = _fruitless(_history(run), job)
+    decide = lambda state: decide_orphan_requeue(  # noqa: E731
+        state, restart_count(os.environ), _superseded(run, attempt), fruitless
+    )
+    end = put_back(job, decide, time.monotonic() + TRY_FOR, _note_silence, means)
+    if end.outcome is RequeueOutcome.DONE and end.asked is not None:
+        _record(job, run, attempt, rank, end.asked)
+    unanswered = end.outcome in (RequeueOutcome.REFUSED, RequeueOutcome.SILENT)
+    logger().warning(
+        f"{end.reason}; submit the same command again to continue" if unanswered else end.reason
+    )
+
+
+def _has_turn(run: RunDirectory, attempt: Attempt, rank: int) -> bool:
+    """Wait for this rank's turn; whether no other rank has said by then that it does it."""
+    turn = time.monotonic() + min(rank * TURN, LONGEST)
+    while time.monotonic() < turn:
+        if run.claim(attempt.number).exists():
+            return False
+        time.sleep(_LOOK)
+    return _claim(run, attempt, rank)
+
+
+def _claim(run: RunDirectory, attempt: Attempt, rank: int) -> bool:
+    """Whether this rank is the first to say that it will: only one can create the file.
+
+    Where storage fails, each does it in its turn, and sees whether the job went back before.
+    """
+    try:
+        with open(run.claim(attempt.number), "x", encoding="utf-8") as file:
+            file.write(f"{rank}\n")
+    except FileExistsError:
+        return False
+    except OSError as error:
+        logger().warning("cannot tell the other ranks of the requeue", reason=error.strerror)
+    return True
+
+
+def _superseded(run: RunDirectory, attempt: Attempt) -> bool:
+    """Whether a newer attempt is current, as far as storage says."""
+    try:
+        current = read_current(run.attempts)
+    except (OSError, KeyError, ValueError) as error:
+        logger().warning("cannot read which attempt is current", reason=str(error))
+        return False
+    return current is not None and current != attempt
+
+
+def _fruitless(history: RunHistory, job: str) -> bool:
+    """Whether a rank has requeued this job before, and the run is where it was."""
+    mine = [event for event in history.events(Requeued) if event.job == job]
+    return bool(mine) and mine[-1].by_rank is not None and mine[-1].step == history.last_step
+
+
+def _history(run: RunDirectory) -> RunHistory:
+    """What the ledger says; nothing where it cannot be read."""
+    try:
+        return RunHistory.read(run.ledger)
+    except OSError as error:
+        logger().warning("cannot read the ledger", reason=error.strerror)
+        return RunHistory()
+
+
+def _note_silence(error: SlurmError) -> None:
+    logger().info("Slurm gives no answer; asking again", reason=str(error))
+
+
+def _record(job: str, run: RunDirectory, attempt: Attempt, rank: int, state: JobState) -> None:
+    event = Requeued(
+        step=_history(run).last_step,
+        job=job,
+        restarts=state.restarts,
+        nodes=state.nodes.held,
+        by_rank=rank,
+    )
+    Ledger(run.ledger).record(event, attempt.number)
+
+
+STILL = 2.5
+"""Renewals that must be missing for the holder of a lease to be dead. This is shorter than the
+lease: it is asked only where the supervisor's port refuses connections, too."""
+
+LOOK_EVERY = 0.5
+"""Seconds between two looks at a file that hundreds of ranks may look at."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What was seen of a lease, unchanged since `since`, in seconds of some clock."""
+
+    seen: LeaseReading
+    since: float
+
+
+def has_died(watched: Watched, now: float, machine: str, lives: bool) -> bool:
+    """Whether the holder of a lease is dead, rather than that it has left in order.
+
+    `machine` is this one, and `lives` whether the process is there that the lease names.
+    """
+    seen = watched.seen
+    if seen.beat == RELEASED or seen.holder is None:
+        return False
+    if seen.holder.machine == machine:
+        return not lives
+    return now - watched.since > STILL * seen.holder.lasts / RENEWALS
+
+
+class SupervisorWatch:
+    """Looks at the lease of the supervisor that has started this rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._clock = folder, AwakeClock()
+        self._here = Holder.here(0.0).machine
+        self._watched: Watched | None = None
+        self._looked_at = -LOOK_EVERY
+        self._died = False
+
+    def died(self) -> bool:
+        """Whether it is dead: known at once on its machine, elsewhere after a few renewals."""
+        now = self._clock.now()
+        if not self._died and now - self._looked_at >= LOOK_EVERY:
+            self._looked_at = now
+            self._died = self._look(now)
+        return self._died
+
+    def _look(self, now: float) -> bool:
+        try:
+            seen = look(self._folder)
+        except (OSError, ValueError):
+            return False  # storage that fails says nothing
+        if seen is None:
+            return False
+        if self._watched is None or self._watched.seen != seen:
+            self._watched = Watched(seen, now)
+        return has_died(self._watched, now, self._here, holder_lives(seen.holder))
+
+
+def measure() -> Usage:
+    """Of this process, those that it has started, and its node at this moment.
+
+    Raises `OSError` or `psutil.Error` if the kernel does not show it.
+    """
+    process, host = psutil.Process(), psutil.virtual_memory()
+    children = [child.memory_info().rss for child in _living(process)]
+    files_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    group = memory_group()
+    memory = NodeMemory(*_room(group, host.available, host.total))
+    if group is not None:
+        memory = replace(memory, group=str(group.path), oom_kills=group.oom_kills())
+    return Usage(
+        rss=process.memory_info().rss,
+        children=len(children),
+        children_rss=sum(children),
+        files=process.num_fds(),
+        files_limit=files_limit,
+        memory=memory,
+    )
+
+
+def _living(process: psutil.Process) -> list[psutil.Process]:
+    return [child for child in process.children() if child.is_running()]
+
+
+def _room(group: MemoryGroup | None, available: int, total: int) -> tuple[int, int]:
+    """Bytes that are left, and of how many: of the node, or of what the job may have of it."""
+    limit = None if group is None else group.limit()
+    if group is None or limit is None or limit >= total:
+        return available, total
+    return min(available, max(0, limit - group.used())), limit
 
 
 @dataclass(frozen=True)
@@ -66,7 +319,7 @@ class RankLink:
         else:
             Ledger(self.run.ledger).record(event, attempt.number)
 
-    def tell_of_wait(self, attempt: Attempt, waited: Waited) -> None:
+    def tell_of_wait(self, attempt: Attempt, waited: StorageWait) -> None:
         """A line for the ledger, from any rank, when storage works again."""
         event = StorageWaited(**asdict(waited), rank=self.world.rank)
         if self.link is not None:
@@ -77,7 +330,7 @@ class RankLink:
     def tell_of_signal(self, sentence: str) -> None:
         """Let the supervisor know that a signal came here; one rank of all is enough.
 
-        Where there is none, whoever pressed Ctrl-C is to see that it was noticed.
+        Without a supervisor, tell the user who may have pressed Ctrl-C that it was noticed.
         """
         if self.world.rank != 0:
             return
@@ -105,7 +358,7 @@ class RankLink:
         orphaned = resumable and self.link.outlives_supervisor()
         if code is ExitCode.STOPPED and (orphaned or self.link.supervisor_has_died()):
             self._tell_places(attempt)
-        self._write(self.link.fall_silent(), attempt)
+        self._write(self.link.close_link(), attempt)
         if job is not None and orphaned:
             hand_back(job, self.run, attempt, self.world.rank)
 
@@ -178,7 +431,7 @@ def _follow(supervisor: int, forked: bool, shutdown: StopListener) -> None:
     """Stop when the supervisor on this machine ends."""
     ended = partial(shutdown.stop, StopReason.SUPERVISOR_LOST, sentence="the supervisor has ended")
     if forked:
-        # Not when the fork server ends, which does not concern whom it has forked.
+        # Not when the fork server ends, which does not concern the ranks that it has forked.
         signal_at_end_of(os.getppid(), None)
         call_at_end_of(supervisor, ended)
     # The parent may be a wrapper: that is signalled by the kernel, and ends with its own.
@@ -271,7 +524,7 @@ def _leave_first_step(rank_link: RankLink) -> None:
 
 
 def _leave_in_silence(rank_link: RankLink, seconds: float) -> None:
-    """End the process from a thread: the main one waits for a peer that may be gone for good."""
+    """End the process from a thread: the main thread waits for a peer that may be gone."""
     sentence = f"no progress for {seconds:.0f} s, and no supervisor to say which rank is gone"
 
     def end() -> None:

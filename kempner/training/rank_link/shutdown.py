@@ -22,7 +22,7 @@ from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.signals import (
     LEFT_AT_ONCE,
-    Received,
+    ReceivedSignal,
     exit_before_training,
     inbox,
     insists,
@@ -35,26 +35,26 @@ NEARER = 1.0
 
 
 class State(Enum):
-    """Who depends on this process, and therefore how it stops."""
+    """Which processes depend on this one, and therefore how it stops."""
 
-    ALONE = "nobody does: it may leave at once"
+    ALONE = "no other process does: it may leave at once"
     CONNECTED = "a supervisor listens: it is told first"
     IN_GROUP = "other ranks do: they vote on it"
     LEAVING = "it is about to leave, whatever else comes"
 
 
-class Trigger(Enum):
+class ListenerTrigger(Enum):
     """What can happen to the handler."""
 
     CONNECT = "there is a supervisor to talk to"
     JOIN = "the process group is there"
     SIGNAL = "a stop signal came"
-    ORDER = "somebody who knows why asks for a stop: the supervisor, or what watches it"
+    ORDER = "the supervisor, or what watches it, asks for a stop and says why"
     INSIST = "a second Ctrl-C came within two seconds, and there is no supervisor to get it"
 
 
-class Action(Enum):
-    """What follows."""
+class ListenerAction(Enum):
+    """What the handler does next."""
 
     NOTHING = "nothing"
     EXIT = "leave at once with exit code 75: nothing is half done"
@@ -64,27 +64,27 @@ class Action(Enum):
     REQUEST_AND_TELL = "keep the request, and tell the supervisor of the signal"
 
 
-TRANSITIONS: dict[tuple[State, Trigger], tuple[State, Action]] = {
-    (State.ALONE, Trigger.CONNECT): (State.CONNECTED, Action.NOTHING),
-    (State.ALONE, Trigger.JOIN): (State.IN_GROUP, Action.NOTHING),
-    (State.ALONE, Trigger.SIGNAL): (State.LEAVING, Action.EXIT),
-    (State.ALONE, Trigger.ORDER): (State.LEAVING, Action.EXIT),
-    (State.ALONE, Trigger.INSIST): (State.LEAVING, Action.EXIT),
-    (State.CONNECTED, Trigger.CONNECT): (State.CONNECTED, Action.NOTHING),
-    (State.CONNECTED, Trigger.JOIN): (State.IN_GROUP, Action.NOTHING),
-    (State.CONNECTED, Trigger.SIGNAL): (State.LEAVING, Action.TELL_AND_EXIT),
-    (State.CONNECTED, Trigger.ORDER): (State.LEAVING, Action.TELL_AND_EXIT),
-    (State.CONNECTED, Trigger.INSIST): (State.LEAVING, Action.TELL_AND_EXIT),
-    (State.IN_GROUP, Trigger.CONNECT): (State.IN_GROUP, Action.NOTHING),
-    (State.IN_GROUP, Trigger.JOIN): (State.IN_GROUP, Action.NOTHING),
-    (State.IN_GROUP, Trigger.SIGNAL): (State.IN_GROUP, Action.REQUEST_AND_TELL),
-    (State.IN_GROUP, Trigger.ORDER): (State.IN_GROUP, Action.REQUEST),
-    (State.IN_GROUP, Trigger.INSIST): (State.LEAVING, Action.EXIT_AT_ONCE),
-    (State.LEAVING, Trigger.CONNECT): (State.LEAVING, Action.NOTHING),
-    (State.LEAVING, Trigger.JOIN): (State.LEAVING, Action.NOTHING),
-    (State.LEAVING, Trigger.SIGNAL): (State.LEAVING, Action.NOTHING),
-    (State.LEAVING, Trigger.ORDER): (State.LEAVING, Action.NOTHING),
-    (State.LEAVING, Trigger.INSIST): (State.LEAVING, Action.NOTHING),
+TRANSITIONS: dict[tuple[State, ListenerTrigger], tuple[State, ListenerAction]] = {
+    (State.ALONE, ListenerTrigger.CONNECT): (State.CONNECTED, ListenerAction.NOTHING),
+    (State.ALONE, ListenerTrigger.JOIN): (State.IN_GROUP, ListenerAction.NOTHING),
+    (State.ALONE, ListenerTrigger.SIGNAL): (State.LEAVING, ListenerAction.EXIT),
+    (State.ALONE, ListenerTrigger.ORDER): (State.LEAVING, ListenerAction.EXIT),
+    (State.ALONE, ListenerTrigger.INSIST): (State.LEAVING, ListenerAction.EXIT),
+    (State.CONNECTED, ListenerTrigger.CONNECT): (State.CONNECTED, ListenerAction.NOTHING),
+    (State.CONNECTED, ListenerTrigger.JOIN): (State.IN_GROUP, ListenerAction.NOTHING),
+    (State.CONNECTED, ListenerTrigger.SIGNAL): (State.LEAVING, ListenerAction.TELL_AND_EXIT),
+    (State.CONNECTED, ListenerTrigger.ORDER): (State.LEAVING, ListenerAction.TELL_AND_EXIT),
+    (State.CONNECTED, ListenerTrigger.INSIST): (State.LEAVING, ListenerAction.TELL_AND_EXIT),
+    (State.IN_GROUP, ListenerTrigger.CONNECT): (State.IN_GROUP, ListenerAction.NOTHING),
+    (State.IN_GROUP, ListenerTrigger.JOIN): (State.IN_GROUP, ListenerAction.NOTHING),
+    (State.IN_GROUP, ListenerTrigger.SIGNAL): (State.IN_GROUP, ListenerAction.REQUEST_AND_TELL),
+    (State.IN_GROUP, ListenerTrigger.ORDER): (State.IN_GROUP, ListenerAction.REQUEST),
+    (State.IN_GROUP, ListenerTrigger.INSIST): (State.LEAVING, ListenerAction.EXIT_AT_ONCE),
+    (State.LEAVING, ListenerTrigger.CONNECT): (State.LEAVING, ListenerAction.NOTHING),
+    (State.LEAVING, ListenerTrigger.JOIN): (State.LEAVING, ListenerAction.NOTHING),
+    (State.LEAVING, ListenerTrigger.SIGNAL): (State.LEAVING, ListenerAction.NOTHING),
+    (State.LEAVING, ListenerTrigger.ORDER): (State.LEAVING, ListenerAction.NOTHING),
+    (State.LEAVING, ListenerTrigger.INSIST): (State.LEAVING, ListenerAction.NOTHING),
 }
 """In each state, for whatever comes: the next state, and what to do."""
 
@@ -108,7 +108,7 @@ class StopRequest:
         return replace(better, asked_at=self.asked_at, deadline=nearer)
 
     def adds_to(self, earlier: StopRequest | None) -> bool:
-        """Whether this is news to somebody who knew `earlier` only."""
+        """Whether this says more than `earlier`."""
         if earlier is None or self.reason is not earlier.reason:
             return True
         return self.deadline < earlier.deadline - NEARER
@@ -121,9 +121,9 @@ class StopListener:
     ends it at once with exit code 75, even while it waits for peers in native code. Afterwards it
     is only a request, for the ranks to vote on. Methods may be called from any thread.
 
-    `at_prompt` says that somebody types at this process, who wants to have it back: a second Ctrl-C
-    interrupts what it does, but does not end it. `on_demand` says that the program decides when, if
-    at all, the signals are trapped: until then it gets them itself, and SIGTERM for an order.
+    `at_prompt` says that the process is interactive: a second Ctrl-C interrupts what it does, but
+    does not end it. `on_demand` says that the program decides when, if at all, the signals are
+    trapped: until then it gets them itself, and SIGTERM for an order.
     """
 
     def __init__(self, at_prompt: bool = False, on_demand: bool = False) -> None:
@@ -140,9 +140,9 @@ class StopListener:
         self._supervisor_gone: Callable[[], bool] = lambda: False
 
     def install(self) -> None:
-        """Trap the signals, and leave on any of them until there is somebody to be told.
+        """Trap the signals, and exit on any of them until there is a supervisor or a peer to tell.
 
-        Outside of the main thread Python traps none. What else asks for a stop is obeyed there.
+        Outside of the main thread Python traps none. Other requests for a stop are obeyed there.
         """
         if not self._signals.installed:
             if threading.current_thread() is not threading.main_thread():
@@ -178,7 +178,7 @@ class StopListener:
             # The supervisor sends its order and a SIGTERM, which would end us before we obey.
             self._ignored.enter_context(untouched_by_default(signal.SIGTERM))
         with self._lock:
-            self._move(Trigger.CONNECT)
+            self._move(ListenerTrigger.CONNECT)
 
     def join_group(
         self,
@@ -187,14 +187,14 @@ class StopListener:
     ) -> None:
         """From now on peers depend on this process: a stop becomes a request.
 
-        `grace` is how many seconds after a signal the process will be killed; None if nobody will.
+        `grace` is how many seconds after a signal the process will be killed; None if it will not.
         `on_signal` is called, from a thread, if it is a signal that first asks for a stop, with
         what there is to say about it.
         """
         self._grace = math.inf if grace is None else grace
         self._tell_of_signal = on_signal
         with self._lock:
-            self._move(Trigger.JOIN)
+            self._move(ListenerTrigger.JOIN)
 
     def stop(
         self, reason: StopReason, seconds_left: float | None = None, sentence: str = ""
@@ -202,7 +202,7 @@ class StopListener:
         """Ask for a stop; of several reasons the greatest counts, of deadlines the nearest."""
         now = time.monotonic()
         deadline = math.inf if seconds_left is None else now + seconds_left
-        self._ask(Trigger.ORDER, StopRequest(reason, now, deadline, sentence))
+        self._ask(ListenerTrigger.ORDER, StopRequest(reason, now, deadline, sentence))
 
     def should_shutdown(self) -> bool:
         """Whether a stop was asked for."""
@@ -228,40 +228,40 @@ class StopListener:
         """Since this process was first asked to stop; 0 if it was not."""
         return 0.0 if self._request is None else time.monotonic() - self._request.asked_at
 
-    def _signalled(self, received: Received) -> None:
+    def _signalled(self, received: ReceivedSignal) -> None:
         gone = self._supervisor_gone()
         reason = reason_of_signal(received.signal, gone)
         sentence = "the supervisor has ended" if gone else received.signal.name
         deadline = received.at + self._grace
         deaf = self._supervised or self._at_prompt
         insisted = insists(self._signals.received) and not deaf
-        trigger = Trigger.INSIST if insisted else Trigger.SIGNAL
+        trigger = ListenerTrigger.INSIST if insisted else ListenerTrigger.SIGNAL
         self._ask(trigger, StopRequest(reason, received.at, deadline, sentence))
 
-    def _ask(self, trigger: Trigger, asked: StopRequest) -> None:
+    def _ask(self, trigger: ListenerTrigger, asked: StopRequest) -> None:
         """Keep what was asked for, and do what follows; the caller's thread may have to go on."""
         with self._lock:
             before = self._request
             self._request = asked if before is None else before.joined_with(asked)
             action = self._move(trigger)
         match action:
-            case Action.EXIT:
+            case ListenerAction.EXIT:
                 exit_before_training(asked.sentence or asked.reason.words)
-            case Action.TELL_AND_EXIT:
+            case ListenerAction.TELL_AND_EXIT:
                 # On a thread of its own: the caller's may be the one that delivers the last words.
                 tell = partial(self._tell_and_exit, asked)
                 threading.Thread(target=tell, name="exit", daemon=True).start()
-            case Action.EXIT_AT_ONCE:
+            case ListenerAction.EXIT_AT_ONCE:
                 say(f"kempner: {LEFT_AT_ONCE}", sys.stderr)
                 leave(ExitCode.INTERRUPTED)
-            case Action.REQUEST if self._on_demand and not self._signals.installed:
+            case ListenerAction.REQUEST if self._on_demand and not self._signals.installed:
                 os.kill(os.getpid(), signal.SIGTERM)
-            case Action.REQUEST | Action.REQUEST_AND_TELL:
-                if action is Action.REQUEST_AND_TELL and before is None:
+            case ListenerAction.REQUEST | ListenerAction.REQUEST_AND_TELL:
+                if action is ListenerAction.REQUEST_AND_TELL and before is None:
                     self._tell_of_signal(asked.sentence)
                 _log_if_news(self._request, before)
 
-    def _move(self, trigger: Trigger) -> Action:
+    def _move(self, trigger: ListenerTrigger) -> ListenerAction:
         self._state, action = TRANSITIONS[self._state, trigger]
         return action
 

@@ -11,16 +11,16 @@ import signal
 import sys
 from pathlib import Path
 
-from kempner.run.control.rehearsal import Part
+from kempner.run.control.launch_env import RehearsalPart
 from kempner.run.process.signals import STOP_SIGNALS, signal_at_end_of
 from kempner.training.rehearsal.switch import recorder
 
 
 def main(arguments: list[str]) -> None:
-    """Be `python ARGUMENTS`."""
+    """Run `python ARGUMENTS` in this process."""
     signal_at_end_of(os.getppid(), signal.SIGKILL)  # no rank outlives the rehearsal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    part = Part.from_environment()
+    part = RehearsalPart.from_environment()
     os.chdir(part.cwd if part is not None else ".")  # not where the fork server was started
     recorder()
     if arguments[0] == "-m":

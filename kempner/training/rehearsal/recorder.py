@@ -2,6 +2,18 @@
 
 A step is two lines of JSON: what was there when
 it began, and what came of it; what is computed between two steps is a line of its own.
+
+What a program computes, as torch tells of it: batches, losses, rates and gradients.
+
+The hooks are torch's global ones, so that nothing need be known of the program.
+
+What a rehearsed program does outside of its run: files that it opens, hosts that it calls.
+
+The program's own variables at the beginning of a step: what could have to come back.
+
+Looked at are the variables of the program's functions that wait for the step to end, the globals of
+its modules, and what they lead to: modules, optimizers, schedulers, generators, numbers, containers
+and objects of the program's classes.
 """
 
 from __future__ import annotations
@@ -11,35 +23,406 @@ import os
 import random
 import signal
 import sys
+import sysconfig
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data import DataLoader
 
-from kempner.run.control.rehearsal import Part
-from kempner.training.rehearsal.digest import of_state
-from kempner.training.rehearsal.outside import Outside
-from kempner.training.rehearsal.torch_hooks import Computed, TorchHooks
-from kempner.training.rehearsal.variables import Walk, look
+import kempner
+from kempner.run.control.launch_env import RehearsalPart
+from kempner.training.rehearsal.digest import of_rows, of_state, of_tensor, tensors_in
+
+
+@dataclass
+class ComputedStep:
+    """What was computed since the step began."""
+
+    samples: list[str] = field(default_factory=list)
+    """Digests of the samples that a model got in training, in their order."""
+    losses: list[float] = field(default_factory=list)
+    """What `backward` was called of."""
+    rates: dict[str, list[float]] = field(default_factory=dict)
+    gradients: dict[str, str] = field(default_factory=dict)
+    evaluation: list[str] = field(default_factory=list)
+    """Digests of what a model got and returned while it was evaluated."""
+    torch_generator: str = ""
+    """Where torch's generator stood as the model was called first."""
+    batches: int = 0
+    """How often a loss was computed."""
+
+
+class TorchHooks:
+    """Notes in `now` what is computed. `name_of` says what the program calls an object."""
+
+    def __init__(self, name_of: Callable[[object], str]) -> None:
+        self.now = ComputedStep()
+        self.optimizers: dict[int, Optimizer] = {}
+        """Those that have stepped, by `id`."""
+        self.on_optimizer: Callable[[], None] = lambda: None
+        self._name_of, self._depth = name_of, 0
+
+    def install(self) -> None:
+        """Have torch call this, until the process ends."""
+        register_module_forward_pre_hook(self._enter)
+        register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        backward = torch.autograd.backward
+
+        def noting(tensors: Any, *arguments: Any, **options: Any) -> None:
+            self._note_losses(tensors)
+            backward(tensors, *arguments, **options)
+
+        torch.autograd.backward = noting
+
+    def weights(self) -> dict[str, str]:
+        """A digest of what each optimizer trains, by the optimizer's name."""
+        return {
+            self._name_of(optimizer): of_state(
+                [p for g in optimizer.param_groups for p in g["params"]]
+            )
+            for optimizer in self.optimizers.values()
+        }
+
+    def _enter(self, module: nn.Module, arguments: Any) -> None:
+        self._depth += 1
+        if self._depth == 1 and not self.now.torch_generator:
+            self.now.torch_generator = of_tensor(torch.default_generator.get_state())
+
+    def _leave(self, module: nn.Module, arguments: Any, options: Any, result: Any) -> None:
+        self._depth -= 1
+        if self._depth > 0 or torch.compiler.is_compiling():
+            return
+        given = tensors_in([arguments, options])
+        if not torch.is_grad_enabled():
+            returned = tensors_in(result if not hasattr(result, "to_tuple") else result.to_tuple())
+            self.now.evaluation.append(of_state([given, returned]))
+            return
+        for tensor in given:
+            if tensor.grad_fn is None and not tensor.requires_grad:
+                self.now.samples += of_rows(tensor)
+
+    def _note_losses(self, tensors: Any) -> None:
+        self.now.batches += 1
+        for tensor in tensors_in([tensors]):
+            if tensor.numel() == 1:
+                self.now.losses.append(float(tensor.detach()))
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self.optimizers[id(optimizer)] = optimizer
+        name = self._name_of(optimizer)
+        rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+        self.now.rates[name] = rates
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        # Not before it: a closure computes the gradients within the step.
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad if isinstance(p.grad, Tensor) else None for p in parameters]
+        self.now.gradients[self._name_of(optimizer)] = of_state(gradients)
+        self.on_optimizer()
+
+
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_NOT_FILES = ("/dev/", "/proc/", "/sys/")
+MOST_FILES = 500
+"""Names that are kept of each kind."""
+
+
+class ExternalAccess:
+    """Keeps the names of files and hosts, from when `watch` is called to the end of the process."""
+
+    def __init__(self, inside: Path) -> None:
+        self._inside = f"{inside}/"
+        self.written: dict[str, None] = {}
+        self.read: dict[str, None] = {}
+        self.called: dict[str, None] = {}
+
+    def watch(self) -> None:
+        """Have Python tell of each file and connection; it cannot be undone."""
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, _, flags = arguments
+            unnamed = flags & os.O_TMPFILE == os.O_TMPFILE
+            if isinstance(path, str | bytes | os.PathLike) and not unnamed:
+                self.opened(os.fsdecode(path), bool(flags & _WRITES))
+        elif event == "socket.connect":
+            address = arguments[1]
+            if isinstance(address, tuple) and len(address) > 1:
+                self._call(str(address[0]), address[1])
+
+    def opened(self, path: str, for_writing: bool) -> None:
+        full = os.path.abspath(path)  # noqa: PTH100 - links stay as they are written
+        if full.startswith((self._inside, *_NOT_FILES)) or full.endswith((".py", ".pyc", ".so")):
+            return
+        names = self.written if for_writing else self.read
+        if len(names) < MOST_FILES and not Path(full).is_dir():  # a file without a name
+            names[full] = None
+
+    def _call(self, host: str, port: int) -> None:
+        if not host.startswith("127.") and host not in ("::1", "localhost", "0.0.0.0", "::"):
+            self.called[f"{host}:{port}"] = None
+
+
+DEEPEST = 5
+"""How many steps from a variable to what it leads to."""
+
+MOST_VARIABLES = 4000
+"""Entries in all: a program that has more is looked at as far as that."""
+
+MOST_OF_ONE = 64
+"""Entries of one container that are looked at one by one."""
+
+Seen = tuple[str, str, str]
+"""Its kind, a digest, and a few words for a person."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_SCHEDULERS = (torch.optim.lr_scheduler.LRScheduler,)
+
+
+def library_paths() -> tuple[str, ...]:
+    """Where the code lies that is not the program's."""
+    paths = sysconfig.get_paths()
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    return tuple({f"{paths[name]}/" for name in names} | {f"{Path(kempner.__file__).parent}/"})
+
+
+_LIBRARIES = library_paths()
+
+
+@cache
+def is_programs(file: str | None) -> bool:
+    """Whether a source file is the program's own."""
+    if not file:
+        return False
+    path = str(Path(file).absolute())  # as in `python train.py`
+    if path.startswith(_LIBRARIES):
+        return False
+    if "/site-packages/" in path or "/dist-packages/" in path:  # of another environment
+        return False
+    return path.endswith(".py") and Path(path).is_file()
+
+
+def _is_programs_class(kind: type[Any]) -> bool:
+    known = _KNOWN_CLASSES.get(kind)
+    if known is None:
+        known = _KNOWN_CLASSES[kind] = _derives_from_programs(kind)
+    return known
+
+
+_KNOWN_CLASSES: dict[type[Any], bool] = {}
+
+
+def _derives_from_programs(kind: type[Any]) -> bool:
+    return any(_is_programs_own(base) for base in kind.__mro__)
+
+
+def _is_programs_own(kind: type[Any]) -> bool:
+    module = sys.modules.get(kind.__module__)
+    return kind.__module__ == "__main__" or is_programs(getattr(module, "__file__", None))
+
+
+def look(frame: FrameType) -> Walk:
+    """All variables of the program, as seen from a call that it has made."""
+    walk = Walk()
+    modules: dict[str, Mapping[str, Any]] = {}
+    at: FrameType | None = frame
+    while at is not None:
+        code = at.f_code
+        if is_programs(code.co_filename):
+            walk.files.add(str(Path(code.co_filename).resolve()))
+            if at.f_locals is not at.f_globals:
+                walk.all_of("", at.f_locals)
+            modules.setdefault(code.co_filename, at.f_globals)
+        else:
+            for value in list(at.f_locals.values()):
+                if isinstance(value, nn.Module | Optimizer) or _is_programs_class(type(value)):
+                    walk.visit(type(value).__name__, value, 0)
+        at = at.f_back
+    for variables in modules.values():
+        walk.all_of("", variables)
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if is_programs(file) and file not in modules:
+            walk.files.add(str(Path(str(file)).resolve()))
+            walk.all_of(f"{name.rpartition('.')[2]}.", vars(module))
+    return walk
+
+
+class Walk:
+    """Visits what variables lead to, each object once."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Seen] = {}
+        self.names: dict[int, str] = {}
+        """What the objects that were met are called, by `id`."""
+        self.files: set[str] = set()
+        self.iterators: list[str] = []
+        """What has a place that cannot be looked at."""
+
+    def all_of(self, prefix: str, variables: Mapping[str, Any]) -> None:
+        """Visit variables that belong together."""
+        for name, value in list(variables.items()):
+            if not name.startswith("__") and not isinstance(value, ModuleType | type):
+                self.visit(f"{prefix}{name}", value, 0)
+
+    def visit(self, name: str, value: Any, depth: int) -> None:
+        """Note what `value` is, and what it leads to."""
+        if depth > DEEPEST or len(self.found) >= MOST_VARIABLES:
+            return
+        if isinstance(value, _PLAIN):
+            self.found.setdefault(name, ("value", repr(value), _short(value)))
+            return
+        if id(value) in self.names:
+            return
+        self.names[id(value)] = name
+        if isinstance(value, Mapping):
+            self._mapping(name, value, depth)
+        elif isinstance(value, list | tuple | deque | set | frozenset):
+            self._sequence(name, value, depth)
+        elif isinstance(value, nn.Module):
+            self._module(name, value, depth)
+        elif isinstance(value, Optimizer):
+            self._optimizer(name, value)
+        elif (seen := _leaf(value)) is not None:
+            self.found[name] = seen
+        else:
+            self._object(name, value, depth)
+
+    def _mapping(self, name: str, value: Mapping[Any, Any], depth: int) -> None:
+        self.found[name] = ("container", _digest_of(value), f"{len(value)} entries")
+        if len(value) <= MOST_OF_ONE:
+            for key, entry in list(value.items()):
+                self._entry(f"{name}[{key!r}]", entry, depth)
+
+    def _sequence(self, name: str, value: Any, depth: int) -> None:
+        entries = list(value)
+        kind = "set" if isinstance(value, set | frozenset) else "container"
+        self.found[name] = (kind, _digest_of(entries), f"{len(entries)} entries")
+        if len(entries) <= MOST_OF_ONE:
+            for number, entry in enumerate(entries):
+                self._entry(f"{name}[{number}]", entry, depth)
+
+    def _entry(self, name: str, value: Any, depth: int) -> None:
+        """An entry of a container, whose digest covers what is plain."""
+        if not isinstance(value, (*_PLAIN, Tensor, np.ndarray)):
+            self.visit(name, value, depth + 1)
+
+    def _module(self, name: str, module: nn.Module, depth: int) -> None:
+        tensors = list(_tensors_of(module))
+        self.found[f"{name}.names"] = ("names", of_state([of for of, _, _ in tensors]), "")
+        for of, kind, tensor in tensors:
+            self.found[f"{name}.{of}"] = (kind, of_tensor(tensor), str(tuple(tensor.shape)))
+            self.names.setdefault(id(tensor), f"{name}.{of}")
+        for place, part in module.named_modules():
+            self.names.setdefault(id(part), f"{name}.{place}")
+            if _is_programs_class(type(part)):
+                own = f"{name}.{place}".rstrip(".")
+                self._attributes(own, part, depth)
+
+    def _optimizer(self, name: str, optimizer: Optimizer) -> None:
+        state = [optimizer.state.get(p) for g in optimizer.param_groups for p in g["params"]]
+        self.found[name] = ("optimizer", of_state(state), type(optimizer).__name__)
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        rates = ", ".join(f"{float(group.get('lr', 0)):.4g}" for group in groups)
+        self.found[f"{name}.param_groups"] = ("groups", of_state(groups), rates)
+
+    def _object(self, name: str, value: Any, depth: int) -> None:
+        if isinstance(value, DataLoader):
+            self.iterators.append(name)
+            for attribute in ("generator", "sampler", "dataset"):
+                self.visit(f"{name}.{attribute}", getattr(value, attribute), depth + 1)
+        elif hasattr(type(value), "__next__"):
+            self.iterators.append(name)
+        elif _is_programs_class(type(value)):
+            self._attributes(name, value, depth)
+        elif hasattr(type(value), "state_dict") and hasattr(type(value), "load_state_dict"):
+            self.found[name] = ("object", of_state(value.state_dict()), type(value).__name__)
+
+    def _attributes(self, name: str, value: Any, depth: int) -> None:
+        # A class may say what an attribute is at first: `seen = 0`, and later `self.seen += 1`.
+        own = [vars(kind) for kind in reversed(type(value).__mro__) if _is_programs_own(kind)]
+        first = {n: v for names in own for n, v in names.items() if isinstance(v, _PLAIN)}
+        held = {name: first[name] for name in first if not name.startswith("__")}
+        for attribute, entry in {**held, **getattr(value, "__dict__", {})}.items():
+            if attribute in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+                continue
+            if not callable(entry) or isinstance(entry, nn.Module):
+                self.visit(f"{name}.{attribute}", entry, depth + 1)
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    for name, parameter in module.named_parameters():
+        yield name, "weight", parameter
+    for name, buffer in module.named_buffers():
+        yield name, "buffer", buffer
+
+
+def _leaf(value: Any) -> Seen | None:
+    """What a value is that leads to nothing else; None if it may."""
+    if isinstance(value, Tensor):
+        return "tensor", of_tensor(value), _short(value)
+    if isinstance(value, np.ndarray | np.generic):
+        return "tensor", of_state(np.asarray(value)), str(value.shape)
+    if isinstance(value, torch.Generator):
+        return "generator", of_tensor(value.get_state()), "torch.Generator"
+    if isinstance(value, random.Random):
+        return "generator", of_state(value.getstate()), "random.Random"
+    if isinstance(value, np.random.Generator):
+        return "generator", of_state(value.bit_generator.state), "numpy Generator"
+    if isinstance(value, np.random.RandomState):
+        return "generator", of_state(value.get_state()), "numpy RandomState"
+    if isinstance(value, _SCHEDULERS):
+        return "scheduler", of_state(value.state_dict()), type(value).__name__
+    return None
+
+
+def _digest_of(value: Any) -> str:
+    """Of what is plain in a container; what is not is visited by itself."""
+    return of_state(value)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.item():.6g}" if value.numel() == 1 else str(tuple(value.shape))
+    text = f"{value:.6g}" if isinstance(value, float) else repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
 
 STOPPED_WITHIN = 10.0
 """Seconds after which a SIGTERM must have become a request to stop."""
 
 
 class Recorder:
-    """What one rank sees."""
+    """Records what one rank does in its steps."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: RehearsalPart) -> None:
         self._part, self._step = part, 0
         rank = int(os.environ.get("RANK", "0"))
         self._disturbs = rank == 0
         self._file = open(Path(part.folder) / f"rank-{rank}.jsonl", "a", buffering=1)  # noqa: SIM115
         self._names: dict[int, str] = {}
-        self._outside = Outside(Path(part.run).parent)
+        self._outside = ExternalAccess(Path(part.run).parent)
         self._outside.watch()
         self._watch_saves()
         self._hooks = TorchHooks(self._name_of)
@@ -53,14 +436,14 @@ class Recorder:
         self._names = seen.names
         for optimizer in self._hooks.optimizers.values():
             self._names.setdefault(id(optimizer), type(optimizer).__name__)
-        self._step, self._hooks.now = step, Computed()
+        self._step, self._hooks.now = step, ComputedStep()
         self._write({"began": step, **_facts_of(seen), "globals": _global_generators()})
         if self._disturbs and not self._part.kills and step == self._part.at:
             self._stop(asked_to_stop)
 
     def end_step(self, step: int) -> None:
-        """A step is done."""
-        now, self._hooks.now = self._hooks.now, Computed()
+        """Record the end of a step."""
+        now, self._hooks.now = self._hooks.now, ComputedStep()
         self._write({"ended": step, **asdict(now), "weights": self._hooks.weights()})
         self._kill()
 
@@ -69,14 +452,14 @@ class Recorder:
         self._write({"saved": step})
 
     def left(self) -> None:
-        """The loop is over."""
+        """Record the end of the loop."""
         self._write_between()
 
     def _write_between(self) -> None:
         """What was computed since the last step ended."""
         if self._hooks.now.evaluation:
             self._write({"after": self._step, "evaluation": self._hooks.now.evaluation})
-            self._hooks.now = Computed()
+            self._hooks.now = ComputedStep()
         outside = self._outside
         told = {"wrote": outside.written, "read": outside.read, "called": outside.called}
         self._write({name: list(names) for name, names in told.items()})

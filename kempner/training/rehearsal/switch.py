@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from kempner.run.control.rehearsal import Part
+from kempner.run.control.launch_env import RehearsalPart
 
 if TYPE_CHECKING:
     from kempner.training.rehearsal.recorder import Recorder
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 @cache
 def recorder() -> Recorder | None:
     """The recorder of this process, which begins to watch with the first call; None without."""
-    part = Part.from_environment()
+    part = RehearsalPart.from_environment()
     if part is None:
         return None
     from kempner.training.rehearsal.recorder import Recorder

@@ -6,14 +6,13 @@ import math
 import time
 from typing import Protocol
 
-from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.store.save_failures import SaveFailures
+from kempner.checkpoint.format.manifest import TrainState
+from kempner.checkpoint.store.commit import SaveFailures
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import CheckpointWriteError, ExitCode
 from kempner.run.process.retry import storage_waits
 from kempner.run.process.stop_reason import StopReason
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.stop import Completed, Left, Stopped
+from kempner.run.record.events import Completed, LedgerEvent, Left, Stopped
 from kempner.run.record.save_times import Durations
 from kempner.training.groups.process_groups import Ranks
 from kempner.training.policy.final_save import (
@@ -35,7 +34,8 @@ LAST_TRIES = 2
 
 
 class Saver(Protocol):
-    """Who saves a loop's state: kempner, or what has another library save. See those for more."""
+    """What saves a loop's state: `CheckpointManager`, or `FolderCheckpoints` for another library's
+    files. They describe the methods."""
 
     committed_step: int | None
     durations: Durations
@@ -76,11 +76,11 @@ class StoppableLoop(Protocol):
 
     @property
     def checkpoints(self) -> Saver:
-        """Who saves its state."""
+        """What saves the state of the loop."""
 
     @property
     def vote_group(self) -> VoteGroup:
-        """The ranks as voters."""
+        """The group in which the ranks vote."""
 
     @property
     def train_state(self) -> TrainState:
@@ -152,8 +152,8 @@ def refuse_to_go_on_unsaved(
 ) -> None:
     """Raise `CheckpointWriteError`, on all ranks alike, when saves keep failing.
 
-    So many must have failed, and none have worked for `patience` seconds, unless it was not storage
-    that failed. `SupersededError`, which is one, when a newer attempt owns the run.
+    At least `max_failures` must have failed, and none worked for `patience` seconds, unless it was
+    not storage that failed. `SupersededError`, a subclass, when a newer attempt owns the run.
     """
     if agreed.superseded:
         checkpoints.join()
@@ -231,8 +231,8 @@ def agree_on_next_decision(run: StoppableLoop, tries_left: int) -> tuple[SaveDec
 def next_try(run: StoppableLoop, agreed: VoteResult, tries_left: int) -> float | None:
     """Seconds until the next save may be started; None if none is worth it any more.
 
-    There are `tries_left` at least. One that storage refused may be made again as long as there is
-    time, and where nobody says how much there is, patience.
+    There are `tries_left` at least. A save that storage refused may be tried again as long as there
+    is time, or, if that is not known, for `resilience.patience` seconds.
     """
     refused = agreed.failed_saves > 0 and not math.isinf(agreed.unsaved_for)
     patient = agreed.seconds_left is not None or agreed.unsaved_for < storage_waits().patience

@@ -19,7 +19,7 @@ _NO_HURRY = _NEVER = -(1 << 62)
 
 
 @dataclass(frozen=True)
-class Steps:
+class LoopSteps:
     """How a loop of the user's own goes on a rank.
 
     `idle` is in how many steps, up to the last, no optimizer has stepped; `left_after` the step
@@ -38,7 +38,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Parting:
+class LoopExit:
     """Ranks have left the loop, the first of them after step `first` and the last after `last`.
 
     `left` is one of them, `stayed` one that has not, if there is any.
@@ -92,9 +92,9 @@ class Vote:
     superseded: bool = False
 
     @property
-    def steps(self) -> Steps:
+    def steps(self) -> LoopSteps:
         """How the steps go on this rank; kempner's own loop neither idles nor leaves."""
-        return Steps()
+        return LoopSteps()
 
     def encode(self, rank: int) -> list[int]:
         """Of `rank`, as integers of which the greatest wins: fewer milliseconds left give more."""
@@ -109,10 +109,10 @@ class Vote:
 class StepVote(Vote):
     """The vote of a rank in a loop of the user's own."""
 
-    own: Steps = Steps()
+    own: LoopSteps = LoopSteps()
 
     @property
-    def steps(self) -> Steps:
+    def steps(self) -> LoopSteps:
         """How the steps go on this rank."""
         return self.own
 
@@ -122,12 +122,12 @@ class VoteResult(Vote):
     """What all ranks do: for each entry the most urgent value that any rank voted for.
 
     `all_void` is whether no rank at all has data for the step. `idle` is the least of any rank,
-    `parting` who has left the loop, if any rank has.
+    `parting` the ranks that have left the loop, if any has.
     """
 
     all_void: bool = False
     idle: int = 0
-    parting: Parting | None = None
+    parting: LoopExit | None = None
 
     @classmethod
     def decode(cls, votes: list[int]) -> Self:
@@ -145,12 +145,12 @@ class VoteResult(Vote):
             superseded=bool(superseded),
             all_void=not loaded,
             idle=-active,
-            parting=Parting.decode(*leaving),
+            parting=LoopExit.decode(*leaving),
         )
 
 
 class Ballot:
-    """A vote under way."""
+    """The vote of one step while it is under way."""
 
     def __init__(self, votes: torch.Tensor, work: dist.Work | None) -> None:
         self._votes, self._work = votes, work

@@ -1,27 +1,129 @@
-"""Objects that no checkpoint holds, and whether a loop changes them."""
+"""Objects that no checkpoint holds, and whether a loop changes them.
+
+The objects of a process that a loop may change: found among all that Python knows of.
+"""
 
 from __future__ import annotations
 
+import gc
+import sys
 import weakref
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import data
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from kempner.checkpoint.registered.groups import is_optimizer_of
-from kempner.training.watch.living import (
-    Living,
-    find_living,
-    loses_its_place,
-    variable_of,
-    within,
+
+_IN_TORCH = (
+    data.BatchSampler,
+    data.RandomSampler,
+    data.SequentialSampler,
+    data.SubsetRandomSampler,
+    data.WeightedRandomSampler,
+    data.DistributedSampler,
 )
+"""Samplers that begin anew with each iterator."""
+
+_SAMPLES = 1000
+"""What has more entries has data, and none of the objects that are looked for."""
+
+
+@dataclass
+class LiveObjects:
+    """What there is of each kind."""
+
+    optimizers: list[Optimizer] = field(default_factory=list)
+    schedulers: list[Any] = field(default_factory=list)
+    scalers: list[torch.amp.GradScaler] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
+    iterators: list[Any] = field(default_factory=list)
+
+
+def find_living() -> LiveObjects:
+    """Look at all objects once: tens of milliseconds."""
+    found, kinds = LiveObjects(), dict[type, list[Any] | None]()
+    for thing in gc.get_objects():
+        kind = type(thing)
+        if kind not in kinds:
+            kinds[kind] = _place_of(kind, found)
+        if (place := kinds[kind]) is not None:
+            place.append(thing)
+    return found
+
+
+def _place_of(kind: type, found: LiveObjects) -> list[Any] | None:
+    if issubclass(kind, Optimizer):
+        return found.optimizers
+    if issubclass(kind, torch.amp.GradScaler):
+        return found.scalers
+    if issubclass(kind, nn.Module):
+        return found.modules
+    if issubclass(kind, _BaseDataLoaderIter):
+        return found.iterators
+    # Those of timm and others are no LRScheduler.
+    methods = all(callable(getattr(kind, name, None)) for name in ("step", "state_dict"))
+    if issubclass(kind, LRScheduler) or (methods and kind.__name__.endswith("Scheduler")):
+        return found.schedulers
+    return None
+
+
+def within(things: Iterable[object], depth: int = 3) -> dict[int, object]:
+    """These objects and what their attributes and containers hold, by `id`."""
+    found: dict[int, object] = {}
+    layer = list(things)
+    for _ in range(depth):
+        layer = [thing for thing in layer if id(thing) not in found]
+        found |= {id(thing): thing for thing in layer}
+        layer = [part for thing in layer for part in _parts(thing)]
+    return found | {id(thing): thing for thing in layer}
+
+
+def _parts(thing: object) -> Iterator[object]:
+    if isinstance(thing, dict | list | tuple):
+        if len(thing) <= _SAMPLES:
+            yield from thing.values() if isinstance(thing, dict) else thing
+    elif not isinstance(thing, str | bytes | int | float | torch.Tensor | type):
+        yield from getattr(thing, "__dict__", {}).values()
+
+
+def restarts_order(iterator: Any) -> bool:
+    """Whether a resumed run would begin it anew, at the first sample of its order."""
+    sampler = iterator._index_sampler
+    while type(sampler) in _IN_TORCH:
+        inner = getattr(sampler, "sampler", None)
+        if inner is None:
+            return True
+        sampler = inner
+    return False
+
+
+def variable_of(thing: object) -> str | None:
+    """What the program calls it, if a variable of a function that is under way refers to it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_globals.get("__name__", "").startswith("kempner."):
+            for scope in (frame.f_locals, frame.f_globals):
+                if (name := _key_of(thing, scope)) is not None:
+                    return name
+        frame = frame.f_back
+    return None
+
+
+def _key_of(thing: object, scope: dict[str, Any]) -> str | None:
+    named: Collection[tuple[str, Any]] = list(scope.items())
+    return next((name for name, value in named if value is thing and name.isidentifier()), None)
 
 
 @dataclass(frozen=True)
-class Given:
+class HeldObjects:
     """What the program has given to be held, with all that is within it.
 
     `watches_data` is whether a loader that is read from step to step counts, of which the program
@@ -37,14 +139,14 @@ class Given:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """All that are held."""
+        """The optimizers among the held objects."""
         return [self.optimizer, *(o for o in self.state.values() if isinstance(o, Optimizer))]
 
 
-class Strangers:
+class UnheldObjects:
     """Objects that are not held, and whether the loop changes them."""
 
-    def __init__(self, given: Given) -> None:
+    def __init__(self, given: HeldObjects) -> None:
         self._given = given
         things = [given.model, *given.state.values(), *given.per_rank.values(), given.data]
         held = within([*things, given.optimizer])
@@ -61,7 +163,7 @@ class Strangers:
         self._weights: list[tuple[weakref.ref[Tensor], int, weakref.ref[nn.Module]]] = []
         self._scanned: str | None = None
 
-    def begin(self, living: Living) -> None:
+    def begin(self, living: LiveObjects) -> None:
         """These are there before the first step."""
         self._before.update(living.optimizers)
         for module in living.modules:
@@ -75,7 +177,7 @@ class Strangers:
                 self._weights.append(entry)
         self._add(living, begun=True)
 
-    def end_step(self, living: Living | None) -> None:
+    def end_step(self, living: LiveObjects | None) -> None:
         """A step has ended, after which there are these."""
         if self._scanned is None:
             self._scanned = self._read_on()
@@ -94,7 +196,7 @@ class Strangers:
             self._optimizers[id(optimizer)] = (known[0], known[1], True)
 
     def findings(self) -> Iterator[str]:
-        """Each in a sentence."""
+        """One sentence for each finding."""
         for reference, _, lasts in self._optimizers.values():
             optimizer = reference()
             if lasts and optimizer is not None and self._matters(optimizer):
@@ -111,7 +213,7 @@ class Strangers:
             if tensor is not None and module is not None and tensor._version != version:
                 yield _unregistered(_largest_with(module, self._held), "changes")
 
-    def _add(self, living: Living, begun: bool) -> None:
+    def _add(self, living: LiveObjects, begun: bool) -> None:
         held = self._given.optimizers
         counting: list[Any] = [scaler for scaler in living.scalers if scaler.is_enabled()]
         for scheduler in living.schedulers:
@@ -130,7 +232,7 @@ class Strangers:
     def _is_watched(self, iterator: Any) -> bool:
         if not self._given.watches_data:
             return False
-        return loses_its_place(iterator) and id(iterator._index_sampler) not in self._held
+        return restarts_order(iterator) and id(iterator._index_sampler) not in self._held
 
     def _read_on(self) -> str | None:
         """Whether an iterator of a loader goes on from one step to the next."""

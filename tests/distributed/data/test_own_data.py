@@ -17,7 +17,7 @@ import pytest
 import warm
 from harness import KEMPNER, ROOT, Job, wait_until
 
-from kempner.data.order.shuffle import Order
+from kempner.data.order.shuffle import SampleOrder
 from kempner.run.record.ledger import read_lines
 from kempner.run.record.run_dir import RunDirectory
 
@@ -84,7 +84,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def expected(step: int) -> list[int]:
-    order, size = Order(1000, seed=3), ACCUMULATION * BATCH
+    order, size = SampleOrder(1000, seed=3), ACCUMULATION * BATCH
     return [order.locate(position)[1] for position in range((step - 1) * size, step * size)]
 
 

@@ -9,7 +9,7 @@ import pytest
 from harness import Run
 from patience import scaled, slowed
 
-from kempner.insight.report.cause import Kind
+from kempner.insight.report.attempts import InterruptionKind
 from kempner.insight.report.summary import read_run
 from kempner.run.record.ledger import read_lines
 
@@ -33,7 +33,11 @@ def test_a_kill_a_hang_and_a_pause_are_counted_as_what_they_were(run: Run) -> No
 
     found = read_run(run.record).report
     killed, hung, asked = found.interruptions
-    assert [one.kind for one in found.interruptions] == [Kind.FAILURE, Kind.HANG, Kind.STOP]
+    assert [one.kind for one in found.interruptions] == [
+        InterruptionKind.FAILURE,
+        InterruptionKind.HANG,
+        InterruptionKind.STOP,
+    ]
     assert abs(killed.time - injected(run, attempt=1)) < NEAR
     lost = 12 - last_commit(run, before=started(run, attempt=2))
     assert (killed.place.rank, killed.place.step, killed.place.steps_lost) == (1, 12, lost)

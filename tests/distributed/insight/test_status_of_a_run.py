@@ -9,7 +9,7 @@ from typing import Any
 from harness import KEMPNER, Job, Run, rank_processes, wait_until
 from patience import scaled
 
-from kempner.insight.report.cause import Kind
+from kempner.insight.report.attempts import InterruptionKind
 from kempner.insight.status.activity import Activity
 from kempner.insight.status.read import JobWatch
 from kempner.insight.status.runs import RunFollower
@@ -66,7 +66,7 @@ def test_status_follows_a_run_through_all_that_happens_to_it(run: Run) -> None:
     rank_processes(job)[1].kill()
     status = onlooker.wait(job, Activity.TRAINING, attempt=2)
     (end,) = status.ends
-    assert (end.attempt, end.kind, end.rank) == (1, Kind.FAILURE, 1)
+    assert (end.attempt, end.kind, end.rank) == (1, InterruptionKind.FAILURE, 1)
     assert end.cause == "rank 1 was killed by SIGKILL"
     (ended,) = run.events("attempt_ended")
     assert end.time == ended["time"]
@@ -97,7 +97,7 @@ def test_status_follows_a_run_through_all_that_happens_to_it(run: Run) -> None:
     status = onlooker.look()
     assert status.state == "completed"
     assert (status.progress.step, status.progress.total) == (last, last)
-    assert [one.kind for one in status.ends] == [Kind.FAILURE, Kind.STOP]
+    assert [one.kind for one in status.ends] == [InterruptionKind.FAILURE, InterruptionKind.STOP]
     assert as_json(run)["state"] == "completed"
 
 

@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 sys.path.append(str(Path(__file__).parents[2]))
 from saved import open_manager
 
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.tensors.state import capture
 from kempner.config.sections import Config, ModelSection, OptimizerSection, TrainSection
-from kempner.data.order.batch_slices import PADDING, Slicing
+from kempner.data.order.global_batches import PADDING, Slicing
 from kempner.data.serve.loader import IGNORE, MicroBatch
 from kempner.model.sharding import build_model
 from kempner.model.spec.memory import Checkpointing

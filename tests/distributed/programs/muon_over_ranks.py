@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Muon
 
-from kempner.training.compute.muon import GuardedMuon
+from kempner.training.compute.optimizer import GuardedMuon
 
 SHAPES = [(64, 32), (32, 64), (7, 16), (1, 5), (16, 16), (5, 1), (16, 16)]
 """Tall, wide and square; rows that no world divides, and fewer of them than ranks."""

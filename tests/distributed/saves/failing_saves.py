@@ -16,12 +16,12 @@ from torch.distributed.fsdp import fully_shard
 sys.path.append(str(Path(__file__).parents[2]))
 from saved import open_manager
 
+from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.format.names import CheckpointFolder
-from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.tensors.save import SaveJob
 from kempner.run.output import logs
 from kempner.run.record.attempts import SupersededError, begin_attempt
-from kempner.run.record.events.base import LedgerEvent
+from kempner.run.record.events import LedgerEvent
 from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.save_times import SaveSeconds
 

@@ -30,27 +30,25 @@ from patience import scaled
 from saved import open_manager
 
 from kempner.checkpoint.manager import CheckpointEngine
-from kempner.checkpoint.registered.everything import gather
+from kempner.checkpoint.registered.groups import gather
 from kempner.cluster.world import World
 from kempner.config.fault_spec import FailPoint
-from kempner.config.site.network import DistributedSection
+from kempner.config.site import DistributedSection
 from kempner.run.control.heartbeat import Progress
 from kempner.run.output import logs
 from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
 from kempner.run.process.fail_points import set_fail_point
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.attempts import Attempt
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.checkpoint import CheckpointFailed
-from kempner.run.record.events.stop import Completed, Stopped
+from kempner.run.record.events import CheckpointFailed, Completed, LedgerEvent, Stopped
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.groups.process_groups import adopt
 from kempner.training.homes import Claim, Home
 from kempner.training.main import Ownership
 from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.session import Session
-from kempner.training.survivor import Plan, Survivor
-from kempner.training.watch.strangers import Given
+from kempner.training.survivor import LoopPlan, Survivor
+from kempner.training.watch.strangers import HeldObjects
 from kempner.training.watch.watch import Watch
 
 LONGEST = 2.0
@@ -141,8 +139,8 @@ def run(
         shutdown,
         SimpleNamespace(code=None),  # type: ignore[arg-type]
     )
-    watch = Unlooking(gather(model, optimizer, {}, {}), Given(model, optimizer, {}, {}))
-    survivor = Survivor[int](Plan(steps, save_every, seed=0), session, checkpoints, None, watch)
+    watch = Unlooking(gather(model, optimizer, {}, {}), HeldObjects(model, optimizer, {}, {}))
+    survivor = Survivor[int](LoopPlan(steps, save_every, seed=0), session, checkpoints, None, watch)
     try:
         for step in survivor:
             in_step(step, checkpoints)

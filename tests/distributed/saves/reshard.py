@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 from saved import open_manager
 
 from kempner.checkpoint.format import compact_index
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.tensors import file_buffer, state
 from kempner.run.output import logs

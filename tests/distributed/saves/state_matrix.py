@@ -86,7 +86,7 @@ def wrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-class Everything:
+class RegisteredState:
     """All kinds of state that can be held beside each other."""
 
     def __init__(self) -> None:
@@ -184,8 +184,8 @@ def told(thing: Any) -> Any:
     return [*map(told, thing)] if isinstance(thing, list | tuple | deque) else thing
 
 
-def train(name: str, steps: int) -> Everything:
-    things = Everything()
+def train(name: str, steps: int) -> RegisteredState:
+    things = RegisteredState()
     for step in survive(
         things.model,
         things.optimizer,

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 import warm
 from harness import KEMPNER, Run
 
-from kempner.checkpoint.convert.dcp_reader import RestrictedReader
+from kempner.checkpoint.convert.import_dcp import RestrictedReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.append(str(Path(__file__).parents[2]))
 from saved import open_manager
 
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.manager import CheckpointEngine
 from kempner.run.output import logs
 from kempner.run.process.exit_codes import UsageError

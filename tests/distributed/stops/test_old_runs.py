@@ -25,8 +25,8 @@ from old_runs import (
     steps_of,
 )
 
-from kempner.checkpoint.compare.pairs import Verdict, pairs
-from kempner.checkpoint.compare.sides import own, stock
+from kempner.checkpoint import compare
+from kempner.checkpoint.compare import TensorVerdict, own, stock
 from kempner.checkpoint.format.names import METADATA
 from kempner.run.record.ledger import read_lines
 
@@ -95,9 +95,9 @@ def assert_saved_state_is_read(folder: Path, run: OldRun, saved: int) -> None:
     checkpoint = folder / run.record / "checkpoints" / f"step-{saved:08}"
     if not (checkpoint / METADATA).exists():
         return
-    found = list(pairs(own(checkpoint), stock(checkpoint), lambda _: None))
+    found = list(compare(own(checkpoint), stock(checkpoint), lambda _: None))
     assert found
-    assert {pair.verdict for pair in found} == {Verdict.IDENTICAL}
+    assert {pair.verdict for pair in found} == {TensorVerdict.IDENTICAL}
 
 
 def test_an_old_run_goes_on_where_it_was_and_takes_every_sample_once(gone_on: GoneOn) -> None:

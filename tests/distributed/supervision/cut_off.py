@@ -25,7 +25,7 @@ from kempner.run.record.ledger import Ledger
 from kempner.supervisor.attempt import AttemptFollower
 from kempner.supervisor.control.rank_roster import AWAY, RankRoster
 from kempner.supervisor.monitors.run_times import RunTimes
-from kempner.supervisor.slurm.job_view import JobView
+from kempner.supervisor.slurm.job_monitor import JobView
 
 FRESH = 3.0
 """Seconds within which a rank that is connected has reported."""

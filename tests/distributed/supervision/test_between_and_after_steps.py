@@ -12,7 +12,7 @@ import warm
 from harness import KEMPNER, Job, Run, wait_until
 from patience import slowed
 
-from kempner.insight.status.facts import Live, RunFacts
+from kempner.insight.status.facts import LiveState, RunFacts
 from kempner.insight.status.summary import summarise
 from kempner.run.record.history import RunHistory
 
@@ -146,7 +146,7 @@ def test_what_fails_after_the_last_step_is_told_as_that_and_not_started_again(
     assert all(words in ended["reason"] for words in said[how])
     assert (run.folder / "exported").exists() == (how == "fails")
     assert not run.record.gave_up.exists()
-    facts = RunFacts(0.0, RunHistory.read(run.record.ledger), Live(alive=False))
+    facts = RunFacts(0.0, RunHistory.read(run.record.ledger), LiveState(alive=False))
     assert summarise(facts).state == f"completed ({ended['reason']})"
 
 
@@ -155,7 +155,7 @@ def test_a_loop_that_is_left_early_is_not_called_complete(run: Run) -> None:
     assert job.wait() == 0, job.output()
     (ended,) = run.events("attempt_ended")
     assert (ended["code"], ended["left_at"]) == (0, 8)
-    facts = RunFacts(0.0, RunHistory.read(run.record.ledger), Live(alive=False))
+    facts = RunFacts(0.0, RunHistory.read(run.record.ledger), LiveState(alive=False))
     assert summarise(facts).state == f"stopped ({ended['reason']})"
     assert "not complete" in ended["reason"]
     assert "not complete" in job.output()

@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 from harness import wait_until
 from saved import open_manager
 
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import TrainState
 from kempner.run.output import logs
 from kempner.run.record.run_dir import RunDirectory
 

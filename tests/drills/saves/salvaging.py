@@ -13,10 +13,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from kempner.checkpoint.format.manifest import Identity
+from kempner.checkpoint.format.manifest import Identity, TrainState
 from kempner.checkpoint.format.names import CheckpointFolder
-from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.slots.memory import Branch, Held, Notes, SlotHolder, SlotMemory, open_slots
+from kempner.checkpoint.slots.memory import (
+    Branch,
+    Notes,
+    SlotContents,
+    SlotHolder,
+    SlotMemory,
+    open_slots,
+)
 from kempner.checkpoint.slots.pour import offers, pour
 from kempner.config.sections import Config
 from kempner.run.process.signals import SignalInbox
@@ -40,7 +46,7 @@ def hold(holder: SlotHolder, attempt: Attempt, step: int) -> None:
         memory.image[:] = IMAGE
         identity = asdict(Identity(WORLD, {}, 0, None, {})) if rank == 0 else {}
         state, branch = TrainState(step), Branch(attempt.nonce)
-        memory.publish(Held(state, branch, rank, WORLD, 7, 0, len(IMAGE), identity))
+        memory.publish(SlotContents(state, branch, rank, WORLD, 7, 0, len(IMAGE), identity))
         Notes(7, {"index.json": b"{}"}).write(lent.notes)
 
 

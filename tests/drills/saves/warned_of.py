@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 sys.path.append(str(Path(__file__).parents[2]))
 from saved import open_manager
 
+from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.format.names import CheckpointFolder
-from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.tensors import state
 from kempner.run.output import logs
 from kempner.run.process.exit_codes import UsageError

@@ -63,7 +63,7 @@ def moments_begin_again() -> None:
 
 def batch_is_left_out() -> None:
     """The place in the data is one batch too far."""
-    for kind in (places.Mapped, places.Streamed):
+    for kind in (places.MappedLoader, places.StreamedLoader):
         load = kind.load_state_dict
 
         def too_far(self: Any, state: Any, load: Callable[..., None] = load) -> None:

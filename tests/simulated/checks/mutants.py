@@ -18,10 +18,10 @@ from kempner.checkpoint.format import names
 from kempner.checkpoint.store import commit, retention, selection
 from kempner.cluster.slurm import allocation, job
 from kempner.run.record import attempts
-from kempner.supervisor.monitors import hang_detector
+from kempner.supervisor.monitors import hangs
 from kempner.supervisor.policy import outcome, requeue, restart, stop
 from kempner.training.policy import anomalies, final_save
-from kempner.training.rank_link import orphan_requeue
+from kempner.training.rank_link import rank_link
 from simulated import daemon
 from simulated.checks.oracle import Invariant
 from simulated.faults import Kind
@@ -96,10 +96,10 @@ MUTANTS = (
             "if not job.running:", "if False:", REVIVED),
     _mutant("a job that completes counts as running", job.JobState, "running",
             '{"COMPLETING", "STAGE_OUT"', '{"STAGE_OUT"', REVIVED),
-    _mutant("orphaned ranks requeue without a look at the state", orphan_requeue,
+    _mutant("orphaned ranks requeue without a look at the state", rank_link,
             "decide_orphan_requeue", "if not (job.running or script_died):", "if False:", REVIVED,
             kinds=(Kind.BATCH_HOST_LOST, Kind.ORPHANS, Kind.CANCEL)),
-    _mutant("orphaned ranks never requeue", orphan_requeue, "decide_orphan_requeue",
+    _mutant("orphaned ranks never requeue", rank_link, "decide_orphan_requeue",
             "return RequeueDecision(True,", "return RequeueDecision(False,", UNFINISHED,
             kinds=(Kind.BATCH_HOST_LOST,)),
     _mutant("a stop is no reason to requeue", requeue, "decide_requeue",
@@ -140,9 +140,9 @@ MUTANTS = (
     _mutant("a kill during a stop is a crash", outcome, "decide_outcome",
             "if stop_requested.ends_run and _from_outside(first):", "if False:", UNFINISHED,
             kinds=(Kind.KILL, Kind.PREEMPT, Kind.WARNING)),
-    _mutant("a hang is never seen", hang_detector.HangDetector, "check",
+    _mutant("a hang is never seen", hangs.HangDetector, "check",
             "if still <= limit:", "if True:", UNFINISHED, kinds=(Kind.HANG,)),
-    _mutant("every pause is a hang", hang_detector.HangDetector, "_patience",
+    _mutant("every pause is a hang", hangs.HangDetector, "_patience",
             "patience(section.hang_timeout_min, ceiling, long)",
             "patience(0.0, ceiling, long and 0.1 * usual[phase].long)", UNFINISHED, ENDLESS),
     _mutant("a lost node stays in the allocation", allocation, "without",

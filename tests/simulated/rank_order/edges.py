@@ -20,12 +20,11 @@ from torch import Tensor
 from torch.optim import optimizer as optimizers
 
 from kempner.checkpoint import manager
-from kempner.checkpoint.format.manifest import FileSums, Manifest
+from kempner.checkpoint.format.manifest import FileSums, Manifest, TrainState
 from kempner.checkpoint.format.names import parse_step, step_name
-from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.store import retention, selection
-from kempner.checkpoint.tensors import background, restore, save, staging
-from kempner.checkpoint.tensors.load import Loaded
+from kempner.checkpoint.tensors import restore, save, staging
+from kempner.checkpoint.tensors.load import LoadedBytes
 from kempner.config.fault_spec import FailPoint
 from kempner.data.serve.loader import StepBatch
 from kempner.run.control import heartbeat
@@ -307,9 +306,9 @@ class Edges:
 
     def fill(
         self, table: object, path: Place, manifest: Manifest, contents: object, memory: object
-    ) -> Loaded:
+    ) -> LoadedBytes:
         self._load_part("fill", manifest.train_state.step)
-        return Loaded()
+        return LoadedBytes()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -318,11 +317,11 @@ class Edges:
             (manager, {"wait": self.futures.wait}),
             (retention, {"wait": self.futures.wait, "ThreadPoolExecutor": self.futures.executor}),
             (retention, {"prune": self.prune, "discard": lambda path: None}),
-            (background, {"ThreadPoolExecutor": self.futures.executor}),
-            (background, {"capture": lambda model, optimizer: {}}),
-            (background.Routes, {"find": lambda routes: self.route}),
-            (background.Routes, {"plan": lambda routes: (_ROUTE.binding, _LAYOUT)}),
-            (background.Routes, {"to": lambda routes, *where: self.route}),
+            (save, {"ThreadPoolExecutor": self.futures.executor}),
+            (save, {"capture": lambda model, optimizer: {}}),
+            (save.Routes, {"find": lambda routes: self.route}),
+            (save.Routes, {"plan": lambda routes: (_ROUTE.binding, _LAYOUT)}),
+            (save.Routes, {"to": lambda routes, *where: self.route}),
             (staging, {"wait": self.futures.wait, "ThreadPoolExecutor": self.futures.executor}),
             (save, {"wait": self.futures.wait, "join_directory": self.join_directory}),
             (save, {"write_stream": _write_stream, "write_durable": lambda path, content: None}),
@@ -336,7 +335,7 @@ class Edges:
             (session, {"set_rng": lambda *seeds: None}),
             (process_groups, {"say": lambda words: None}),
         ]
-        timed = [loop, final_save, shutdown, heartbeat, manager, save, background]
+        timed = [loop, final_save, shutdown, heartbeat, manager, save, save]
         exchanged += [(module, {"time": self.clock}) for module in timed]
         with ExitStack() as stack:
             for owner, names in exchanged:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from kempner.checkpoint.manager import CheckpointEngine
-from kempner.checkpoint.slots.memory import PINNED, SLOTS, Held
+from kempner.checkpoint.slots.memory import PINNED, SLOTS, SlotContents
 from kempner.checkpoint.tensors.step_slots import Slot, StepMemory, StepSlots
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Memory:
         self._watched, self._rank = watched, rank
         self._step: int | None = None
 
-    def publish(self, held: Held) -> bool:
+    def publish(self, held: SlotContents) -> bool:
         self._step = held.train_state.step
         self._watched.publish(self._rank, self._step)
         return True

@@ -17,21 +17,18 @@ import torch
 import torch.distributed as dist
 
 from kempner.checkpoint.context import CheckpointContext
-from kempner.checkpoint.format.manifest import Identity, Manifest
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import Identity, Manifest, TrainState
 from kempner.checkpoint.manager import CheckpointEngine
-from kempner.checkpoint.registered.everything import gather
+from kempner.checkpoint.registered.groups import gather
 from kempner.checkpoint.store.retention import Keep
-from kempner.checkpoint.tensors.background import RunningSave
+from kempner.checkpoint.tensors.save import RunningSave
 from kempner.cluster.world import World
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.run.control.heartbeat import Progress
 from kempner.run.process.exit_codes import ExitCode, RunError
 from kempner.run.process.retry import storage_waits
-from kempner.run.process.signals import Received
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.checkpoint import CheckpointFailed
-from kempner.run.record.events.stop import Completed, Stopped
+from kempner.run.process.signals import ReceivedSignal
+from kempner.run.record.events import CheckpointFailed, Completed, LedgerEvent, Stopped
 from kempner.run.record.history import RunHistory
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training import loop
@@ -45,9 +42,9 @@ from kempner.training.observe.evaluation import Evaluation
 from kempner.training.policy.anomalies import Health
 from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.session import Session
-from kempner.training.survivor import Plan as LoopPlan
+from kempner.training.survivor import LoopPlan as LoopPlan
 from kempner.training.survivor import Survivor
-from kempner.training.watch.strangers import Given
+from kempner.training.watch.strangers import HeldObjects
 from kempner.training.watch.watch import LOOKS, Watch
 from simulated.rank_order.edges import ATTEMPT, BATCH, MODEL, OPTIMIZER, Edges, Feed, Metrics, Scene
 from simulated.rank_order.plan import Plan, Stop
@@ -126,7 +123,7 @@ class Rank:
         if not stop.by_signal:
             self.shutdown.stop(stop.reason, stop.seconds_left)
             return
-        self.shutdown._signalled(Received(signal.SIGTERM, self.scene.scheduler.now))
+        self.shutdown._signalled(ReceivedSignal(signal.SIGTERM, self.scene.scheduler.now))
 
     def _ranks(self) -> Ranks:
         plan, fabric = self.scene.plan, self.scene.fabric
@@ -205,7 +202,7 @@ class Rank:
             SimpleNamespace(code=None),  # type: ignore[arg-type]
         )
         session.standing = STANDING  # type: ignore[assignment]
-        watch = Looks(gather(MODEL, OPTIMIZER, {}, {}), Given(MODEL, OPTIMIZER, {}, {}))
+        watch = Looks(gather(MODEL, OPTIMIZER, {}, {}), HeldObjects(MODEL, OPTIMIZER, {}, {}))
         survivor = Survivor[int](todo, session, checkpoints, None, watch)
         try:
             for _ in survivor:

@@ -15,7 +15,7 @@ from saved import commit_state
 
 from kempner.cli.entry import main
 from kempner.run.process.signals import inbox
-from kempner.run.record.events.attempt import AttemptStarted
+from kempner.run.record.events import AttemptStarted
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RUN_LINE, RunDirectory
 

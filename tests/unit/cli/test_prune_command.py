@@ -9,7 +9,7 @@ import pytest
 
 from kempner.cli.entry import main
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.record.attempt_logs import AttemptLogs, Needed, Rule, decide_fates
+from kempner.run.record.attempt_logs import AttemptLogs, NeededAttempts, Rule, decide_fates
 from kempner.run.record.attempts import begin_attempt
 from kempner.run.record.gave_up import GaveUp, write
 from kempner.run.record.run_dir import RunDirectory
@@ -24,17 +24,17 @@ FIVE = [AttemptLogs(number, 1000, (90 + number) * DAY) for number in (3, 1, 2, 5
 @pytest.mark.parametrize(
     ("rule", "needed", "going"),
     [
-        (Rule(keep_last=2), Needed(live=5), [1, 2, 3]),
-        (Rule(keep_last=2), Needed(live=2), [1, 3]),
-        (Rule(keep_last=2), Needed(live=5, given_up=3), [1, 2]),
-        (Rule(older_than=7 * DAY), Needed(live=5), [1, 2, 3]),
-        (Rule(older_than=7 * DAY + 1), Needed(live=5), [1, 2]),
-        (Rule(keep_last=4, older_than=7 * DAY), Needed(live=5), [1]),
-        (Rule(older_than=0), Needed(), [1, 2, 3, 4]),
-        (Rule(keep_last=9), Needed(), []),
+        (Rule(keep_last=2), NeededAttempts(live=5), [1, 2, 3]),
+        (Rule(keep_last=2), NeededAttempts(live=2), [1, 3]),
+        (Rule(keep_last=2), NeededAttempts(live=5, given_up=3), [1, 2]),
+        (Rule(older_than=7 * DAY), NeededAttempts(live=5), [1, 2, 3]),
+        (Rule(older_than=7 * DAY + 1), NeededAttempts(live=5), [1, 2]),
+        (Rule(keep_last=4, older_than=7 * DAY), NeededAttempts(live=5), [1]),
+        (Rule(older_than=0), NeededAttempts(), [1, 2, 3, 4]),
+        (Rule(keep_last=9), NeededAttempts(), []),
     ],
 )
-def test_what_goes(rule: Rule, needed: Needed, going: list[int]) -> None:
+def test_what_goes(rule: Rule, needed: NeededAttempts, going: list[int]) -> None:
     fates = decide_fates(FIVE, rule, needed, NOW)
     assert [fate.logs.number for fate in fates] == [1, 2, 3, 4, 5]
     assert [fate.logs.number for fate in fates if fate.goes] == going

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kempner.cluster.slurm.allocation import Allocation, allocate, avoid, without
-from kempner.cluster.slurm.resources import CONFIGURED_GPUS, Amount, Resources
-from kempner.cluster.slurm.shares import NodeShare
+from kempner.cluster.slurm.job import NodeShare
+from kempner.cluster.slurm.resources import CONFIGURED_GPUS, Amount, NodeResources
 
 NODES = ["node1", "node2"]
 
 
-def resources(gpus: int | None, cpus: int | None = 16) -> Resources:
-    return Resources(Amount(cpus, "test"), Amount(None, "nobody"), Amount(gpus, "test"))
+def resources(gpus: int | None, cpus: int | None = 16) -> NodeResources:
+    return NodeResources(Amount(cpus, "test"), Amount(None, "nobody"), Amount(gpus, "test"))
 
 
 BATCH = {"SLURM_NTASKS_PER_NODE": "4", "SLURM_TASKS_PER_NODE": "4(x2)"}
@@ -45,7 +45,7 @@ BATCH = {"SLURM_NTASKS_PER_NODE": "4", "SLURM_TASKS_PER_NODE": "4(x2)"}
 )  # fmt: skip
 def test_ranks_are_gpus_or_tasks_or_as_configured(
     environ: dict[str, str],
-    has: Resources,
+    has: NodeResources,
     wanted: dict[str, int],
     tasks: int,
     cpus: int | None,
@@ -131,12 +131,17 @@ def test_nodes_with_different_numbers_of_gpus_have_as_many_ranks() -> None:
     ("environ", "has", "wanted", "per_node"),
     [
         ({}, resources(8), {"procs": 2}, (2, 4)),  # the user's word, on GPUs that all nodes have
-        ({}, Resources(Amount(16, "t"), Amount(None, "t"), Amount(4, CONFIGURED_GPUS)), {}, (4, 4)),
+        (
+            {},
+            NodeResources(Amount(16, "t"), Amount(None, "t"), Amount(4, CONFIGURED_GPUS)),
+            {},
+            (4, 4),
+        ),
         ({}, resources(8), {"hosts": 1}, (8, 8)),
     ],
 )
 def test_what_is_configured_is_the_same_on_all_nodes(
-    environ: dict[str, str], has: Resources, wanted: dict[str, int], per_node: tuple[int, int]
+    environ: dict[str, str], has: NodeResources, wanted: dict[str, int], per_node: tuple[int, int]
 ) -> None:
     got = allocate(
         environ,

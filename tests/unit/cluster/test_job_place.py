@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from kempner.cluster.machine.job_place import (
-    Place,
+    JobPlace,
     Process,
     find_place,
     place_in_job,
@@ -32,7 +32,7 @@ class Case:
     version: str
     step: str
     variable: str
-    place: Place
+    place: JobPlace
     script: str = "23"
     line: tuple[int, ...] = (23,)
     sessions: tuple[int, ...] = (18,)
@@ -44,7 +44,7 @@ class Case:
         seen = ("group" if self.grouped else "") + ("title" if self.titled else "")
         return f"{self.version}-{self.step}-{self.variable}-{self.line}-{self.sessions}-{seen}"
 
-    def found(self) -> Place:
+    def found(self) -> JobPlace:
         environ = {"SLURM_JOB_ID": "7", "SLURM_TASK_PID": self.script}
         if self.variable:
             environ["SLURM_STEP_ID"] = self.variable
@@ -57,9 +57,9 @@ class Case:
 def cases() -> Iterator[Case]:
     for version in GROUPS:
         own = {"batch": "-5", "interactive": "-6"} if version == "26.05" else {}
-        script = Case(version, "batch", own.get("batch", ""), Place.BATCH_SCRIPT)
-        shell = replace(script, place=Place.SHELL)
-        step = Case(version, "0", "0", Place.STEP)
+        script = Case(version, "batch", own.get("batch", ""), JobPlace.BATCH_SCRIPT)
+        shell = replace(script, place=JobPlace.SHELL)
+        step = Case(version, "0", "0", JobPlace.STEP)
         for told in (
             script,
             replace(script, line=(41, 40, 23), sessions=(18, 18, 18)),
@@ -84,8 +84,8 @@ def test_where_a_process_is_in_its_job(case: Case) -> None:
 
 @pytest.mark.parametrize("variable", ["0", "3"])
 def test_where_nothing_else_is_seen_a_number_of_srun_is_a_step(variable: str) -> None:
-    hidden = Case("22.05", "batch", variable, Place.STEP, grouped=False, titled=False)
-    assert hidden.found() is Place.STEP
+    hidden = Case("22.05", "batch", variable, JobPlace.STEP, grouped=False, titled=False)
+    assert hidden.found() is JobPlace.STEP
 
 
 @pytest.mark.parametrize("version", GROUPS)
@@ -97,7 +97,7 @@ def test_a_shell_of_salloc_in_another_jobs_step_is_in_none_of_its_own(
     environ = {"SLURM_JOB_ID": "8", "SLURM_TASK_PID": "23", "SLURM_STEP_ID": variable}
     group = GROUPS[version].format(job=FOLDERS[version], step=step)
     line = [Process(23, 18, "bash"), Process(19, 18, f"slurmstepd: [7.{step} stepmgr]")]
-    assert place_in_job(environ, group, line) is Place.SHELL
+    assert place_in_job(environ, group, line) is JobPlace.SHELL
 
 
 @pytest.mark.parametrize("job", ["7", "8"])
@@ -108,13 +108,13 @@ def test_a_task_of_any_component_of_a_heterogeneous_job_is_in_its_step(job: str)
         "SLURM_JOB_ID_HET_GROUP_1": "8",
     }
     line = [Process(23, 18, "bash"), Process(19, 18, f"slurmstepd: [{job}.0]")]
-    assert place_in_job(environ, "0::/\n", line) is Place.STEP
+    assert place_in_job(environ, "0::/\n", line) is JobPlace.STEP
 
 
 @pytest.mark.parametrize("variable", ["", "-5"])
 def test_a_shell_of_salloc_on_the_login_node_is_no_script(variable: str) -> None:
     environ = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": variable}
-    assert place_in_job(environ, "0::/user.slice\n", [Process(60, 60)]) is Place.SHELL
+    assert place_in_job(environ, "0::/user.slice\n", [Process(60, 60)]) is JobPlace.SHELL
 
 
 @pytest.mark.parametrize(
@@ -134,4 +134,4 @@ def test_a_group_names_its_step(path: str, found: Sequence[str] | None) -> None:
 
 
 def test_this_process_is_in_no_script() -> None:
-    assert find_place({}) is Place.SHELL
+    assert find_place({}) is JobPlace.SHELL

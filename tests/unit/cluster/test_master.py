@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kempner.cluster.network.master import choose_master, exported_master, given_port
+from kempner.cluster.network.ports import choose_master, exported_master, given_port
 
 NODES = ("node1", "node2")
 

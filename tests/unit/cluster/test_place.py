@@ -10,13 +10,14 @@ import pytest
 
 from kempner.cluster.network.interfaces import (
     INFINIBAND,
-    Choice,
     Interface,
-    Network,
+    InterfaceChoice,
+    InterfaceNetwork,
     choose,
     disagreement,
+    read_interfaces,
+    route_address,
 )
-from kempner.cluster.network.netinfo import read_interfaces, route_address
 from kempner.cluster.network.ports import FIRST, LAST, free_port
 from kempner.cluster.world import discover
 
@@ -95,7 +96,7 @@ def pick(
     configured: str | None = None,
     route_address: str = "10.20.0.11",
     **environ: str,
-) -> Choice:
+) -> InterfaceChoice:
     return choose(
         [LOOPBACK, MANAGEMENT, *interfaces],
         on_one_node=on_one_node,
@@ -218,7 +219,7 @@ def test_this_machines_interfaces_are_read() -> None:
     loopback = next(i for i in read_interfaces() if i.name == "lo")
     assert (loopback.address, loopback.network, loopback.usable) == (
         "127.0.0.1/8",
-        Network.LOOPBACK,
+        InterfaceNetwork.LOOPBACK,
         True,
     )
 

@@ -11,8 +11,7 @@ from itertools import count
 import pytest
 from patience import scaled
 
-from kempner.cluster.network.port_discovery import announce, find
-from kempner.cluster.network.ports import FIRST, LAST, candidates, claim, job_salt
+from kempner.cluster.network.ports import FIRST, LAST, announce, candidates, claim, find, job_salt
 
 HERE = "127.0.0.1"
 _NUMBERS = count()
@@ -97,7 +96,7 @@ def test_a_stranger_on_the_port_is_passed_over(salt: str, says: bytes) -> None:
 
 def test_another_launchs_beacon_is_passed_over(salt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ports = candidates(salt)
-    monkeypatch.setattr("kempner.cluster.network.port_discovery.candidates", lambda _: ports)
+    monkeypatch.setattr("kempner.cluster.network.ports.candidates", lambda _: ports)
     announce("another launch", 80)
     announce(salt, 12345)
     assert find(HERE, salt, 20) == 12345

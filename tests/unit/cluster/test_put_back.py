@@ -17,7 +17,13 @@ from kempner.cluster.slurm.command import (
     SlurmUnclearError,
 )
 from kempner.cluster.slurm.job import JobState, job_fields, parse_job
-from kempner.cluster.slurm.put_back import Means, Outcome, PutBack, RequeueDecision, put_back
+from kempner.cluster.slurm.scontrol import (
+    PutBack,
+    RequeueDecision,
+    RequeueOutcome,
+    SlurmAccess,
+    put_back,
+)
 
 JOBS = json.loads((Path(__file__).with_name("slurm_data") / "jobs.json").read_text())
 RUNNING = parse_job(job_fields(JOBS["running"]))
@@ -63,14 +69,14 @@ class FakeSlurm:
         def decide(job: JobState) -> RequeueDecision:
             return RequeueDecision(job.running, "requeueing" if job.running else job.state)
 
-        means = Means(self.look, self.requeue, lambda: self.now, self.wait)
+        means = SlurmAccess(self.look, self.requeue, lambda: self.now, self.wait)
         return put_back("7", decide, until, means=means)
 
 
 def test_a_job_is_put_back() -> None:
     slurm = FakeSlurm()
     end = slurm.put_back()
-    assert (end.outcome, end.reason, slurm.carried_out) == (Outcome.DONE, "requeueing", 1)
+    assert (end.outcome, end.reason, slurm.carried_out) == (RequeueOutcome.DONE, "requeueing", 1)
     assert end.asked == RUNNING
     assert end.state == slurm.job
 
@@ -80,18 +86,18 @@ def test_a_job_is_put_back() -> None:
 )
 def test_after_a_lost_answer_the_job_is_looked_at(requeues: list[SlurmError | None]) -> None:
     slurm = FakeSlurm(requeues=requeues)
-    assert (slurm.put_back().outcome, slurm.carried_out) == (Outcome.DONE, 1)
+    assert (slurm.put_back().outcome, slurm.carried_out) == (RequeueOutcome.DONE, 1)
 
 
 def test_a_controller_that_is_away_for_minutes_is_waited_for() -> None:
     slurm = FakeSlurm(looks=[None, *[UNASKED] * 20], requeues=[UNASKED])
-    assert slurm.put_back().outcome is Outcome.DONE
+    assert slurm.put_back().outcome is RequeueOutcome.DONE
     assert slurm.now > 180
     silent = FakeSlurm(looks=[UNASKED] * 200)
-    assert (silent.put_back().outcome, silent.carried_out) == (Outcome.SILENT, 0)
+    assert (silent.put_back().outcome, silent.carried_out) == (RequeueOutcome.SILENT, 0)
     assert 480 <= silent.now <= 520
     deaf = FakeSlurm(requeues=[UNASKED] * 200)
-    assert (deaf.put_back().outcome, deaf.carried_out) == (Outcome.SILENT, 0)
+    assert (deaf.put_back().outcome, deaf.carried_out) == (RequeueOutcome.SILENT, 0)
 
 
 def test_an_exit_code_that_lies_is_found_out() -> None:
@@ -106,10 +112,10 @@ def test_an_exit_code_that_lies_is_found_out() -> None:
                 self.requeues.pop()
 
     lying = Lying(requeues=[None, None])
-    assert (lying.put_back().outcome, lying.carried_out) == (Outcome.DONE, 1)
+    assert (lying.put_back().outcome, lying.carried_out) == (RequeueOutcome.DONE, 1)
     denied = SlurmUnclearError("exit code 1")
     slurm = FakeSlurm(requeues=[denied])
-    assert (slurm.put_back().outcome, slurm.carried_out) == (Outcome.DONE, 1)
+    assert (slurm.put_back().outcome, slurm.carried_out) == (RequeueOutcome.DONE, 1)
 
 
 @pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED", "TIMEOUT", "FAILED"])
@@ -126,16 +132,16 @@ def test_a_job_that_ends_meanwhile_is_never_revived(
     slurm.wait = cancel  # type: ignore[method-assign]
     slurm.looks = [] if requeues else [UNASKED]
     end = slurm.put_back()
-    assert (end.outcome, end.reason, slurm.carried_out) == (Outcome.LEFT, state, 0)
+    assert (end.outcome, end.reason, slurm.carried_out) == (RequeueOutcome.LEFT, state, 0)
 
 
 def test_what_is_refused_is_not_asked_again_and_unclear_words_not_for_ever() -> None:
     slurm = FakeSlurm(requeues=[SlurmRefusedError("scontrol requeue 7", "denied")] * 9)
     end = slurm.put_back()
-    assert (end.outcome, len(slurm.requeues)) == (Outcome.REFUSED, 8)
+    assert (end.outcome, len(slurm.requeues)) == (RequeueOutcome.REFUSED, 8)
     assert end.reason == "`scontrol requeue 7` was refused: denied"
     gone = FakeSlurm(looks=[SlurmRefusedError("scontrol show job", "Invalid job id specified")])
-    assert gone.put_back().outcome is Outcome.REFUSED
+    assert gone.put_back().outcome is RequeueOutcome.REFUSED
 
     class Odd(FakeSlurm):
         def requeue(self, job: str) -> None:
@@ -143,7 +149,7 @@ def test_what_is_refused_is_not_asked_again_and_unclear_words_not_for_ever() -> 
             raise SlurmUnclearError("it is Sunday")
 
     odd = Odd()
-    assert (odd.put_back().outcome, len(odd.requeues)) == (Outcome.REFUSED, 4)
+    assert (odd.put_back().outcome, len(odd.requeues)) == (RequeueOutcome.REFUSED, 4)
 
 
 def test_whatever_goes_wrong_for_a_while_it_is_requeued_exactly_once() -> None:
@@ -152,7 +158,7 @@ def test_whatever_goes_wrong_for_a_while_it_is_requeued_exactly_once() -> None:
         chance = Random(seed)
         faults = [[chance.choice(kinds) for _ in range(chance.randrange(12))] for _ in range(2)]
         slurm = FakeSlurm(looks=faults[0], requeues=faults[1])
-        assert (slurm.put_back().outcome, slurm.carried_out) == (Outcome.DONE, 1), seed
+        assert (slurm.put_back().outcome, slurm.carried_out) == (RequeueOutcome.DONE, 1), seed
     for looks, requeues in product(product(kinds, repeat=3), repeat=2):
         slurm = FakeSlurm(looks=[*looks], requeues=[*requeues])
-        assert (slurm.put_back().outcome, slurm.carried_out) == (Outcome.DONE, 1)
+        assert (slurm.put_back().outcome, slurm.carried_out) == (RequeueOutcome.DONE, 1)

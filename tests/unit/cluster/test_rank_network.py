@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kempner.cluster.network.interfaces import Interface
-from kempner.cluster.network.master import choose_master
+from kempner.cluster.network.ports import choose_master
 from kempner.cluster.world import World
-from kempner.config.site.network import DistributedSection
+from kempner.config.site import DistributedSection
 from kempner.supervisor.launchers.rank_network import variables
 
 LOOPBACK = Interface("lo", 772, True, "127.0.0.1/8")

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from kempner.cluster.machine.job_place import Place
+from kempner.cluster.machine.job_place import JobPlace
 from kempner.cluster.slurm.hostlist import expand_counts, expand_hosts
 from kempner.cluster.slurm.resources import (
     Amount,
-    Wanted,
+    WantedResources,
     count_gpus,
     detect,
     inherited,
@@ -277,7 +277,7 @@ def test_gpus_fall_back_in_order(
 
 
 def test_what_is_configured_wins_and_says_so() -> None:
-    found = detect(SEEN["sbatch 2x4"], configured=Wanted(cpus=2, memory_mb=500, gpus=1))
+    found = detect(SEEN["sbatch 2x4"], configured=WantedResources(cpus=2, memory_mb=500, gpus=1))
     assert [str(amount) for amount in (found.cpus, found.memory_mb, found.gpus)] == [
         "2 (slurm.cpus)",
         "500 (slurm.memory_mb)",
@@ -358,5 +358,5 @@ def test_a_batch_script_submitted_from_within_a_step_is_no_rank(
     monkeypatch: pytest.MonkeyPatch, tasks: str
 ) -> None:
     environ = {**TASK, "SLURM_STEP_NUM_TASKS": tasks, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-    monkeypatch.setattr("kempner.cluster.world.find_place", lambda environ: Place.BATCH_SCRIPT)
+    monkeypatch.setattr("kempner.cluster.world.find_place", lambda environ: JobPlace.BATCH_SCRIPT)
     assert discover({**environ, "SLURM_NODEID": "0"}).launcher == "none"

@@ -15,7 +15,7 @@ from kempner.cluster.slurm.hostlist import node_of
 from kempner.cluster.slurm.job import (
     FINAL,
     QUEUED,
-    Event,
+    JobEvent,
     classify,
     job_fields,
     job_id,
@@ -105,19 +105,19 @@ def test_a_node_is_read() -> None:
 @pytest.mark.parametrize(
     ("before", "now", "warned", "event"),
     [
-        ("running", "running", False, Event.NOTHING),
-        ("running", "running", True, Event.TIME_LIMIT),
-        ("before the preemption", "preempted", False, Event.PREEMPTION),
-        ("before the preemption", "preempted", True, Event.PREEMPTION),
-        ("before the cancel", "cancelled", True, Event.CANCEL),
-        ("before the requeue", "requeued", True, Event.REQUEUE),
-        ("before the requeue", "waiting again", False, Event.REQUEUE),
-        ("before the limit", "limit reached", True, Event.TIME_LIMIT_REACHED),
-        ("before the limit", "timed out", False, Event.TIME_LIMIT_REACHED),
+        ("running", "running", False, JobEvent.NOTHING),
+        ("running", "running", True, JobEvent.TIME_LIMIT),
+        ("before the preemption", "preempted", False, JobEvent.PREEMPTION),
+        ("before the preemption", "preempted", True, JobEvent.PREEMPTION),
+        ("before the cancel", "cancelled", True, JobEvent.CANCEL),
+        ("before the requeue", "requeued", True, JobEvent.REQUEUE),
+        ("before the requeue", "waiting again", False, JobEvent.REQUEUE),
+        ("before the limit", "limit reached", True, JobEvent.TIME_LIMIT_REACHED),
+        ("before the limit", "timed out", False, JobEvent.TIME_LIMIT_REACHED),
     ],
 )
 def test_what_happens_is_told_from_two_looks(
-    before: str, now: str, warned: bool, event: Event
+    before: str, now: str, warned: bool, event: JobEvent
 ) -> None:
     assert (
         classify(parse_job(job_fields(JOBS[before])), parse_job(job_fields(JOBS[now])), warned)
@@ -126,9 +126,9 @@ def test_what_happens_is_told_from_two_looks(
 
 
 @pytest.mark.parametrize(
-    ("state", "event"), [("COMPLETED", Event.ENDED), ("CANCELLED", Event.CANCEL)]
+    ("state", "event"), [("COMPLETED", JobEvent.ENDED), ("CANCELLED", JobEvent.CANCEL)]
 )
-def test_a_job_that_is_over_is_not_to_be_requeued(state: str, event: Event) -> None:
+def test_a_job_that_is_over_is_not_to_be_requeued(state: str, event: JobEvent) -> None:
     before = parse_job(job_fields(JOBS["running"]))
     now = replace(before, state=state)
     assert classify(before, now) is event
@@ -221,7 +221,7 @@ GOES_ON = [
 def test_a_state_that_is_not_known_to_be_an_end_is_none(state: str) -> None:
     before = parse_job(job_fields(JOBS["running"]))
     now = replace(before, state=state)
-    assert classify(before, now) is Event.NOTHING
+    assert classify(before, now) is JobEvent.NOTHING
     assert now.running is (state not in ("SUSPENDED", "STAGE_OUT"))
 
 
@@ -230,7 +230,7 @@ def test_a_job_that_is_over_or_waits_does_not_run(state: str) -> None:
     before = parse_job(job_fields(JOBS["running"]))
     now = replace(before, state=state)
     assert not now.running
-    assert (classify(before, now) is Event.REQUEUE) is now.queued is (state in QUEUED)
+    assert (classify(before, now) is JobEvent.REQUEUE) is now.queued is (state in QUEUED)
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,15 @@ from __future__ import annotations
 
 import pytest
 
-from kempner.cluster.slurm.eligible import gpu_types
-from kempner.cluster.slurm.job import job_fields, parse_job
+from kempner.cluster.slurm.job import (
+    NodeShare,
+    gpu_types,
+    gpus_by_node,
+    job_fields,
+    node_shares,
+    parse_job,
+)
 from kempner.cluster.slurm.resources import detect
-from kempner.cluster.slurm.shares import NodeShare, gpus_by_node, node_shares
 
 HEAD = (
     "JobId=7 JobName=a b{sluid} UserId=u(1) GroupId=u(1) MCS_label=N/A Priority=1 Nice=0 Account=a "

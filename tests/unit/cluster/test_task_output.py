@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kempner.cluster.slurm.task_output import in_lines, whole_answers
+from kempner.cluster.slurm.node_step import in_lines, whole_answers
 
 
 def test_answers_arrive_whole_whatever_comes_between() -> None:

@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kempner.cluster.world import World
-from kempner.config.parallelism import ParallelismSection
-from kempner.config.sections import Config, ModelSection, TrainSection
-from kempner.config.site.network import DistributedSection
+from kempner.config.sections import Config, ModelSection, ParallelismSection, TrainSection
+from kempner.config.site import DistributedSection
 from kempner.model.spec.communication import Choice
-from kempner.training.compute.communication import choose_communication
+from kempner.training.compute.forward_backward import choose_communication
 from kempner.training.groups.process_groups import Ranks, adopt
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

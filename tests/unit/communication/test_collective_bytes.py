@@ -23,8 +23,7 @@ from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.spec.shape import Shape
 from kempner.model.transformer import Transformer
 from kempner.training.compute.forward_backward import accumulate
-from kempner.training.plan.fake_ranks import fake_ranks
-from kempner.training.plan.recorder import sent_by
+from kempner.training.plan.trace import fake_ranks, sent_by
 
 CONFIG_7B = Path(__file__).parents[3] / "configs/train/7b.toml"
 CPU = torch.device("cpu")

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from kempner.config.loading import load
-from kempner.config.parallelism import ParallelismSection
-from kempner.config.sections import Config
+from kempner.config.sections import Config, ParallelismSection
 from kempner.model.spec.communication import (
     Buffers,
     Choice,

@@ -5,12 +5,19 @@ from __future__ import annotations
 import pytest
 
 from kempner.model.spec.communication import Traffic, ring_traffic
-from kempner.model.spec.hardware import GPUS, Assumptions, Gpu, find_gpu, peak_flops_of
 from kempner.model.spec.mesh import MeshDegrees
-from kempner.model.spec.step_time import Load, step_time
+from kempner.model.spec.step_time import (
+    GPUS,
+    Assumptions,
+    GpuModel,
+    Load,
+    find_gpu,
+    peak_flops_of,
+    step_time,
+)
 from kempner.run.process.exit_codes import UsageError
 
-GPU = Gpu("toy", 10**9, flops=100.0, memory_rate=10.0, link_rate=4.0, source="none")
+GPU = GpuModel("toy", 10**9, flops=100.0, memory_rate=10.0, link_rate=4.0, source="none")
 GIVEN = Assumptions(network=2.0, compute_share=0.5, memory_share=0.5, network_share=0.5)
 PRODUCTS = ((100, 1, 1),)
 """Of two seconds; read and written in 0.2."""

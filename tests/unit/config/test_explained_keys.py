@@ -10,10 +10,9 @@ from typing import Literal
 import pytest
 
 from kempner.cli.entry import main
-from kempner.config.explain import Explained, _table, tables, toml_value
+from kempner.config.explain import KeyExplanation, _table, tables, toml_value
 from kempner.config.loading import known_keys, load
-from kempner.config.model import ModelSection
-from kempner.config.presets import MEANINGS
+from kempner.config.model import MEANINGS, ModelSection
 from kempner.config.section import PositiveInt, Section
 from kempner.model.spec.shape import count_parameters
 
@@ -39,7 +38,7 @@ NEEDED = {
 """What must be set beside a key, so that it has an effect."""
 
 
-def unexplained(keys: Iterable[Explained]) -> list[str]:
+def unexplained(keys: Iterable[KeyExplanation]) -> list[str]:
     """What is missing, key by key."""
     found = []
     for key in keys:
@@ -80,7 +79,7 @@ def test_a_new_key_without_its_line_would_be_seen() -> None:
     ]
 
 
-def typed(key: Explained) -> object:
+def typed(key: KeyExplanation) -> object:
     """The value of a key whose example was typed after a command."""
     (argument,) = shlex.split(key.override)
     value: object = load(None, [*NEEDED.get(key.name, []), argument])

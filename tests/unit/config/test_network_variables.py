@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kempner.config.site.network import DistributedSection
+from kempner.config.site import DistributedSection
 
 EVERYTHING = {
     "nccl": {

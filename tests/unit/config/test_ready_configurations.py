@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kempner.cli.config import Job
+from kempner.cli.config import PlannedJob
 from kempner.config.loading import load
-from kempner.data.order.batch_slices import micro_steps
+from kempner.data.order.global_batches import micro_steps
 from kempner.model.spec.communication_choice import Situation, choose, needed_memory, step_traffic
 from kempner.model.spec.mesh import resolve_mesh
 from kempner.model.spec.shape import Shape
@@ -43,7 +43,7 @@ def test_it_fits_and_sends_what_its_header_says(name: str) -> None:
     assert meant is not None
     nodes, vocab_size = int(meant["nodes"]), config.model.vocab_size
     assert vocab_size is not None
-    job = Job.of(config, nodes * int(meant["gpus"]), nodes, GPU)
+    job = PlannedJob.of(config, nodes * int(meant["gpus"]), nodes, GPU)
     train, shape = config.train, Shape.of(config.model, vocab_size)
     mesh = resolve_mesh(config, job.world)
     passes = micro_steps(train.global_batch_size, mesh.data_world, train.micro_batch_size)

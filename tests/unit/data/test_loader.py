@@ -17,8 +17,8 @@ import torch
 from patience import scaled
 
 from kempner.data.files.token_file import Corpus
-from kempner.data.order.batch_slices import Slicing
-from kempner.data.order.shuffle import Order
+from kempner.data.order.global_batches import Slicing
+from kempner.data.order.shuffle import SampleOrder
 from kempner.data.prepare import sources
 from kempner.data.prepare.pipeline import prepare
 from kempner.data.serve.loader import IGNORE, Feed, StepBatch, eval_batches
@@ -80,7 +80,7 @@ def name(sample: int) -> bytes:
 
 
 def test_a_step_holds_the_samples_that_the_order_names(tokens: Path) -> None:
-    order = Order(SAMPLES, 1)
+    order = SampleOrder(SAMPLES, 1)
     for number, step in enumerate(steps(feed(tokens), 5)):
         assert step.positions == list(range(8 * number, 8 * number + 8))
         assert step.cursor_after == 8 * number + 8
@@ -93,7 +93,7 @@ def test_a_step_holds_the_samples_that_the_order_names(tokens: Path) -> None:
 
 def test_targets_are_one_token_later_across_samples(tokens: Path) -> None:
     whole = Corpus.open(tokens).read(0, SAMPLES * SEQ_LEN + 1).tolist()
-    order = Order(SAMPLES, 1)
+    order = SampleOrder(SAMPLES, 1)
     (step,) = steps(feed(tokens), 1)
     last = torch.cat([micro.targets for micro in step.micro])[:, -1].tolist()
     assert last == [whole[(order.locate(i)[1] + 1) * SEQ_LEN] for i in step.positions]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import kempner
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import TrainState
 from kempner.data.serve.sampler import (
     ResumableBatchSampler,
     ResumableDataLoader,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kempner.data.order.shuffle import MAX_SAMPLES, SHUFFLE_BELOW, Network, Order
+from kempner.data.order.shuffle import MAX_SAMPLES, SHUFFLE_BELOW, FeistelNetwork, SampleOrder
 
 JUST_ABOVE = SHUFFLE_BELOW + 1
 Counts = NDArray[np.int64]
@@ -21,7 +21,7 @@ KEYS = (3, 1 << 40, 7, 2**64 - 1, 12345678901234567890, 0)
 
 
 def epoch_of(n: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    return Order(n, seed).samples(np.arange(epoch * n, (epoch + 1) * n))
+    return SampleOrder(n, seed).samples(np.arange(epoch * n, (epoch + 1) * n))
 
 
 def is_bijection(samples: NDArray[np.int64]) -> bool:
@@ -51,7 +51,7 @@ def test_every_size_up_to_2000_is_a_bijection_in_every_epoch() -> None:
 
 def test_the_network_alone_is_a_bijection_for_every_small_size() -> None:
     for n in range(1, 2001):
-        assert is_bijection(Network.keyed(n, KEYS).permute_many(np.arange(n))), n
+        assert is_bijection(FeistelNetwork.keyed(n, KEYS).permute_many(np.arange(n))), n
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_sampled_sizes_are_bijections(n: int, seed: int) -> None:
 )
 @settings(max_examples=300)
 def test_one_at_a_time_equals_many_at_a_time(n: int, seed: int, start: int) -> None:
-    order = Order(n, seed)
+    order = SampleOrder(n, seed)
     positions = np.arange(start, start + 9)
     located = [order.locate(position) for position in positions.tolist()]
     assert [epoch for epoch, _ in located] == (positions // n).tolist()
@@ -85,28 +85,43 @@ def test_one_at_a_time_equals_many_at_a_time(n: int, seed: int, start: int) -> N
 @given(n=st.integers(1, 300), keys=st.tuples(*[st.integers(0, 2**64 - 1)] * 6))
 @settings(max_examples=100)
 def test_the_network_one_at_a_time_equals_many_at_a_time(n: int, keys: tuple[int, ...]) -> None:
-    network = Network.keyed(n, keys)
+    network = FeistelNetwork.keyed(n, keys)
     many = network.permute_many(np.arange(n)).tolist()
     assert [network.permute(index) for index in range(n)] == many
 
 
 def test_positions_need_not_be_sorted_and_may_span_epochs() -> None:
-    order = Order(10, 3)
+    order = SampleOrder(10, 3)
     positions = np.array([25, 3, 9, 10, 11, 0])
     assert order.samples(positions).tolist() == [order.locate(p)[1] for p in positions.tolist()]
 
 
 def test_the_order_never_changes() -> None:
     # These very values are part of every run's checkpoints: they change with PERMUTATION_VERSION.
-    assert Order(7, 5).samples(np.arange(14)).tolist() == [2, 3, 6, 0, 4, 5, 1, 0, 4, 2, 6, 1, 3, 5]
-    assert Order(10**9, 5).samples(np.arange(5)).tolist() == [
+    assert SampleOrder(7, 5).samples(np.arange(14)).tolist() == [
+        2,
+        3,
+        6,
+        0,
+        4,
+        5,
+        1,
+        0,
+        4,
+        2,
+        6,
+        1,
+        3,
+        5,
+    ]
+    assert SampleOrder(10**9, 5).samples(np.arange(5)).tolist() == [
         911252973,
         763152500,
         509771495,
         278354948,
         225552331,
     ]
-    assert Order(10**9, 5).locate(3 * 10**9 + 17) == (3, 317583211)
+    assert SampleOrder(10**9, 5).locate(3 * 10**9 + 17) == (3, 317583211)
 
 
 def test_epochs_and_seeds_differ() -> None:
@@ -116,7 +131,7 @@ def test_epochs_and_seeds_differ() -> None:
 
 
 def test_an_order_travels_to_another_process() -> None:
-    order = Order(5000, 1)
+    order = SampleOrder(5000, 1)
     assert pickle.loads(pickle.dumps(order)).locate(12_345) == order.locate(12_345)
 
 
@@ -125,14 +140,14 @@ def test_an_order_travels_to_another_process() -> None:
 )
 def test_impossible_orders_are_refused(n: int, seed: int) -> None:
     with pytest.raises(ValueError, match="2\\*\\*"):
-        Order(n, seed)
+        SampleOrder(n, seed)
 
 
 def test_negative_positions_are_refused() -> None:
     with pytest.raises(ValueError, match="start at 0, not -1"):
-        Order(5, 0).locate(-1)
+        SampleOrder(5, 0).locate(-1)
     with pytest.raises(ValueError, match="start at 0, not -1"):
-        Order(5, 0).samples(np.array([2, -1]))
+        SampleOrder(5, 0).samples(np.array([2, -1]))
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5])

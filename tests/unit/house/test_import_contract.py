@@ -185,9 +185,9 @@ VIOLATIONS = [
     Planted(
         "a policy that acts",
         "kempner/supervisor/policy/requeue.py",
-        "from kempner.supervisor.slurm import resubmit",
+        "from kempner.supervisor.slurm import requeue_job",
         "supervisor",
-        "kempner.supervisor.policy.requeue -> kempner.supervisor.slurm.resubmit",
+        "kempner.supervisor.policy.requeue -> kempner.supervisor.slurm.requeue_job",
     ),
     Planted(
         "a vote that loops",

@@ -37,7 +37,7 @@ def test_what_is_wrong_with_the_list_is_said(bugs: list[Bug], expected: str) -> 
     ("test", "expected"),
     [
         ("tests/unit/house/test_sizes.py", Length.TEST),
-        ("tests/unit/house/test_sizes.py::test_no_folder_is_too_full[kempner]", Length.TEST),
+        ("tests/unit/house/test_sizes.py::test_a_class_name_serves_once", Length.TEST),
         ("tests/slurm/faults/test_kill_drill.py", Length.LONG),
         ("tests/slurm/faults/test_orphans.py", Length.LONG),
     ],

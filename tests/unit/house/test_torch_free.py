@@ -17,9 +17,15 @@ from packaging.requirements import Requirement
 from patience import scaled
 
 import kempner
-from kempner.checkpoint.format.manifest import FileEntry, Identity, Manifest, encode, whole_sum
+from kempner.checkpoint.format.manifest import (
+    FileEntry,
+    Identity,
+    Manifest,
+    TrainState,
+    encode,
+    whole_sum,
+)
 from kempner.checkpoint.format.names import MANIFEST, CheckpointFolder
-from kempner.checkpoint.format.train_state import TrainState
 
 ROOT = Path(__file__).parents[3]
 ROOMS = ["cli", "cluster", "config", "insight", "jobs", "lab", "run", "supervisor"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from harness import ROOT
 
-from kempner.integrations.trainer.limits import LIMITS, refuse_inexact
+from kempner.integrations.trainer.run import LIMITS, refuse_inexact
 from kempner.run.process.exit_codes import UsageError
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from kempner.integrations.trainer.place import Grid, Leg, Place, PlacedSampler, steps_to_go
+from kempner.integrations.trainer.place import Grid, Leg, PlacedSampler, TrainerPlace, steps_to_go
 
 worlds = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
 """Ranks, samples of a micro batch of each, and micro batches in a step."""
@@ -23,8 +23,8 @@ def grid_of(samples: int, world: tuple[int, int, int], drop_last: bool) -> Grid:
 
 
 def play(
-    place: Place, world: tuple[int, int, int], samples: int, drop_last: bool, steps: int
-) -> tuple[Place, list[int]]:
+    place: TrainerPlace, world: tuple[int, int, int], samples: int, drop_last: bool, steps: int
+) -> tuple[TrainerPlace, list[int]]:
     """So many steps of the epoch at most, as Accelerate deals them out; the place after them."""
     ranks, share, accumulation = world
     grid = grid_of(samples, world, drop_last)
@@ -45,7 +45,9 @@ def play(
         sample for micro in range(made - leg.done) for shard in shards for sample in shard[micro]
     ]
     over = made >= leg.micro_batches
-    after = Place(place.epoch + over, 0 if over else leg.samples(made, grid), grid.per_step, ranks)
+    after = TrainerPlace(
+        place.epoch + over, 0 if over else leg.samples(made, grid), grid.per_step, ranks
+    )
     return after, seen
 
 
@@ -61,7 +63,7 @@ def test_whatever_the_worlds_in_turn_an_epoch_is_its_samples_in_order(
     last: tuple[int, int, int],
     drop_last: bool,
 ) -> None:
-    place, seen = Place(), list[int]()
+    place, seen = TrainerPlace(), list[int]()
     for world, steps in [*starts, (last, samples)]:
         if place.epoch == 0:
             place, more = play(place, world, samples, drop_last, steps)
@@ -85,12 +87,12 @@ def test_the_steps_to_go_are_those_that_the_epochs_have(
 ) -> None:
     old, new = grid_of(samples, before, False), grid_of(samples, now, False)
     epoch, done = divmod(min(steps, epochs * old.updates), old.updates)
-    place = Place(epoch, done * old.per_step, old.per_step, before[0])
+    place = TrainerPlace(epoch, done * old.per_step, old.per_step, before[0])
     left, at = 0, place
     while at.epoch < epochs:
         taken = Leg.after(at, new)
         left += taken.updates - taken.done // new.accumulation
-        at = Place(at.epoch + 1, 0, new.per_step, now[0])
+        at = TrainerPlace(at.epoch + 1, 0, new.per_step, now[0])
     assert steps_to_go(place, new, float(epochs)) == left
     half = steps_to_go(place, new, epochs - 0.5)
     assert 0 <= half <= left
@@ -103,5 +105,5 @@ def test_the_place_of_an_older_run_is_that_of_its_steps(
     now, (_, share, accumulation) = grid_of(samples, world, False), world
     before = grid_of(samples, (ranks, share, accumulation), False)
     epoch, done = divmod(steps, before.updates)
-    expected = Place(epoch, done * before.per_step, before.per_step, ranks)
-    assert Place.of_step(steps, ranks, now, world[0]) == expected
+    expected = TrainerPlace(epoch, done * before.per_step, before.per_step, ranks)
+    assert TrainerPlace.of_step(steps, ranks, now, world[0]) == expected

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kempner.integrations.trainer.place import Place
-from kempner.integrations.trainer.progress import Progress
+from kempner.integrations.trainer.place import TrainerPlace
+from kempner.integrations.trainer.progress import TrainerProgress
 
 
 @pytest.mark.parametrize(
@@ -17,10 +17,10 @@ from kempner.integrations.trainer.progress import Progress
 def test_the_losses_since_the_last_log_come_back(
     tmp_path: Path, rank: int, ranks: int, loss: float
 ) -> None:
-    assert Progress.load(tmp_path, rank, ranks) is None  # of before there was any
+    assert TrainerProgress.load(tmp_path, rank, ranks) is None  # of before there was any
     for before, its in enumerate((1.0, 3.0)):
-        place = Place(epoch=0, samples=8, per_step=4, ranks=2)
-        Progress(place, loss=torch.tensor(its), logged=3).save(tmp_path, before)
-    found = Progress.load(tmp_path, rank, ranks)
+        place = TrainerPlace(epoch=0, samples=8, per_step=4, ranks=2)
+        TrainerProgress(place, loss=torch.tensor(its), logged=3).save(tmp_path, before)
+    found = TrainerProgress.load(tmp_path, rank, ranks)
     assert found is not None
     assert (found.place, found.loss, found.logged) == (place, loss, 3)

@@ -12,11 +12,18 @@ import pytest
 from harness import ROOT
 
 import kempner
-from kempner.insight.status.activity import Activity, Doing
+from kempner.insight.status.activity import Activity, ActivityNote
 from kempner.insight.status.job import NO_ANSWER, JobStatus
-from kempner.jobs.batch_script import Resources, sbatch, script
-from kempner.jobs.job import decide, describe_failure, describe_unfinished, job_goes_on
-from kempner.jobs.submission import Submission, last_submission, reserve
+from kempner.jobs.job import (
+    Submission,
+    decide,
+    describe_failure,
+    describe_unfinished,
+    job_goes_on,
+    last_submission,
+    reserve,
+)
+from kempner.jobs.submit import Resources, sbatch, script
 from kempner.run.process.exit_codes import RunError
 from kempner.run.record.run_dir import RunDirectory
 
@@ -43,7 +50,7 @@ OWN = ["python", "own.py"]
 def test_what_a_job_does(
     found: Activity, works: bool | None, began: bool, cancelled: bool, said: Activity
 ) -> None:
-    assert decide(Doing(found), works, began, cancelled).activity is said
+    assert decide(ActivityNote(found), works, began, cancelled).activity is said
 
 
 @pytest.mark.parametrize(

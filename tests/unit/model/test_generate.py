@@ -11,10 +11,9 @@ from torch import Tensor
 
 from kempner.config.model import RopeScalingSection
 from kempner.config.sections import Config, ModelSection
-from kempner.model.attention import KVCache
 from kempner.model.generate import _draw, generate
 from kempner.model.sharding import build_model
-from kempner.model.transformer import Transformer
+from kempner.model.transformer import KVCache, Transformer
 
 PROMPT = torch.tensor([3, 1, 4])
 

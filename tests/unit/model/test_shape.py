@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from kempner.config.loading import load
-from kempner.config.model import ModelSection
-from kempner.config.presets import PRESETS
+from kempner.config.model import PRESETS, ModelSection
 from kempner.model.spec.shape import Shape, count_parameters, default_ffn_dim, flops_per_token
 from kempner.model.transformer import Transformer
 

@@ -12,11 +12,18 @@ import pytest
 from harness import KEMPNER, ROOT
 
 from kempner.config.loading import load
-from kempner.project.ask_site import read_accounts, read_kinds
 from kempner.project.environment import Environment
-from kempner.project.site import Account, NodeKind, Request, Site, choose, parse_limit
-from kempner.project.texts import project_files
-from kempner.project.write import read_templates
+from kempner.project.site import (
+    Account,
+    NodeKind,
+    Request,
+    Site,
+    choose,
+    parse_limit,
+    read_accounts,
+    read_kinds,
+)
+from kempner.project.write import project_files, read_templates
 
 LAB = "high|up|infinite|8|8|gpu:4\nlow*|up|infinite|6|8|gpu:4\nlow*|up|infinite|2|8|gpu:4\n"
 UNIVERSITY = (

@@ -16,8 +16,7 @@ from patience import scaled
 from kempner.config.loading import load
 from kempner.project.environment import Environment, Facts, recognise
 from kempner.project.site import Site
-from kempner.project.texts import project_files
-from kempner.project.write import read_templates, write_project
+from kempner.project.write import project_files, read_templates, write_project
 
 UV = "home = /home/me/.local/share/uv/python/cpython-3.12/bin\nuv = 0.9.2\n"
 MODULES = {"LOADEDMODULES": "gcc/13:python/3.12", "MODULESHOME": "/opt/lmod"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from kempner.rehearse.records import Record, parse
+from kempner.rehearse.compare import RankRecord, parse
 
 STEPS = 20
 
@@ -39,5 +39,5 @@ def lines(
     return [json.dumps(line) for line in told]
 
 
-def record(**options: Any) -> Record:
+def record(**options: Any) -> RankRecord:
     return parse(lines(**options))

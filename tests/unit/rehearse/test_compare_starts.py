@@ -15,10 +15,10 @@ from kempner.rehearse.compare import (
     changed,
     differences,
     lost_evaluations,
+    parse,
     samples_elsewhere,
 )
-from kempner.rehearse.plan import boundaries, plan
-from kempner.rehearse.records import parse
+from kempner.rehearse.rehearsal import boundaries, plan
 
 
 def test_a_resumed_run_that_is_the_same_has_no_differences() -> None:

@@ -9,22 +9,21 @@ from typing import Any
 
 from rank_lines import STEPS, lines
 
-from kempner.rehearse.plan import Disturbance
-from kempner.rehearse.records import parse
-from kempner.rehearse.rehearsal import Played, Seen
+from kempner.rehearse.compare import parse
+from kempner.rehearse.rehearsal import Disturbance, ObservedStart, RehearsalRecord
 from kempner.rehearse.report import report
-from kempner.run.control.rehearsal import Part
+from kempner.run.control.launch_env import RehearsalPart
 from kempner.run.process.exit_codes import ExitCode
 
 TELLS = "for step in survive(model, optimizer):\n    best = min(best, 1)\n    print(best)\n"
 USES = "for step in survive(model, optimizer):\n    if best < 1:\n        break\n"
 
 
-def played(folder: Path, told: list[str], code: int = 75, kills: bool = False) -> Played:
-    return Played(Part(str(folder), "", 0, kills), (parse(told),), (code,), folder)
+def played(folder: Path, told: list[str], code: int = 75, kills: bool = False) -> ObservedStart:
+    return ObservedStart(RehearsalPart(str(folder), "", 0, kills), (parse(told),), (code,), folder)
 
 
-def seen(folder: Path, second: list[str], third: list[str], source: str = USES) -> Seen:
+def seen(folder: Path, second: list[str], third: list[str], source: str = USES) -> RehearsalRecord:
     """Stopped after step 6, killed in step 12, and what the starts after that have told."""
     program = folder / "train.py"
     program.write_text(source)
@@ -37,7 +36,7 @@ def seen(folder: Path, second: list[str], third: list[str], source: str = USES) 
         played(folder, second, code=-9, kills=True),
         played(folder, third),
     ]
-    return Seen(undisturbed, disturbances, starts)
+    return RehearsalRecord(undisturbed, disturbances, starts)
 
 
 def with_best(told: list[str], value: str) -> list[str]:
@@ -104,7 +103,7 @@ def test_the_last_words_of_a_start_that_fails_are_shown(tmp_path: Path) -> None:
 
 def test_a_program_that_fails_undisturbed_is_not_judged(tmp_path: Path) -> None:
     (tmp_path / "rank-0.out").write_text("ZeroDivisionError: division by zero\n")
-    found = Seen(played(tmp_path, [], code=1))
+    found = RehearsalRecord(played(tmp_path, [], code=1))
 
     text, code = report(found, 1)
 

@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from kempner.run.control.rehearsal import Part, place_of
+from kempner.run.control.launch_env import RehearsalPart, place_of
 from kempner.training.rehearsal.digest import of_rows, of_state, of_tensor
-from kempner.training.rehearsal.outside import Outside
+from kempner.training.rehearsal.recorder import ExternalAccess, Seen, Walk, look
 from kempner.training.rehearsal.switch import recorder
-from kempner.training.rehearsal.variables import Seen, Walk, look
 
 
 class Task:
@@ -105,7 +104,7 @@ def test_digests_follow_the_bits() -> None:
 
 
 def test_files_and_hosts_outside_of_the_run_are_named(tmp_path: Path) -> None:
-    outside = Outside(tmp_path / "scratch")
+    outside = ExternalAccess(tmp_path / "scratch")
 
     for path, flags in (("told.txt", os.O_WRONLY), ("scratch/x", os.O_WRONLY), ("in.txt", 0)):
         outside._hear("open", (str(tmp_path / path), None, flags))
@@ -119,9 +118,11 @@ def test_files_and_hosts_outside_of_the_run_are_named(tmp_path: Path) -> None:
 
 
 def test_a_rank_of_a_rehearsal_has_a_run_of_its_own() -> None:
-    environ = Part("/scratch/part", "/scratch/run", at=3).environment()
+    environ = RehearsalPart("/scratch/part", "/scratch/run", at=3).environment()
 
-    assert Part.from_environment(environ) == Part("/scratch/part", "/scratch/run", at=3)
+    assert RehearsalPart.from_environment(environ) == RehearsalPart(
+        "/scratch/part", "/scratch/run", at=3
+    )
     assert place_of("runs/real", environ) == Path("/scratch/run/runs-real")
     assert place_of("/data/../runs/real", environ).is_relative_to("/scratch/run")
     assert place_of("runs/real", {}) == Path("runs/real")

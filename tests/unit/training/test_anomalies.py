@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kempner.checkpoint.format.train_state import Rollback, TrainState
+from kempner.checkpoint.format.manifest import Rollback, TrainState
 from kempner.config.resilience import ResilienceSection
 from kempner.run.record.history import RunHistory
 from kempner.training.policy.anomalies import (

@@ -12,9 +12,9 @@ from torch.overrides import TorchFunctionMode
 from kempner.cluster.world import discover
 from kempner.run.control.heartbeat import Progress
 from kempner.run.process.exit_codes import DataError
-from kempner.run.record.events.base import LedgerEvent
+from kempner.run.record.events import LedgerEvent
 from kempner.run.record.run_dir import RunDirectory
-from kempner.training.groups.device_check import UnfitDeviceError, check_device
+from kempner.training.groups.process_groups import UnfitDeviceError, check_device
 from kempner.training.rank_link.rank_link import RankLink
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def test_one_wrong_element_is_enough() -> None:
         check_device(CPU, "node2")
 
 
-class Told:
+class RecordedEvents:
     """Stands for the link: keeps what the supervisor is told."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ def test_the_supervisor_is_told_which_node_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "node2")
-    link = Told()
+    link = RecordedEvents()
     run = RunDirectory(tmp_path)
     rank_link = RankLink(discover({}), run, None, Progress(), link)  # type: ignore[arg-type]
     check_device(torch.device("cpu"), "node2")

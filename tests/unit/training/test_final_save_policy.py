@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kempner.checkpoint.store.save_failures import LONGEST_PAUSE, SaveFailures
+from kempner.checkpoint.store.commit import LONGEST_PAUSE, SaveFailures
 from kempner.run.process.exit_codes import CheckpointWriteError
 from kempner.run.process.stop_reason import StopReason
-from kempner.run.record.events.checkpoint import CheckpointCommitted
+from kempner.run.record.events import CheckpointCommitted
 from kempner.run.record.history import RunHistory
 from kempner.run.record.save_times import REMEMBERED, Durations, SaveSeconds
 from kempner.training.policy.final_save import (
@@ -24,7 +24,7 @@ from kempner.training.policy.final_save import (
     tell_loss,
 )
 from kempner.training.vote.final_save import refuse_to_go_on_unsaved
-from kempner.training.vote.vote import Parting, Steps, StepVote, Vote, VoteResult
+from kempner.training.vote.vote import LoopExit, LoopSteps, StepVote, Vote, VoteResult
 
 NOW = SaveSituation(
     step=37,
@@ -173,14 +173,14 @@ def test_the_ledger_gives_the_durations_back() -> None:
             VoteResult(failed_saves=3, unsaved_for=1.5, save_again=True),
         ),
         ([Vote(unsaved_for=math.inf), Vote(unsaved_for=9.0)], VoteResult(unsaved_for=math.inf)),
-        ([StepVote(own=Steps(idle=5)), StepVote(own=Steps(2))], VoteResult(idle=2)),
+        ([StepVote(own=LoopSteps(idle=5)), StepVote(own=LoopSteps(2))], VoteResult(idle=2)),
         (
-            [Vote(), StepVote(own=Steps(left_after=4)), Vote()],
-            VoteResult(parting=Parting(left=1, stayed=2, first=4, last=4)),
+            [Vote(), StepVote(own=LoopSteps(left_after=4)), Vote()],
+            VoteResult(parting=LoopExit(left=1, stayed=2, first=4, last=4)),
         ),
         (
-            [StepVote(own=Steps(left_after=0)), StepVote(own=Steps(left_after=3))],
-            VoteResult(parting=Parting(left=1, stayed=None, first=0, last=3)),
+            [StepVote(own=LoopSteps(left_after=0)), StepVote(own=LoopSteps(left_after=3))],
+            VoteResult(parting=LoopExit(left=1, stayed=None, first=0, last=3)),
         ),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 
 from kempner.run.control.heartbeat import Progress
 from kempner.run.control.protocol import Phase
-from kempner.training.oom_message import describe_shortage
+from kempner.training.main import describe_shortage
 
 TOLD = (
     r"out of memory in phase eval after step 41: this rank has \d+\.\d GiB, "

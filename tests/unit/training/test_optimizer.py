@@ -16,8 +16,7 @@ from kempner.config.sections import Config, ModelSection, OptimizerSection
 from kempner.model.sharding import build_model
 from kempner.model.spec.memory import moment_elements
 from kempner.model.transformer import Transformer
-from kempner.training.compute.muon import MuonAndAdamW
-from kempner.training.compute.optimizer import build_optimizer, update
+from kempner.training.compute.optimizer import MuonAndAdamW, build_optimizer, update
 
 SECTIONS = [
     OptimizerSection(),

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from kempner.training.observe.progress_bar import Pace, Place, Row, arrange, describe_time
+from kempner.training.observe.progress_bar import BarRow, BarState, TimeLeft, arrange, describe_time
 
-PLACE = Place(47, 600, loss=2.6476, speed=11129.4, left=107.0)
+PLACE = BarState(47, 600, loss=2.6476, speed=11129.4, left=107.0)
 
 
 @pytest.mark.parametrize(
     ("columns", "row"),
     [
-        (80, Row("step 47/600", 27, "loss 2.6476 11,129 tokens/s ETA 0:01:47")),
-        (60, Row("step 47/600", 0, "loss 2.6476 11,129 tokens/s ETA 0:01:47")),
-        (49, Row("step 47/600", 12, "loss 2.6476 ETA 0:01:47")),
-        (40, Row("step 47/600", 0, "loss 2.6476 ETA 0:01:47")),
-        (30, Row("step 47/600", 0, "ETA 0:01:47")),
-        (10, Row("step 47/600", 0, "")),
+        (80, BarRow("step 47/600", 27, "loss 2.6476 11,129 tokens/s ETA 0:01:47")),
+        (60, BarRow("step 47/600", 0, "loss 2.6476 11,129 tokens/s ETA 0:01:47")),
+        (49, BarRow("step 47/600", 12, "loss 2.6476 ETA 0:01:47")),
+        (40, BarRow("step 47/600", 0, "loss 2.6476 ETA 0:01:47")),
+        (30, BarRow("step 47/600", 0, "ETA 0:01:47")),
+        (10, BarRow("step 47/600", 0, "")),
     ],
 )
-def test_step_and_time_to_go_are_kept_the_longest(columns: int, row: Row) -> None:
+def test_step_and_time_to_go_are_kept_the_longest(columns: int, row: BarRow) -> None:
     assert arrange(PLACE, columns) == row
 
 
@@ -45,7 +45,7 @@ def test_times(seconds: float, words: str) -> None:
 
 
 def test_the_pace_is_that_of_the_last_steps() -> None:
-    pace = Pace(1000)
+    pace = TimeLeft(1000)
     assert pace.left(11, now=60.0) is None
     assert pace.left(12, now=62.0) == 2.0 * 988
     assert pace.left(1000, now=63.0) == 0.0

@@ -16,7 +16,7 @@ from kempner.run.process.exit_codes import DataError
 from kempner.run.record.identity import RunIdentity, compare
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.groups.process_groups import describe_disagreement
-from kempner.training.recognition import Standing, describe_optimizer
+from kempner.training.recognition import RunComparison, describe_optimizer
 
 FACTS = st.fixed_dictionaries({"seed": st.integers(0, 1), "data": st.sampled_from(["a", "b"])})
 
@@ -60,7 +60,7 @@ def test_a_complete_run_is_nobody_elses_result(
     before = RunIdentity(("t.py", "1"), facts={"steps": 20})
     now = replace(before, command=("t.py", "2"), facts={"steps": steps})
     found = tuple(compare(before, now, ["command"]))
-    standing = Standing(RunDirectory(tmp_path), before, now, found)
+    standing = RunComparison(RunDirectory(tmp_path), before, now, found)
     if refused:
         with pytest.raises(DataError, match=r"is complete at step 20, and is not this program's"):
             standing.refuse_if_complete(step)

@@ -12,7 +12,7 @@ import pytest
 from patience import scaled
 
 from kempner.run.process.exit_codes import UsageError
-from kempner.training.survive import Todo
+from kempner.training.survive import LoopRequest
 
 LOOP = """
 import os, signal, socket, sys, threading
@@ -221,7 +221,7 @@ def test_a_wrong_call_is_refused_in_one_sentence_before_anything_else(tmp_path: 
 def test_what_cannot_be_done_is_refused_in_one_sentence(
     given: dict[str, Any], sentence: str
 ) -> None:
-    todo = Todo(**{"steps": 3, "save_every": 2, "seed": 0, "keep_last": 3} | given)
+    todo = LoopRequest(**{"steps": 3, "save_every": 2, "seed": 0, "keep_last": 3} | given)
     with pytest.raises(UsageError) as refused:
         todo.check(has_data=False)
     assert str(refused.value) == sentence

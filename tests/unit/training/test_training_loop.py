@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from harness import write_tokens
 from saved import open_manager
 
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import TrainState
 from kempner.cluster.world import World
 from kempner.config.fault_spec import parse_faults
 from kempner.config.resilience import ResilienceSection
@@ -26,7 +26,7 @@ from kempner.config.sections import (
     OptimizerSection,
     TrainSection,
 )
-from kempner.config.site.network import DistributedSection
+from kempner.config.site import DistributedSection
 from kempner.data.files.token_file import Corpus
 from kempner.model.sharding import build_model
 from kempner.model.spec.mesh import MeshDegrees

@@ -1,18 +1,23 @@
-"""Whether folders are shared, checkpoints have room, and a save has time."""
+"""Whether folders are shared, checkpoints have room, and a save has time.
+
+Whether the data fits the configuration: present, readable, and of one vocabulary.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kempner.checkpoint.store.room import judge_room
+from kempner.checkpoint.store.commit import judge_room
+from kempner.config.sections import Config
+from kempner.data.files.index import check_held_out, check_samples, vocabulary
 from kempner.insight.doctor.facts.node import NodeAnswer
 from kempner.insight.doctor.facts.nodes import Survey
-from kempner.insight.doctor.facts.storage import Disk, RunState
+from kempner.insight.doctor.facts.storage import DataSet, Disk, RunState
 from kempner.insight.doctor.finding import (
+    CheckOutcome,
     Finding,
     Level,
-    Outcome,
     fail,
     finding,
     passed,
@@ -21,6 +26,7 @@ from kempner.insight.doctor.finding import (
     warn,
 )
 from kempner.run.output.units import count
+from kempner.run.process.exit_codes import RunError
 
 _FILES_BESIDE = 16
 """Of a checkpoint, besides the files of each rank: manifest, metadata, the folder itself."""
@@ -29,7 +35,7 @@ _FILES_OF_A_RANK = 2
 """Its shard, and the sums of that."""
 
 
-def check_run(run: RunState) -> Outcome:
+def check_run(run: RunState) -> CheckOutcome:
     """Whether the run may be started now."""
     if run.gave_up:
         return fail(f"{run.path} was given up ({run.gave_up}): correct that, and delete GAVE_UP")
@@ -40,7 +46,7 @@ def check_run(run: RunState) -> Outcome:
     return passed(f"{run.path} can be started")
 
 
-def check_room(disk: Disk, size: int | None, keep: int) -> Outcome:
+def check_room(disk: Disk, size: int | None, keep: int) -> CheckOutcome:
     """Space for `keep` + 1 checkpoints of `size` bytes, None where a rank alone knows it."""
     if disk.trouble:
         return fail(f"{disk.existing} cannot be looked at: {disk.trouble}; set checkpoint.dir")
@@ -50,14 +56,14 @@ def check_room(disk: Disk, size: int | None, keep: int) -> Outcome:
     if room.sentence:
         # One that is there can be deleted, so that another start may do.
         level = Level.FAIL if room.refused else Level.WARN
-        return Outcome(level, f"{disk.folder}: {room.sentence}")
+        return CheckOutcome(level, f"{disk.folder}: {room.sentence}")
     more = max(1, keep + 1 - disk.committed)
     return passed(
         f"{disk.folder}: room for {disk.free // max(1, size):,} checkpoints, {more} to come"
     )
 
 
-def check_inodes(disk: Disk, ranks: int, keep: int) -> Outcome:
+def check_inodes(disk: Disk, ranks: int, keep: int) -> CheckOutcome:
     """Files that may still be made, against those of `keep` + 1 checkpoints."""
     if disk.trouble or disk.inodes is None:
         return skipped("the file system counts no inodes")
@@ -79,7 +85,7 @@ def check_shared(survey: Survey) -> list[Finding]:
         for folder, why in survey.unwritable.items()
     ]
 
-    def judge(answer: NodeAnswer) -> Outcome:
+    def judge(answer: NodeAnswer) -> CheckOutcome:
         # Each was asked about a hidden folder in the one that is meant.
         troubles = {str(Path(f).parent): why for f, why in answer.folders.troubles.items()}
         for folder in survey.unseen.get(answer.node, ()):
@@ -100,7 +106,7 @@ def check_copies(answers: Sequence[NodeAnswer], wanted: Mapping[str, str]) -> li
     for file, folder in wanted.items():
         digests = {answer.node: answer.folders.digests.get(file, "") for answer in answers}
         if not any(digests.values()):
-            continue  # it is there for nobody, which is said elsewhere
+            continue  # no node sees it, which another check reports
         usual = max(
             digests.values(), key=lambda digest: [*digests.values()].count(digest) if digest else 0
         )
@@ -123,7 +129,7 @@ def check_caches(
     if not offline:
         return []
 
-    def judge(answer: NodeAnswer) -> Outcome:
+    def judge(answer: NodeAnswer) -> CheckOutcome:
         troubles = [f"{folder} {why}" for folder, why in answer.folders.caches.items()]
         if troubles:
             said = (
@@ -134,3 +140,54 @@ def check_caches(
         return passed(f"{' and '.join(offline)} is set, and its cache is there")
 
     return per_node("offline caches", answers, lambda a: a.node, judge)
+
+
+def vocabulary_of(config: Config, data: DataSet) -> int | None:
+    """How many token ids the model has; None where neither configuration nor data say it."""
+    if data.index is None:
+        return config.model.vocab_size
+    return config.model.vocab_size or data.index.vocab_size
+
+
+def check_data(config: Config, data: DataSet, held_out: DataSet | None) -> list[Finding]:
+    """The training data, its tokenizer, and the held-out data."""
+    found = [finding("data", _present(data)), finding("tokenizer", _tokenizer(config, data))]
+    if held_out is not None:
+        found.append(finding("held-out data", _held_out(config, data, held_out)))
+    return found
+
+
+def _present(data: DataSet) -> CheckOutcome:
+    if data.index is None:
+        return fail(data.trouble)
+    if data.unreadable:
+        return fail(data.unreadable)
+    index = data.index
+    return passed(f"{data.folder}: {index.tokens:,} tokens in {count(len(index.shards), 'file')}")
+
+
+def _tokenizer(config: Config, data: DataSet) -> CheckOutcome:
+    if data.index is None:
+        return skipped(f"not known, since {data.key}={data.folder} cannot be used")
+    if data.tokenizer:
+        return fail(data.tokenizer)
+    try:
+        size = vocabulary(config, data.index)
+        check_samples(config, data.index)
+    except RunError as error:
+        return fail(str(error))
+    name = data.index.tokenizer_name or data.index.tokenizer.kind
+    return passed(f"{name}: {data.index.vocab_size} token ids, the model has {size}")
+
+
+def _held_out(config: Config, data: DataSet, held_out: DataSet) -> CheckOutcome:
+    trouble = held_out.trouble or held_out.unreadable or held_out.tokenizer
+    if trouble:
+        return fail(trouble)
+    if data.index is not None and held_out.index is not None:
+        try:
+            check_held_out(config, data.index, held_out.index)
+        except RunError as error:
+            return fail(str(error))
+    tokens = 0 if held_out.index is None else held_out.index.tokens
+    return passed(f"{held_out.folder}: {tokens:,} tokens")

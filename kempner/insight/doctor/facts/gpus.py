@@ -23,8 +23,8 @@ _THROTTLES = (
     "hw_power_brake_slowdown",
     "sw_thermal_slowdown",
 )
-"""Reasons for a slower clock that are somebody's fault: heat or the power supply. That a GPU is
-idle, or at its power limit, is none."""
+"""Reasons for a slower clock that are a defect: heat or the power supply. That a GPU is idle, or at
+its power limit, is none."""
 
 _UNCORRECTED = (
     "sram_uncorrectable",

@@ -1,19 +1,146 @@
 """What a node says of itself when the doctor asks: questions and answers, and how they travel.
 
 `python -m kempner.insight.doctor.facts.node_probe QUESTION` prints an answer.
+
+Which software a node has, and whether torch can be imported there, in a process of its own.
+
+A short write test: how fast one process of a node writes to a folder, bounded in every way.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pydantic import TypeAdapter
 
 from kempner.cluster.network.interfaces import Interface
-from kempner.cluster.slurm.task_output import in_lines, whole_answers
+from kempner.cluster.slurm.node_step import in_lines, whole_answers
 from kempner.insight.doctor.facts.gpus import GpuSurvey
-from kempner.insight.doctor.facts.software import Software
-from kempner.insight.doctor.facts.write_test import WriteRate
+
+IMPORT_WITHIN = 180.0
+"""Seconds that the import of torch may take: from a busy network file system, minutes."""
+
+_DRY_RUN = """
+import importlib, json, sys
+import kempner, torch
+told = {
+    "kempner": kempner.__version__,
+    "torch": torch.__version__,
+    "cuda": torch.version.cuda or torch.version.hip or "",
+    "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+}
+for name in sys.argv[1:]:
+    module, _, function = name.partition(":")
+    found = importlib.import_module(module)
+    for part in function.split(".") if function else ():
+        found = getattr(found, part)
+print(json.dumps(told))
+"""
+
+
+@dataclass(frozen=True)
+class Software:
+    """Versions, and what torch sees: `cuda` is what it was built with (CUDA or ROCm), empty for
+    CPUs alone; `devices` is how many GPUs it can use. `trouble` says why an import failed."""
+
+    python: str
+    kempner: str = ""
+    torch: str = ""
+    cuda: str = ""
+    devices: int = 0
+    trouble: str = ""
+
+
+def look_at_software(imports: Sequence[str] = ()) -> Software:
+    """Import torch and `imports` (`module` or `module:function`) in a process of its own."""
+    python = platform.python_version()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _DRY_RUN, *imports],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=IMPORT_WITHIN,
+        )
+    except subprocess.TimeoutExpired:
+        trouble = f"its import takes longer than {IMPORT_WITHIN:g} s"
+        return Software(python, trouble=trouble)
+    except OSError as error:
+        return Software(python, trouble=str(error))
+    if done.returncode:
+        last = [line.strip() for line in done.stderr.splitlines() if line.strip()][-1:]
+        trouble = last[0] if last else f"the process ended with {done.returncode}"
+        return Software(python, trouble=trouble)
+    told = json.loads(done.stdout.splitlines()[-1])
+    return Software(python, **told)
+
+
+LARGEST = 128 * 2**20
+"""Bytes that a node writes at most."""
+
+TOGETHER = 16 * 2**30
+"""Bytes that all nodes write at most."""
+
+SHARE = 0.05
+"""Of the free space, the most that all of them take."""
+
+LONGEST = 2.0
+"""Seconds after which no further piece is written."""
+
+_PIECE, _LEAST = 4 * 2**20, 4096
+_SYNC_EVERY = 4
+"""Pieces between two fsyncs: how long the last of them takes is bounded, too."""
+
+
+@dataclass(frozen=True)
+class WriteRate:
+    """`written` bytes in `seconds`, with fsync; `trouble` says why it could not be written."""
+
+    written: int
+    seconds: float
+    trouble: str = ""
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes a second; None where too little was written to tell."""
+        return self.written / self.seconds if self.written and self.seconds > 0 else None
+
+
+def write_test(folder: Path, name: str, writers: int = 1) -> WriteRate:
+    """Write to a file in `folder` that has lost its name before it has any content.
+
+    So nothing is left behind, however this process ends. `writers` is how many nodes do so at once.
+    """
+    written, began = 0, time.monotonic()
+    try:
+        together = min(TOGETHER, int(SHARE * shutil.disk_usage(folder).free))
+        largest = max(_LEAST, min(LARGEST, together // writers))
+        # What cannot be compressed is written as it is.
+        content = os.urandom(min(_PIECE, largest))
+        path = folder / name
+        with open(path, "xb", buffering=0) as file:
+            path.unlink()
+            began = time.monotonic()
+            pieces = 0
+            while written < largest and time.monotonic() - began < LONGEST:
+                written += file.write(content)
+                pieces += 1
+                if pieces % _SYNC_EVERY == 0:
+                    os.fsync(file.fileno())
+            os.fsync(file.fileno())
+    except OSError as error:
+        return WriteRate(written, time.monotonic() - began, error.strerror or str(error))
+    return WriteRate(written, time.monotonic() - began)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,15 @@ from pathlib import Path
 
 import psutil
 
-from kempner.cluster.machine.fitness import SHARED_WITHIN
-from kempner.cluster.network.interfaces import INFINIBAND, Interface, Network, choose
-from kempner.cluster.network.netinfo import read_interfaces, route_address
+from kempner.cluster.machine.limits import SHARED_WITHIN
+from kempner.cluster.network.interfaces import (
+    INFINIBAND,
+    Interface,
+    InterfaceNetwork,
+    choose,
+    read_interfaces,
+    route_address,
+)
 from kempner.cluster.slurm.hostlist import node_name
 from kempner.insight.doctor.facts.gpus import survey_gpus
 from kempner.insight.doctor.facts.node import (
@@ -32,11 +38,12 @@ from kempner.insight.doctor.facts.node import (
     NetworkQuestion,
     NodeAnswer,
     NodeQuestion,
+    WriteRate,
     answer_text,
+    look_at_software,
     read_question,
+    write_test,
 )
-from kempner.insight.doctor.facts.software import look_at_software
-from kempner.insight.doctor.facts.write_test import WriteRate, write_test
 from kempner.run.process.durable_io import comes_to_hold
 
 SHM = "/dev/shm"
@@ -148,7 +155,7 @@ def network_facts(question: NetworkQuestion) -> NetworkFacts:
 def _meet(facts: NetworkFacts, question: NetworkQuestion) -> NetworkFacts:
     """Ask the doctor for the time through the interface, where it has an address on its network."""
     bound = facts.interface
-    if bound is None or bound.network is Network.LOOPBACK:
+    if bound is None or bound.network is InterfaceNetwork.LOOPBACK:
         return facts
     there = _address_in_reach(bound, question.meet_at)
     if there is None:

@@ -13,13 +13,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kempner.cluster.machine.fitness import SHARED_WITHIN
-from kempner.cluster.network.netinfo import read_interfaces
+from kempner.cluster.machine.limits import SHARED_WITHIN
+from kempner.cluster.network.interfaces import read_interfaces
 from kempner.cluster.network.ports import candidates, claim
 from kempner.cluster.slurm.allocation import Allocation
 from kempner.cluster.slurm.node_step import NO_GPUS, run_on_nodes
 from kempner.insight.doctor.facts import node_probe
 from kempner.insight.doctor.facts.node import (
+    IMPORT_WITHIN,
     FolderQuestion,
     NetworkQuestion,
     NodeAnswer,
@@ -27,7 +28,6 @@ from kempner.insight.doctor.facts.node import (
     question_text,
     read_answers,
 )
-from kempner.insight.doctor.facts.software import IMPORT_WITHIN
 from kempner.run.process.durable_io import comes_to_hold
 from kempner.run.process.worker_process import SAFE_MODULE
 
@@ -36,7 +36,7 @@ ASK_WITHIN = IMPORT_WITHIN + 60.0
 
 
 @dataclass(frozen=True)
-class Wanted:
+class NodeQuestions:
     """What to ask nodes about: `shared` folders, in the first of which the checkpoints go; `copies`
     and `caches` as in `FolderQuestion`; `write` is whether to test how fast they write."""
 
@@ -66,7 +66,7 @@ class Survey:
     gpus_hidden: bool = False
 
 
-def survey_here(wanted: Wanted) -> Survey:
+def survey_here(wanted: NodeQuestions) -> Survey:
     """Ask this machine alone."""
     with _marked(wanted, 1) as (question, unwritable):
         began = time.time()
@@ -74,7 +74,7 @@ def survey_here(wanted: Wanted) -> Survey:
         return Survey((answer.node,), (answer,), (began, time.time()), {}, unwritable)
 
 
-def survey_nodes(wanted: Wanted, allocation: Allocation) -> Survey:
+def survey_nodes(wanted: NodeQuestions, allocation: Allocation) -> Survey:
     """Ask all nodes of an allocation, spare ones included, in one step of srun."""
     nodes = (*allocation.nodes, *allocation.spare)
     gpus = allocation.gpus_per_node
@@ -104,7 +104,7 @@ def survey_nodes(wanted: Wanted, allocation: Allocation) -> Survey:
 
 
 @contextmanager
-def _marked(wanted: Wanted, writers: int) -> Iterator[tuple[NodeQuestion, dict[str, str]]]:
+def _marked(wanted: NodeQuestions, writers: int) -> Iterator[tuple[NodeQuestion, dict[str, str]]]:
     """A hidden folder in each of the shared ones, with something for nodes to read; gone after."""
     nonce, unwritable, made = secrets.token_hex(8), {}, []
     try:
@@ -135,7 +135,7 @@ def _marked(wanted: Wanted, writers: int) -> Iterator[tuple[NodeQuestion, dict[s
 
 @contextmanager
 def listening() -> Iterator[tuple[tuple[str, ...], int]]:
-    """A port that tells whoever connects the time, and the addresses of this machine."""
+    """A port that sends the time to each client, and the addresses of this machine."""
     listener: socket.socket | None = None
     with suppress(OSError):
         listener = claim(candidates(secrets.token_hex(8)))

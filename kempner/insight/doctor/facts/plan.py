@@ -29,7 +29,7 @@ class EarlySignal:
 
 
 @dataclass(frozen=True)
-class Nodes:
+class RequestedNodes:
     """How many nodes a job asks for, and how much on each; None where its script does not say.
 
     `torchrun` is whether a task starts the ranks of its node, and is none itself.
@@ -42,26 +42,26 @@ class Nodes:
 
     @property
     def ranks(self) -> int | None:
-        """On each node."""
+        """The number of ranks on each node."""
         return self.gpus if self.torchrun or self.tasks is None else self.tasks
 
 
 @dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """What a job asks for; None where its script does not say. `limit` is in seconds.
 
     `source` names the script. `requeue` is None where the cluster's JobRequeue decides.
     """
 
     source: str
-    nodes: Nodes = Nodes()
+    nodes: RequestedNodes = RequestedNodes()
     limit: float | None = None
     warning: EarlySignal | None = None
     requeue: bool | None = None
     partition: str = ""
 
 
-def read_plan(script: Path, more: Sequence[str] = ()) -> Plan:
+def read_plan(script: Path, more: Sequence[str] = ()) -> JobPlan:
     """The plan of a batch script; `more` are options of the command line, which win.
 
     Raises `OSError`, and `ValueError` with a sentence.
@@ -69,7 +69,7 @@ def read_plan(script: Path, more: Sequence[str] = ()) -> Plan:
     return parse_plan(script.read_text(errors="replace"), str(script), more)
 
 
-def parse_plan(text: str, source: str, more: Sequence[str] = ()) -> Plan:
+def parse_plan(text: str, source: str, more: Sequence[str] = ()) -> JobPlan:
     """The same of a script's text. Raises `ValueError` with a sentence."""
     try:
         words = [*read_words(text), *more]
@@ -79,9 +79,9 @@ def parse_plan(text: str, source: str, more: Sequence[str] = ()) -> Plan:
         per_node = None if found.ntasks_per_node is None else int(found.ntasks_per_node)
         if per_node is None and ntasks is not None and nodes:
             per_node = ntasks // nodes
-        return Plan(
+        return JobPlan(
             source=source,
-            nodes=Nodes(nodes, per_node, _gpus(found), _TORCHRUN.search(text) is not None),
+            nodes=RequestedNodes(nodes, per_node, _gpus(found), _TORCHRUN.search(text) is not None),
             limit=None if found.time is None else parse_limit(found.time),
             warning=None if found.signal is None else parse_signal(found.signal),
             requeue=found.requeue,

@@ -15,7 +15,7 @@ from pathlib import Path
 from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import SHORTLY, SlurmError
 from kempner.cluster.slurm.job import JobState
-from kempner.insight.doctor.facts.plan import Plan, parse_limit, read_plan
+from kempner.insight.doctor.facts.plan import JobPlan, parse_limit, read_plan
 
 _CONFIGURATION = Path("/etc/slurm/slurm.conf")
 
@@ -106,7 +106,7 @@ def read_job(job: str) -> JobState:
     return scontrol.job_state(job)
 
 
-def job_plan(job: str) -> Plan | None:
+def job_plan(job: str) -> JobPlan | None:
     """What a running job was submitted with: its script, and the command line where accounts are
     kept. None where it has no script, as under `salloc`."""
     with tempfile.TemporaryDirectory() as folder:

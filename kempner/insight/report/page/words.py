@@ -48,7 +48,7 @@ def share(part: float | None) -> str:
 
 
 @dataclass(frozen=True)
-class Unit:
+class TimeUnit:
     """What time on all ranks is shown in, such as `GPU hours`, and how many of it are an hour."""
 
     name: str
@@ -63,7 +63,7 @@ class Unit:
         return cls(f"{counted} {name}", size)
 
     def show(self, hours: float) -> str:
-        """So many hours, without the name."""
+        """A number of hours in this unit, without the unit's name."""
         value = hours * self.per_hour
         if value == 0 or value >= 100:
             return f"{value:,.0f}"

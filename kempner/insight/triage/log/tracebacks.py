@@ -1,4 +1,7 @@
-"""Python tracebacks among other lines, also where those of several ranks are mixed."""
+"""Python tracebacks among other lines, also where those of several ranks are mixed.
+
+Errors that a program speaks of and goes on: it tries again, skips, or takes something else.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ _STRAY = 60
 
 
 @dataclass(frozen=True)
-class Raised:
+class FoundException:
     """An exception: `Type: message` and the innermost line that is the user's own.
 
     `follows` says that it was raised because of another, `muted` that the program got over it,
@@ -59,7 +62,7 @@ class Raised:
 
 
 @dataclass
-class _Open:
+class _OpenTraceback:
     """A traceback whose last line has not come yet."""
 
     muted: bool = False
@@ -75,7 +78,7 @@ class _Open:
 class Tracebacks:
     """Takes the lines of a log one after the other; knows what each writer has begun."""
 
-    _open: dict[object, _Open] = field(default_factory=dict)
+    _open: dict[object, _OpenTraceback] = field(default_factory=dict)
     _muted: set[object] = field(default_factory=set)
     _linked: set[object] = field(default_factory=set)
     _told_below: dict[object, int] = field(default_factory=dict)
@@ -95,7 +98,7 @@ class Tracebacks:
         """A traceback of the same writer right below this line may be no failure."""
         self._told_below[line.writer] = order
 
-    def feed(self, line: LogLine, order: int) -> Raised | None:
+    def feed(self, line: LogLine, order: int) -> FoundException | None:
         """The exception that ends with this line, the `order`th of all, if one does."""
         writer, text = line.writer, line.text
         if "RayTaskError" in text and (ray := _OF_RAY.search(text)) is not None:
@@ -106,7 +109,7 @@ class Tracebacks:
             muted, follows = writer in self._muted, writer in self._linked
             doubtful = self._told_below.pop(writer, -1) == order - 1
             rank = self._repeated.pop(writer, line.rank)
-            self._open[writer] = _Open(muted, doubtful, follows, rank)
+            self._open[writer] = _OpenTraceback(muted, doubtful, follows, rank)
             self._muted.discard(writer)
             self._linked.discard(writer)
             return None
@@ -117,10 +120,10 @@ class Tracebacks:
         elif text.startswith(_CAUSED):
             self._linked.add(writer)
         elif (found := _BARE.match(text)) and not line.warning:
-            return Raised(line, _words(found))
+            return FoundException(line, _words(found))
         return None
 
-    def _go_on(self, begun: _Open, line: LogLine) -> Raised | None:
+    def _go_on(self, begun: _OpenTraceback, line: LogLine) -> FoundException | None:
         text = line.text
         if (frame := _FRAME.match(text)) is not None:
             begun.last = f"{frame['file']}:{frame['line']}"
@@ -143,11 +146,13 @@ class Tracebacks:
             said = replace(said, pid=int(ray["pid"]), node=ray["node"])
         words = _words(found)
         follows = begun.follows or _CARRIED.search(words) is not None
-        return Raised(said, words, begun.own or begun.last, follows, begun.muted, begun.doubtful)
+        return FoundException(
+            said, words, begun.own or begun.last, follows, begun.muted, begun.doubtful
+        )
 
 
 def _plausible(found: re.Match[str]) -> bool:
-    """Whether the last line of a traceback, rather than somebody else's word, was found."""
+    """Whether the last line of a traceback, rather than another line, was found."""
     kind = found["kind"].rpartition(".")[2]
     if found["message"] is None:
         return bool(re.search(r"(?:Error|Exception|Interrupt|Exit|Warning|Timeout)$", kind))
@@ -167,3 +172,49 @@ def is_handled(line: LogLine) -> bool:
 def is_of_peer(raised: str) -> bool:
     """Whether an exception says only that another process is gone."""
     return _OF_PEER.match(raised) is not None
+
+
+_GOES_ON = re.compile(
+    r"(?i)\b(?:re-?trying|re-?try(?: in| after|:|\()|re-?tries left|trying (?:again|to resume)"
+    r"|will (?:be )?(?:re-?try|re-?tried|try again|skip|skipped|continue|reconnect)"
+    r"|retry loop|back(?:ing)?[- ]?off|sleeping|skip(?:s|ping|ped)|ignor(?:es|ing|ed)"
+    r"|fall(?:s|ing)?[- ]?back|continuing|carrying on|proceeding|anyway|accepting|tolerat\w+"
+    r"|recovered|re(?:connect|open)(?:ing|ed)|non-?fatal|harmless|substitut(?:ed|ing)"
+    r"|disabling|(?:is|metrics|logging) disabled)\b"
+)
+_COUNTED = re.compile(
+    r"(?i)\b(?:attempt|try|retry|trial)\W{0,3}(?P<this>\d+)\s*(?:/|of|out of)\s*(?P<most>\d+)"
+)
+_GIVES_UP = re.compile(
+    r"(?i)\b(?:giv(?:e|es|ing) up|gave up|no (?:more |further )?(?:retr|attempt|fallback)"
+    r"|(?<!max )retries (?:exhausted|exceeded)|exhausted|(?:last|final) (?:attempt|retry|try)"
+    r"|(?:not|cannot|can't|could not|unable to|never) (?:be )?"
+    r"(?:re-?tr[yi]|recover|continu|skip|ignor|fall)\w*"
+    r"|abort(?:ing|ed)?|exit(?:s|ed|ing)?|terminat(?:e|es|ing)|unrecoverable|stopping|shutting down"
+    r"|after \d+ (?:attempts|retries|tries)|too many)\b|(?<!non-)(?<!non)\bfatal\b"
+)
+_AGAIN = re.compile(
+    r"(?i)re-?tr(?:y|ies)|attempt|try|skip|ignor|fall\w*[- ]?back|continu|recover|reconnect"
+)
+_FAILED = re.compile(r"(?i)fail|error|exception|could not|cannot|can't|unable|caught")
+
+
+def is_tolerated(text: str) -> bool:
+    """Whether the program goes on after what this line says, by its own words."""
+    if _GIVES_UP.search(text) is not None:
+        return False
+    counted = _COUNTED.search(text)
+    if counted is not None:
+        return int(counted["this"]) < int(counted["most"])
+    return _GOES_ON.search(text) is not None
+
+
+def takes_back(text: str) -> bool:
+    """Whether an exception right above such a line was got over."""
+    return _AGAIN.search(text) is not None and is_tolerated(text)
+
+
+def announces(text: str) -> bool:
+    """Whether a traceback right below such a line may be what it has got over: a logger shows it.
+    It may also be that of the last attempt."""
+    return _FAILED.search(text) is not None and is_tolerated(text)

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from kempner.insight.triage.rules import Cause, Sign
-from kempner.insight.triage.table import (
-    device,
-    memory,
-    network,
-    program,
-    scheduler,
-    storage,
-    surroundings,
-)
+from kempner.insight.triage.table import device, program, scheduler, storage
 
 TABLE: tuple[tuple[Sign, Cause], ...] = tuple(
     (sign, cause)
     for causes in (
-        surroundings.CAUSES,
+        scheduler.SURROUNDINGS_CAUSES,
         scheduler.CAUSES,
-        memory.CAUSES,
+        device.MEMORY_CAUSES,
         device.CAUSES,
         storage.CAUSES,
         program.CAUSES,
-        network.CAUSES,
+        storage.NETWORK_CAUSES,
     )
     for cause in causes
     for sign in cause.signs
@@ -32,13 +24,13 @@ TABLE: tuple[tuple[Sign, Cause], ...] = tuple(
 CAUSES: dict[str, Cause] = {
     cause.name: cause
     for causes in (
-        memory.CAUSES,
+        device.MEMORY_CAUSES,
         device.CAUSES,
         storage.CAUSES,
         (program.RAISED, *program.CAUSES),
-        network.CAUSES,
+        storage.NETWORK_CAUSES,
         scheduler.CAUSES,
-        surroundings.CAUSES,
+        scheduler.SURROUNDINGS_CAUSES,
     )
     for cause in causes
 }

@@ -1,10 +1,15 @@
-"""Files: disks that are full or fail, what is missing or damaged, and what has to be downloaded."""
+"""Files: disks that are full or fail, what is missing or damaged, and what has to be downloaded.
+
+Ranks that do not meet, or lose each other.
+
+Most of these are symptoms: the rank that complains is seldom the one that failed.
+"""
 
 from __future__ import annotations
 
-from kempner.insight.triage.rules import Cause, Level, Sign, Sure
+from kempner.insight.triage.rules import Blame, Cause, Sign, SignLevel, Sure
 
-MECHANISM, LIKELY = Level.MECHANISM, Sure.LIKELY
+MECHANISM, LIKELY = SignLevel.MECHANISM, Sure.LIKELY
 
 CAUSES = (
     Cause(
@@ -132,5 +137,186 @@ CAUSES = (
         "the Hugging Face hub refuses more requests for now",
         "download once and share the cache, instead of once per rank",
         (Sign(r"429 (?:Client Error|Too Many Requests)|Too Many Requests for url"),),
+    ),
+)
+
+
+SYMPTOM = SignLevel.SYMPTOM
+POSSIBLE, NAMED = Sure.POSSIBLE, Blame.NAMED
+
+
+_SAYS = r"(?:rror|xception|ERROR|FATAL|CRITICAL)\b.*\b"
+"""A line that calls itself an error: versions that differ are as often only remarked upon."""
+
+
+def _complaint(pattern: str, warned: bool = False) -> Sign:
+    """A rank complains of another, which the line may name."""
+    return Sign(pattern, SYMPTOM, LIKELY, NAMED, warned)
+
+
+NETWORK_CAUSES = (
+    Cause(
+        "port_in_use",
+        "the port on which the ranks meet is taken by another process",
+        "choose another --master_port, or port 0 with --rdzv-backend=c10d; derive it from the "
+        "job's id, and make sure that no earlier launch still runs on the node",
+        (
+            Sign(r"EADDRINUSE|[Aa]ddress already in use"),
+            Sign(r"(?:bind|listen).*[Aa]ddress already in use", MECHANISM, LIKELY, warned=True),
+            Sign(r"failed to listen on any local network address", MECHANISM, LIKELY),
+        ),
+    ),
+    Cause(
+        "wrong_interface",
+        "the network interface that NCCL or Gloo uses does not lead to the other nodes",
+        "compare `ip -br addr` on every node with NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME; a "
+        "host name must not lead to 127.0.0.1 or 127.0.1.1 in /etc/hosts",
+        (
+            Sign(r"[Nn]o (?:socket|usable) interface found|no NCCL_SOCKET_IFNAME interface"),
+            Sign(r"connecting to address\s+with family \d+ is neither"),
+            Sign(r"Unable to find (?:address|interface) for[: ]"),
+            Sign(
+                r"connect \[?127\.0\.\d\.1\]?[:<]?\d+.*refused|unsupported gloo device", sure=LIKELY
+            ),
+            # What libvirt and docker call their bridges by default, and a host itself.
+            Sign(
+                r"[Cc]onnect\w* (?:timeout|timed out|refused).*"
+                r"\b(?:192\.168\.122|172\.17\.0|127\.0\.\d)\.\d",
+                sure=LIKELY,
+            ),
+        ),
+    ),
+    Cause(
+        "name_resolution",
+        "a host name could not be resolved",
+        "use the address of the first node instead, or correct the name; look whether DNS works on "
+        "that node",
+        (
+            Sign(r"Name or service not known|Temporary failure in name resolution"),
+            Sign(r"gai error: -\d|getaddrinfo failed"),
+        ),
+    ),
+    Cause(
+        "unreachable",
+        "a node cannot reach another over the network",
+        "check routes and firewall between the nodes, and that all use the same interface",
+        (Sign(r"No route to host|Network is unreachable"),),
+    ),
+    Cause(
+        "infiniband",
+        "the InfiniBand adapter of a node reported an error",
+        "look at `ibstat` and the node's dmesg, exclude the node, and tell the operators",
+        (
+            Sign(r"Got async event\s*: (?:local catastrophic error|port error|device fatal)"),
+            Sign(r"NET/IB.*Got async event\s*: (?!GID|client)", MECHANISM, LIKELY),
+            Sign(r"NET/IBP? ?: ?Got completion from peer", MECHANISM, LIKELY),
+            Sign(r"Call to ibv_\w+ failed", MECHANISM, LIKELY),
+        ),
+    ),
+    Cause(
+        "version_mismatch",
+        "versions do not fit: of NCCL, torch, CUDA or a package, on one node or between nodes",
+        "give all nodes the same environment: compare `python -c 'import torch; "
+        "print(torch.__version__, torch.cuda.nccl.version())'` on each",
+        (
+            Sign(r"(?i)\bversion mismatch\b|\bmismatch(?:ed)? versions?\b", sure=LIKELY),
+            Sign(r"[Mm]ismatched NCCL version|NCCL version mismatch|ncclVersionMismatch"),
+            Sign(_SAYS + r"version .{0,60}(?:does not|doesn't|do not|don't) match"),
+            Sign(_SAYS + r"(?i:version\b.{0,60}\bmismatche[sd]\b|versions (?:differ|disagree)\b)"),
+            Sign(_SAYS + r"(?i:different (?:\w+ ){0,4}versions?\b)", sure=LIKELY),
+            Sign(r"socketFinalizeAccept: wrong (?:type|magic)", MECHANISM, POSSIBLE),
+        ),
+    ),
+    Cause(
+        "collective_mismatch",
+        "ranks called different collectives, or with different shapes",
+        "look for code that only some ranks run (if rank == 0, uneven batches) around a collective",
+        (
+            Sign(r"[Dd]etected mismatch between collectives on ranks"),
+            Sign(r"appears not to match sizes of the same param in process"),
+            Sign(r"DDP expects same model across all ranks"),
+        ),
+    ),
+    Cause(
+        "rank_missing",
+        "a rank did not arrive where all ranks meet",
+        "look at that rank's own output and its node: it is slow, stuck, or never started",
+        (
+            Sign(
+                r"Ranks? (?P<ranks>[\d, ]+) failed to pass monitoredBarrier", MECHANISM, blame=NAMED
+            ),
+            _complaint(r"waiting for clients\. \d+/\d+ clients joined"),
+        ),
+    ),
+    Cause(
+        "nccl_init_timeout",
+        "NCCL did not start in time: other ranks waited for the id that one rank has to give them",
+        "in this order: is that rank still busy (loading, exporting, preparing data), did it fail "
+        "with an ImportError, did it run out of memory; then the network: interface, firewall",
+        (
+            _complaint(r"ncclUniqueId from \[(?P<rank>\d+)\].*(?:got error|[Tt]imeout|timed out)"),
+            _complaint(r"ncclUniqueId.*\d+ ?ms"),
+        ),
+    ),
+    Cause(
+        "rendezvous_timeout",
+        "ranks could not reach the node where they were to meet",
+        "check that rank 0 runs there, that address and port are the same on all nodes, and that "
+        "no firewall or wrong interface is between them",
+        (
+            _complaint(r"client socket has timed out .*connect to \(?\[?(?P<address>[\w.-]+)"),
+            _complaint(r"Rendezvous(?:Timeout|Connection)Error"),
+            _complaint(r"Timeout waiting for key: default_pg"),
+            _complaint(r"[Cc]onnectFullMesh failed"),
+            _complaint(r"gloo.*\bConnect timeout \[(?P<address>[\d.]+)\]"),
+            Sign(
+                r"client socket has failed to connect to \[?(?P<address>[\w.-]+)", SYMPTOM, POSSIBLE
+            ),
+        ),
+    ),
+    Cause(
+        "nccl_timeout",
+        "a collective of NCCL timed out: a rank did not come, or the network is stuck",
+        "look at the stacks and the log of the rank that did not come; if all came, at the network "
+        "(NCCL_DEBUG=INFO); a longer timeout helps only if a rank is busy for long on purpose",
+        (
+            _complaint(r"lagging/dead/mismatched ranks that caused"),
+            _complaint(r"Watchdog caught collective operation timeout"),
+            _complaint(r"NCCL communicator was aborted.*[Tt]imeout"),
+        ),
+    ),
+    Cause(
+        "gloo_timeout",
+        "a collective of Gloo timed out: a rank did not come, or the network is stuck",
+        "look for the rank that does not complain, at its stack and its node",
+        (_complaint(r"Timed out waiting \d+ ?ms for (?:send|recv) operation"),),
+    ),
+    Cause(
+        "peer_lost",
+        "ranks lost a peer: its end of the connection was closed",
+        "look at the peer's own log and node; what made it end is not in this log",
+        (
+            _complaint(r"[Cc]onnection closed by remote peer (?P<node>[A-Za-z][\w-]*)"),
+            _complaint(
+                r"[Cc]onnection (?:closed|reset) by (?:remote )?peer(?: \[?(?P<address>\d[\d.]+))?"
+            ),
+            _complaint(r"ncclRemoteError|remote process exited"),
+            _complaint(r"Socket recv failed while polling|Broken pipe"),
+            _complaint(r"Connection was likely closed", warned=True),
+            Sign(r"RendezvousClosedError|DistStoreError", SYMPTOM, POSSIBLE, NAMED),
+            _complaint(r"failed to recv, got \d+ bytes|^(?:\w+\.)*DistNetworkError\b"),
+        ),
+    ),
+    Cause(
+        "nccl_error",
+        "NCCL failed in a call to the system or to CUDA",
+        "set NCCL_DEBUG=INFO and start again: the line `NCCL WARN` before it names the reason",
+        (
+            Sign(r"unhandled (?:system|cuda) error", SYMPTOM, LIKELY),
+            Sign(r"ncclSystemError|ncclInternalError|ncclUnhandledCudaError", SYMPTOM, LIKELY),
+            Sign(r"ncclInvalidUsage|invalid usage, NCCL", SYMPTOM, LIKELY),
+            Sign(r"^(?:\w+\.)*Dist(?:Backend)?Error\b|\bNCCL [Ee]rror\b", SYMPTOM, POSSIBLE),
+            Sign(r"NCCL communicator was aborted|HorovodInternalError", SYMPTOM, POSSIBLE),
+        ),
     ),
 )

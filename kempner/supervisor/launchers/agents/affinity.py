@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from kempner.cluster.machine.job_place import Place, find_place
+from kempner.cluster.machine.job_place import JobPlace, find_place
 from kempner.cluster.slurm.command import step_environment
 from kempner.config.sections import SuperviseSection
 from kempner.supervisor.launchers.surroundings import Surroundings
@@ -58,6 +58,6 @@ def why_no_agents(
     """Why the ranks of a job must be tasks of srun; empty if agents can fork them."""
     if section.ports is not None and len(section.ports) < 2:
         return "supervise.control_ports has only one port"
-    in_step = find_place(environ) is Place.STEP
+    in_step = find_place(environ) is JobPlace.STEP
     bound = surroundings.binding or binding_asked_for(step_environment(environ, in_step))
     return f"{bound} binds them, which only srun can do" if bound else ""

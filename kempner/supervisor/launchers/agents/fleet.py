@@ -1,4 +1,4 @@
-"""The agents of all nodes: who is there, what they are to do, and what they answer."""
+"""The agents of all nodes: which are connected, their orders, and their answers."""
 
 from __future__ import annotations
 
@@ -14,25 +14,30 @@ from typing import TypeAlias
 from kempner.run.control.protocol import Secret
 from kempner.run.output.logs import logger
 from kempner.supervisor.launchers.agents.messages import (
+    AgentHeartbeat,
+    AgentHello,
     Answer,
-    Beat,
-    Cleared,
-    Departs,
+    AttemptCleared,
+    DepartureRequest,
     Ended,
-    Here,
     KillRanks,
-    Leave,
+    LeaveOrder,
     Question,
     ToAgent,
 )
-from kempner.supervisor.launchers.agents.server import AgentNews, AgentServer, Came, Went
+from kempner.supervisor.launchers.agents.server import (
+    AgentConnected,
+    AgentDisconnected,
+    AgentNews,
+    AgentServer,
+)
 
 SILENT = 6.0
 """Seconds without a sign of life after which an agent is not waited for."""
 
 NO_OTHERS = "this run takes no nodes of other jobs (supervise.grow=false)"
 
-FleetNews: TypeAlias = Came | Ended | Departs
+FleetNews: TypeAlias = AgentConnected | Ended | DepartureRequest
 
 _LOOK = 0.2
 """Seconds between two looks whether an agent can still be expected to answer."""
@@ -56,7 +61,7 @@ class AgentSeen:
 
     @property
     def well(self) -> bool:
-        """Whether it has been heard of just now."""
+        """Whether it has sent a message recently."""
         return self.linked and time.monotonic() - self.heard_at < SILENT
 
 
@@ -70,7 +75,7 @@ class Fleet:
         listeners: Sequence[socket.socket],
         nodes: int,
         hear: Callable[[str, FleetNews], None],
-        refusal: Callable[[Here], str] = lambda here: NO_OTHERS,
+        refusal: Callable[[AgentHello], str] = lambda hello: NO_OTHERS,
     ) -> None:
         self.secret = Secret.new()
         self._tell_of = hear
@@ -95,13 +100,13 @@ class Fleet:
         """Tell an agent, now or when it comes, and again whenever it comes back."""
         with self._changed:
             if isinstance(message, KillRanks):
-                self._standing[node].clear()  # who comes later need not start anything first
+                self._standing[node].clear()  # a later agent need not start anything first
             self._standing[node].append(message)
         self._server.tell(node, message)
 
     def dismiss(self, node: str) -> None:
         """Send the agent of a node away, if there is one."""
-        self._server.tell(node, Leave())
+        self._server.tell(node, LeaveOrder())
 
     def forget_orders(self) -> None:
         """What was ordered is done."""
@@ -114,7 +119,7 @@ class Fleet:
         within: float,
         hopeless: Callable[[str], bool],
     ) -> dict[str, Answer]:
-        """Ask the agents of these nodes; the answers that came in so many seconds.
+        """Ask the agents of these nodes; the answers that came in time.
 
         Nodes that are `hopeless` are not waited for. From any thread.
         """
@@ -152,30 +157,30 @@ class Fleet:
         with self._changed:
             orders = self._take_in(node, news)
             self._changed.notify_all()
-        if isinstance(news, Came | Ended | Departs):
+        if isinstance(news, AgentConnected | Ended | DepartureRequest):
             self._tell_of(node, news)
         return orders
 
     def _take_in(self, node: str, news: AgentNews) -> list[ToAgent]:
-        if isinstance(news, Came):
+        if isinstance(news, AgentConnected):
             return self._welcome(node, news)
         if (seen := self._seen.get(node)) is None:
             return []
         match news:
-            case Went(reason, hung_up):
+            case AgentDisconnected(reason, hung_up):
                 seen.linked, seen.hung_up, seen.went_at = False, hung_up, time.monotonic()
                 logger().info("link to an agent is over", node=node, reason=reason)
                 return []
-            case Cleared():
+            case AttemptCleared():
                 seen.cleared = max(seen.cleared, news.attempt) if news.clean else seen.cleared
             case Answer(number) if number in self._answers:
                 self._answers[number][node] = news
-            case Beat():
+            case AgentHeartbeat():
                 pass
         seen.heard_at = time.monotonic()
         return []
 
-    def _welcome(self, node: str, news: Came) -> list[ToAgent]:
+    def _welcome(self, node: str, news: AgentConnected) -> list[ToAgent]:
         before = self._seen.get(node)
         seen = AgentSeen(news.step, news.task, news.pid)
         if before is not None and before.pid == news.pid and before.step == news.step:

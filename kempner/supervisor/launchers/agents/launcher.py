@@ -1,9 +1,17 @@
-"""Agent launcher: ranks are forked by an agent on each node of a Slurm job."""
+"""Agent launcher: ranks are forked by an agent on each node of a Slurm job.
+
+How long the supervisor waits for its agents.
+
+The ranks that agents have started, and of which the supervisor awaits the end.
+
+The steps that agents hold in memory, and the pairs of nodes that keep copies for each other.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -11,44 +19,33 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
+from typing import Protocol
 
 from kempner.checkpoint.slots.pour import Offer, Poured
-from kempner.cluster.network.master import choose_master
+from kempner.checkpoint.slots.requests import listening, offers_of, poured_by
+from kempner.cluster.network.ports import choose_master
 from kempner.cluster.slurm.allocation import Allocation
 from kempner.cluster.slurm.command import SlurmError
 from kempner.cluster.slurm.hostlist import node_name
 from kempner.config.sections import SuperviseSection
-from kempner.run.control.launch_env import Launch, without_token
+from kempner.run.control.launch_env import BUDDY, BuddyTerms, Launch, without_token
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import UsageError
-from kempner.run.process.helper_thread import start_thread
-from kempner.supervisor.control.auth import listen
+from kempner.run.process.threads import start_thread
+from kempner.supervisor.control.peers import listen
 from kempner.supervisor.launchers.agents import node_agent
+from kempner.supervisor.launchers.agents.buddy.sender import Buddy
 from kempner.supervisor.launchers.agents.fleet import NO_OTHERS, Fleet, FleetNews
 from kempner.supervisor.launchers.agents.messages import (
+    AgentHello,
     Answer,
     Ended,
-    Here,
     KillRanks,
     Question,
     StartRanks,
     StopRanks,
     seal,
 )
-from kempner.supervisor.launchers.agents.patience import (
-    ANSWER_WITHIN,
-    AWAY,
-    CLEARED_WITHIN,
-    COME_WITHIN,
-    DEAF_AFTER,
-    END_WITHIN,
-    GIVEN_UP_WITHIN,
-    HUNG_UP,
-    LOST_WITHIN,
-    SURVEYS,
-)
-from kempner.supervisor.launchers.agents.ranks_away import RanksAway
-from kempner.supervisor.launchers.agents.slots_away import SlotsAway
 from kempner.supervisor.launchers.agents.step import AgentStep, agent_environment
 from kempner.supervisor.launchers.base import CannotRestart, Program
 from kempner.supervisor.launchers.srun import DEAF, SrunLauncher
@@ -56,6 +53,122 @@ from kempner.supervisor.launchers.surroundings import Surroundings
 from kempner.supervisor.nodes import srun_probe
 from kempner.supervisor.nodes.probe import ProbeQuestion, ProbeResult, question_text, read_result
 from kempner.supervisor.policy.outcome import RankExit
+
+COME_WITHIN = 30.0
+"""Seconds within which an agent connects: it starts in one, or where its container is open."""
+
+ANSWER_WITHIN = 3.0
+"""Seconds that agents get to say that they are there, before Slurm is asked about their nodes."""
+
+CLEARED_WITHIN = 15.0
+"""Seconds within which an agent has ended what is left of an attempt."""
+
+SURVEYS = 2
+"""Times that nodes are asked: agents may have died unnoticed, or with a step that Slurm aborted."""
+
+DEAF_AFTER = 4.0
+"""Seconds without the end of ranks that were to be killed after which their agent is killed."""
+
+GIVEN_UP_WITHIN = 10.0
+"""Seconds to wait until an agent that was killed, and all that Slurm kills with it, is gone."""
+
+HUNG_UP = 3.0
+"""Seconds after the end of an agent's process, seen by its link, in which srun may say how."""
+
+AWAY = 45.0
+"""Seconds after which an agent whose link broke off in any other way is not expected back."""
+
+END_WITHIN, LOST_WITHIN = 10.0, 1.0
+"""Seconds for srun to end when agents were sent away, and if it waits for a node that is gone."""
+
+
+class RanksAway:
+    """The ranks that were started on other nodes and have not been seen to end."""
+
+    def __init__(self) -> None:
+        self._left: dict[int, str] = {}
+        self._post: Callable[[RankExit], None] = lambda end: None
+        self._lock = threading.Lock()
+
+    def begin(self, places: Mapping[str, Sequence[int]], post: Callable[[RankExit], None]) -> None:
+        """These are started now, by node."""
+        with self._lock:
+            self._left = {rank: node for node, ranks in places.items() for rank in ranks}
+            self._post = post
+
+    def nodes(self) -> set[str]:
+        """The nodes on which ranks are left."""
+        with self._lock:
+            return set(self._left.values())
+
+    def end(self, end: RankExit) -> None:
+        """Note that a rank has ended."""
+        with self._lock:
+            known = self._left.pop(end.rank, None) is not None
+        if known:
+            self._post(end)
+
+    def lose(self, node: str, status: int | None, ended_by_us: bool) -> None:
+        """All that are left on a node are gone."""
+        with self._lock:
+            lost = [rank for rank, where in self._left.items() if where == node]
+        for rank in lost:
+            self.end(RankExit(rank, status, ended_by_us))
+
+
+class AskAgents(Protocol):
+    """Sends requests to nodes and returns their replies, as texts by node: those that arrive soon,
+    or, if `patient`, those of all nodes that can still reply."""
+
+    def __call__(self, texts: Mapping[str, str], patient: bool) -> Mapping[str, str]: ...
+
+
+class SlotsAway:
+    """Asks agents for what they hold."""
+
+    def __init__(self, ask: AskAgents) -> None:
+        self._now, self._patiently = partial(ask, patient=False), partial(ask, patient=True)
+        self._offered: dict[str, tuple[Offer, ...]] = {}
+
+    def pair(self, nodes: Sequence[str], terms: BuddyTerms | None) -> dict[str, dict[str, str]]:
+        """The variable that tells each node where its buddy listens; none for all where one of them
+        has none."""
+        if terms is None:
+            return {}
+        if len(nodes) < 2:
+            logger().info("no copies of steps in memory: there is no other node")
+            return {}
+        try:
+            found = listening(self._now, nodes, terms.interface or "")
+        except OSError as error:
+            logger().warning("no copies of steps in memory", reason=error.strerror)
+            return {}
+        if unresponsive := [node for node in nodes if node not in found]:
+            logger().warning(
+                "no copies of steps in memory: agents do not answer", nodes=unresponsive
+            )
+            return {}
+        pairs = buddies(nodes)
+        logger().info("nodes keep copies of each other's steps", pairs=pairs)
+        return {
+            node: {BUDDY: Buddy(*found[buddy], terms.share).text} for node, buddy in pairs.items()
+        }
+
+    def offers(self, nodes: Collection[str], nonce: str) -> list[Offer]:
+        """What these nodes offer. Raises `OSError`."""
+        self._offered = offers_of(self._now, nodes, nonce)
+        return [offer for told in self._offered.values() for offer in told]
+
+    def pour(self, nonce: str, step: int, folder: Path) -> list[Poured]:
+        """Have them write what they have offered of a step. Raises `OSError`."""
+        return poured_by(self._patiently, self._offered, nonce, step, folder)
+
+
+def buddies(nodes: Sequence[str]) -> Mapping[str, str]:
+    """The node that keeps copies for each node: one that is far off in Slurm's order, in which
+    neighbours often share a switch or a power supply."""
+    half = len(nodes) // 2
+    return {node: nodes[(at + half) % len(nodes)] for at, node in enumerate(nodes)}
 
 
 class AgentLauncher(SrunLauncher):
@@ -96,7 +209,9 @@ class AgentLauncher(SrunLauncher):
     def start(self, launch: Launch, program: Program, post: Callable[[RankExit], None]) -> None:
         """Tell each agent to start its ranks; `post` hears how they end."""
         self.prepare(program)
-        if not self._by_srun and not self._agents.wait_until(self._all_came, self._time_to_come()):
+        if not self._by_srun and not self._agents.wait_until(
+            self._all_connected, self._time_to_come()
+        ):
             self._do_without()
         if self._by_srun:
             self._start_by_srun(launch, program, post)
@@ -168,18 +283,20 @@ class AgentLauncher(SrunLauncher):
         awaited = [node for node in used if self._is_well(node)]
         done = lambda node: self._has_cleared(node) or not self._is_well(node)  # noqa: E731
         self._agents.wait_until(lambda: all(map(done, awaited)), CLEARED_WITHIN)
-        deaf = [node for node in used if not self._is_gone(node) and not self._has_cleared(node)]
-        if silent := set(deaf) & set(awaited):
+        unresponsive = [
+            node for node in used if not self._is_gone(node) and not self._has_cleared(node)
+        ]
+        if silent := set(unresponsive) & set(awaited):
             logger().warning("agents do not do what they are told", nodes=sorted(silent))
-        unable = super().prepare_again([*lost, *deaf], stuck)
-        for node in set(deaf) & set(self.nodes):
+        unable = super().prepare_again([*lost, *unresponsive], stuck)
+        for node in set(unresponsive) & set(self.nodes):
             if not self._has_cleared(node):
-                self._be_rid_of(node)
+                self._remove_agent(node)
         self._agents.forget_orders()
         return unable
 
     def offers(self, nonce: str) -> Sequence[Offer]:
-        """What the agents that one hears of hold, once each has ended what is left of its ranks."""
+        """What the agents that answer hold, once each has ended what is left of its ranks."""
         if self._by_srun:
             return ()
         nodes = self._allocation.nodes
@@ -220,16 +337,16 @@ class AgentLauncher(SrunLauncher):
             step.end(END_WITHIN if left else LOST_WITHIN)
         self._fleet, self._steps, self._attempt = None, [], 0
 
-    def _all_came(self) -> bool:
+    def _all_connected(self) -> bool:
         """Whether each node that is used has an agent, or Slurm cannot start one just now."""
-        return self.waits() or not self._not_come()
+        return self.waits() or not self._unconnected()
 
-    def _not_come(self) -> set[str]:
+    def _unconnected(self) -> set[str]:
         """Nodes of the job that are used, and have no agent yet."""
         used = set(self._allocation.nodes) & set(self._own_nodes)
-        return {node for node in used if not self._has_come(node)}
+        return {node for node in used if not self._is_connected(node)}
 
-    def _has_come(self, node: str) -> bool:
+    def _is_connected(self, node: str) -> bool:
         seen = self._agents.seen(node)
         return seen is not None and any(
             step.covers(node) and step.number == seen.step for step in self._steps
@@ -238,7 +355,7 @@ class AgentLauncher(SrunLauncher):
     def _do_without(self) -> None:
         """Have srun start the ranks: this once, if only some agents do not connect, for the first
         time."""
-        missing = self._not_come()
+        missing = self._unconnected()
         logger().warning(
             "agents do not connect, so the ranks are not forked", nodes=sorted(missing)
         )
@@ -297,7 +414,7 @@ class AgentLauncher(SrunLauncher):
             left = [node for node in nodes if node not in answers]
             for node in left:
                 if not self._is_gone(node) and not self._is_well(node):
-                    self._be_rid_of(node)
+                    self._remove_agent(node)
             if not any(map(self._is_gone, left)):
                 break
         return [v for answer in answers.values() if (v := read_result(answer.vitals)) is not None]
@@ -321,13 +438,13 @@ class AgentLauncher(SrunLauncher):
         answers = self._agents.ask(asked, inf if patient else ANSWER_WITHIN, self._is_gone)
         return {node: answer.slots for node, answer in answers.items()}
 
-    def _see_it_end(self, patience: float) -> None:
+    def _wait_for_end(self, patience: float) -> None:
         """Agents that have cleared up stay."""
         if self._by_srun:
-            super()._see_it_end(patience)
+            super()._wait_for_end(patience)
 
     def _is_well(self, node: str) -> bool:
-        """Whether a node's agent has been heard of just now."""
+        """Whether a node's agent has sent a message recently."""
         seen = self._agents.seen(node)
         return seen is not None and seen.well
 
@@ -340,7 +457,7 @@ class AgentLauncher(SrunLauncher):
         return seen is not None and not seen.linked and seen.hung_up
 
     def _is_gone(self, node: str) -> bool:
-        """Whether the agent of a node has ended, by srun's word or its link."""
+        """Whether the agent of a node has ended, as srun reports or its link shows."""
         covering = [step.number for step in self._steps if step.covers(node)]
         if not covering:
             return True
@@ -357,7 +474,7 @@ class AgentLauncher(SrunLauncher):
             if one.number <= step:
                 one.gone.add(node)
 
-    def _be_rid_of(self, node: str) -> None:
+    def _remove_agent(self, node: str) -> None:
         """End an agent that does nothing, and expect it no more."""
         if (seen := self._agents.seen(node)) is not None:
             self._give_up(node)
@@ -379,17 +496,17 @@ class AgentLauncher(SrunLauncher):
             start_thread("end agent", end)
 
     def _hear(self, node: str, news: FleetNews) -> None:
-        """A rank has ended, by its agent's word."""
+        """Take in that a rank has ended, as its agent reports."""
         if isinstance(news, Ended) and news.attempt == self._attempt:
             how = (news.sent == "kill", news.sentence, news.oom_kills, news.sent == "stop")
             self._ranks.end(RankExit(news.rank, news.status, *how))
 
-    def _refusal(self, here: Here) -> str:
+    def _refusal(self, hello: AgentHello) -> str:
         """Why an agent of another job cannot join."""
         return NO_OTHERS
 
     def _hear_task_end(self, step: AgentStep, task: int, status: int) -> None:
-        """An agent has ended, by srun's word; what it has started dies with it."""
+        """Take in that an agent has ended, as srun reports; what it has started dies with it."""
         for node in step.nodes:
             seen = None if self._fleet is None else self._fleet.seen(node)
             if seen is not None and (seen.step, seen.task) == (step.number, task):

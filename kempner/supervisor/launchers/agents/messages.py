@@ -1,8 +1,8 @@
 """What passes between the supervisor and the agents of its nodes: one message, one line.
 
 A connection opens like a rank's (`run.control.protocol`): challenge, hello, welcome. The token of
-an attempt, which the ranks need, travels under a pad that only who knows the agents' secret can
-make. No command travels: an agent got it from srun, with its own.
+an attempt, which the ranks need, travels under a pad that can be made only with the agents' secret.
+No command travels: an agent got it from srun, with its own.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ BEAT = 2.0
 
 
 @dataclass(frozen=True)
-class _Message:
+class _AgentMessage:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
-class StartRanks(_Message):
+class StartRanks(_AgentMessage):
     """Supervisor to agent: start `count` of the `size` ranks of an attempt, from number `first`.
 
     `variables` are what the ranks are told, without the token, which is `sealed`; `master` is where
@@ -58,7 +58,7 @@ class StartRanks(_Message):
 
 
 @dataclass(frozen=True)
-class StopRanks(_Message):
+class StopRanks(_AgentMessage):
     """Supervisor to agent: SIGTERM to the ranks of an attempt."""
 
     attempt: Natural
@@ -66,7 +66,7 @@ class StopRanks(_Message):
 
 
 @dataclass(frozen=True)
-class KillRanks(_Message):
+class KillRanks(_AgentMessage):
     """Supervisor to agent: SIGKILL to all that is left of an attempt; then say that it is gone."""
 
     attempt: Natural
@@ -74,7 +74,7 @@ class KillRanks(_Message):
 
 
 @dataclass(frozen=True)
-class Question(_Message):
+class Question(_AgentMessage):
     """Supervisor to agent: how the node is, if `about` asks (`nodes.probe`), which of the processes
     `pids` still run, what can be seen of those in `look` (`nodes.process_look`), and what `slots`
     asks for (`checkpoint.slots.requests`)."""
@@ -88,7 +88,7 @@ class Question(_Message):
 
 
 @dataclass(frozen=True)
-class Confirmed(_Message):
+class AgentConfirmation(_AgentMessage):
     """Supervisor to agent: everything up to this number has arrived."""
 
     number: Natural
@@ -96,7 +96,7 @@ class Confirmed(_Message):
 
 
 @dataclass(frozen=True)
-class Leave(_Message):
+class LeaveOrder(_AgentMessage):
     """Supervisor to agent: end, with all that you have started. `refusal` is why it cannot join."""
 
     refusal: Words = ""
@@ -104,8 +104,8 @@ class Leave(_Message):
 
 
 @dataclass(frozen=True)
-class Joins(_Message):
-    """What an agent of another job brings: room for so many `ranks`, for so many `seconds` (None:
+class Joins(_AgentMessage):
+    """What an agent of another job offers: room for a number of `ranks`, for `seconds` (None:
     without end). `job` is its Slurm id, empty outside of a job."""
 
     job: Words
@@ -114,7 +114,7 @@ class Joins(_Message):
 
 
 @dataclass(frozen=True)
-class Here(_Message):
+class AgentHello(_AgentMessage):
     """Agent to supervisor, first of all: whose agent it is, its process, and what it brings if it
     is not of the supervisor's job."""
 
@@ -125,14 +125,14 @@ class Here(_Message):
 
 
 @dataclass(frozen=True)
-class Beat(_Message):
+class AgentHeartbeat(_AgentMessage):
     """Agent to supervisor, every few seconds."""
 
     kind: Literal["beat"] = "beat"
 
 
 @dataclass(frozen=True)
-class Answer(_Message):
+class Answer(_AgentMessage):
     """Agent to supervisor: the answer to a question; `vitals` is empty if it did not ask."""
 
     number: Natural
@@ -144,7 +144,7 @@ class Answer(_Message):
 
 
 @dataclass(frozen=True)
-class Ended(_Message):
+class Ended(_AgentMessage):
     """Agent to supervisor: how a rank ended, as in `policy.outcome.RankExit`; `sent` is the
     strongest signal that the agent had sent it by then."""
 
@@ -159,7 +159,7 @@ class Ended(_Message):
 
 
 @dataclass(frozen=True)
-class Cleared(_Message):
+class AttemptCleared(_AgentMessage):
     """Agent to supervisor: of this attempt nothing is left here, or only what outlives a kill."""
 
     number: Natural
@@ -169,8 +169,8 @@ class Cleared(_Message):
 
 
 @dataclass(frozen=True)
-class Departs(_Message):
-    """Agent of another job to supervisor: it has to leave within so many seconds, and why."""
+class DepartureRequest(_AgentMessage):
+    """Agent of another job to supervisor: it has to leave within `seconds`, and why."""
 
     number: Natural
     seconds: Annotated[float, Field(ge=0)]
@@ -178,9 +178,9 @@ class Departs(_Message):
     kind: Literal["departs"] = "departs"
 
 
-ToAgent: TypeAlias = StartRanks | StopRanks | KillRanks | Question | Confirmed | Leave
-Numbered: TypeAlias = Ended | Cleared | Departs
-FromAgent: TypeAlias = Here | Beat | Answer | Numbered
+ToAgent: TypeAlias = StartRanks | StopRanks | KillRanks | Question | AgentConfirmation | LeaveOrder
+Numbered: TypeAlias = Ended | AttemptCleared | DepartureRequest
+FromAgent: TypeAlias = AgentHello | AgentHeartbeat | Answer | Numbered
 
 _TO_AGENT: TypeAdapter[ToAgent] = TypeAdapter(Annotated[ToAgent, Field(discriminator="kind")])
 _FROM_AGENT: TypeAdapter[FromAgent] = TypeAdapter(Annotated[FromAgent, Field(discriminator="kind")])
@@ -221,7 +221,6 @@ def seal(secret: Secret, token: str) -> tuple[str, str]:
 
 
 def unseal(secret: Secret, sealed: tuple[str, str]) -> str:
-    """The token."""
     return _under_pad(secret, *sealed)
 
 

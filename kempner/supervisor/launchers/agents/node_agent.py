@@ -1,66 +1,83 @@
-"""The agent of a node: starts its ranks by forking, tells how they end, and answers for the node.
+"""The agent of a node: forks its ranks, reports how they end, and answers questions on the node.
 
     python -m kempner.supervisor.launchers.agents.node_agent PROGRAM
 
 is the one task of a Slurm step on each node. It imports no torch, so that it always answers; its
 fork server does. Slurm signals only a step's direct children, so it passes stop signals on to the
 ranks. It outlives them: what is left of a step on a node dies with its task there. It ends when the
-supervisor says so, or when that is gone and no rank is left.
+supervisor says so, or when the supervisor is gone and no rank is left.
 
-One that `kempner join` has started in another job gets no stop signals for its ranks: it asks the
-supervisor to let it go, when its input says so.
+An agent that `kempner join` has started in another job gets no stop signals for its ranks. When its
+input says so, it asks the supervisor to release it.
+
+An agent's link to the supervisor: opened again whenever it breaks.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import selectors
 import sys
-from collections.abc import Mapping, MutableMapping
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import asdict
 from functools import partial
 from queue import Empty, SimpleQueue
 from signal import SIGKILL, SIGTERM
 from typing import Literal, TypeAlias
 
-from kempner.checkpoint.slots.copies import CopyHolder
-from kempner.checkpoint.slots.memory import LentSlots, SlotHolder
+from kempner.checkpoint.slots.memory import CopyHolder, LentSlots, SlotHolder
 from kempner.checkpoint.slots.requests import SlotKeeper, reply_text
-from kempner.cluster.machine.cgroup import memory_group
-from kempner.cluster.machine.rlimits import raise_open_file_limit
-from kempner.cluster.network.master import exported_master
+from kempner.cluster.machine.limits import memory_group, raise_open_file_limit
+from kempner.cluster.network.ports import exported_master
 from kempner.cluster.slurm.hostlist import node_name
 from kempner.cluster.world import OF_AGENT, World
+from kempner.run.control.handshake import open_wire
 from kempner.run.control.launch_env import BUDDY, IN_MEMORY, Control, Launch, with_token
-from kempner.run.control.protocol import Secret, shorten
+from kempner.run.control.protocol import MessageError, Secret, shorten
+from kempner.run.control.transport import Connection
 from kempner.run.output import logs
 from kempner.run.output.console import say
 from kempner.run.output.logs import logger
+from kempner.run.process.awake_clock import AwakeClock
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.helper_thread import start_thread
-from kempner.run.process.signals import Received, inbox
+from kempner.run.process.signals import ReceivedSignal, inbox
+from kempner.run.process.threads import keep_running, start_thread
 from kempner.run.record.attempts import Attempt
 from kempner.supervisor.launchers.agents.affinity import shares
 from kempner.supervisor.launchers.agents.buddy.receiver import CopyReceiver
 from kempner.supervisor.launchers.agents.buddy.sender import Buddy, CopySender
-from kempner.supervisor.launchers.agents.joined.terms import Departure, JoinTerms, hear_departures
-from kempner.supervisor.launchers.agents.link import AgentLink
+from kempner.supervisor.launchers.agents.joined.invitation import (
+    Departure,
+    JoinTerms,
+    hear_departures,
+)
 from kempner.supervisor.launchers.agents.messages import (
     ADDRESSES,
+    BEAT,
     PORT,
     STEP,
     TOKEN,
+    AgentConfirmation,
+    AgentHeartbeat,
+    AgentHello,
     Answer,
-    Cleared,
-    Departs,
+    AttemptCleared,
+    DepartureRequest,
     Ended,
-    Here,
+    FromAgent,
     KillRanks,
-    Leave,
+    LeaveOrder,
+    Numbered,
     Question,
     StartRanks,
     StopRanks,
     ToAgent,
+    decode_to_agent,
+    encode,
     unseal,
 )
 from kempner.supervisor.launchers.base import Program
@@ -69,6 +86,122 @@ from kempner.supervisor.nodes.presence import still_runs
 from kempner.supervisor.nodes.probe import answer_text
 from kempner.supervisor.nodes.process_look import of_process
 from kempner.supervisor.policy.outcome import RankExit
+
+AGAIN = 0.2
+"""Seconds between two tries to connect."""
+
+
+class AgentLink:
+    """Talks to the supervisor from a thread, which calls `hear` with each message, and `hello` for
+    the first message of each connection.
+
+    What is numbered is sent again over each new connection, until it is confirmed.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        task: int,
+        hello: Callable[[], AgentHello],
+        hear: Callable[[ToAgent], None],
+    ) -> None:
+        self._launch, self._task, self._hello, self._hear = launch, task, hello, hear
+        self._lock = threading.Lock()
+        self._added = 0
+        self._unheard: deque[Numbered] = deque()
+        self._unsent: deque[FromAgent] = deque()
+        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._clock, self._alone_since = AwakeClock(), 0.0
+        self._connected = False
+
+    def start(self) -> None:
+        """Connect, and begin to listen."""
+        keep_running("link", self._serve)
+
+    def alone_for(self) -> float:
+        """Seconds for which there has been no connection, of those that this process was awake."""
+        now = self._clock.now()
+        if self._connected:
+            self._alone_since = now
+        return now - self._alone_since
+
+    def say(self, message: FromAgent) -> None:
+        """Send a message, or drop it if there is no connection."""
+        with self._lock:
+            self._unsent.append(message)
+        os.eventfd_write(self._alarm, 1)
+
+    def post(self, make: Callable[[int], Numbered]) -> None:
+        """Send what `make` returns for its number; it is kept until it is confirmed."""
+        with self._lock:
+            self._added += 1
+            message = make(self._added)
+            self._unheard.append(message)
+            self._unsent.append(message)
+        os.eventfd_write(self._alarm, 1)
+
+    def all_heard(self) -> bool:
+        """Whether everything that must not be lost has arrived."""
+        with self._lock:
+            return not self._unheard
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                wire = open_wire(self._launch, self._task)
+            except (OSError, MessageError) as error:
+                logger().debug("no connection to the supervisor", reason=str(error))
+                time.sleep(AGAIN)
+                continue
+            try:
+                self._talk(wire)
+            except (OSError, MessageError) as error:
+                logger().info("the connection to the supervisor is over", reason=str(error))
+            finally:
+                self._connected = False
+                wire.close()
+
+    def _talk(self, wire: Connection) -> None:
+        """Until the connection is over, which raises."""
+        wire.trust()
+        with self._lock:
+            self._unsent = deque(self._unheard)
+        wire.send_line(encode(self._hello()))
+        self._connected = True
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._alarm, selectors.EVENT_READ)
+            selector.register(wire, selectors.EVENT_READ)
+            beat_at = time.monotonic()
+            while True:
+                self._send(wire)
+                now = time.monotonic()
+                if now >= beat_at:
+                    wire.send_line(encode(AgentHeartbeat()))
+                    beat_at = now + BEAT
+                writes = selectors.EVENT_WRITE if wire.sending else 0
+                selector.modify(wire, selectors.EVENT_READ | writes)
+                for key, events in selector.select(beat_at - now):
+                    if key.fd == self._alarm:
+                        os.eventfd_read(self._alarm)
+                    elif events & selectors.EVENT_READ:
+                        for line in wire.lines():
+                            self._take_in(decode_to_agent(line))
+
+    def _send(self, wire: Connection) -> None:
+        wire.flush()
+        with self._lock:
+            messages, self._unsent = list(self._unsent), deque()
+        for message in messages:
+            wire.send_line(encode(message))
+
+    def _take_in(self, message: ToAgent) -> None:
+        if not isinstance(message, AgentConfirmation):
+            self._hear(message)
+            return
+        with self._lock:
+            while self._unheard and self._unheard[0].number <= message.number:
+                self._unheard.popleft()
+
 
 LOOK = 0.5
 """Seconds between two looks whether there is still something to do."""
@@ -85,7 +218,7 @@ ALONE_CODE = 1
 REFUSED_CODE = int(ExitCode.USAGE)
 """Exit code of an agent that cannot join, as it has said."""
 
-_Event: TypeAlias = ToAgent | Received | Departure
+_Event: TypeAlias = ToAgent | ReceivedSignal | Departure
 
 
 class NodeAgent:
@@ -100,7 +233,7 @@ class NodeAgent:
         receiver = CopyReceiver(copies, self._secret, launch.control.addresses)
         self._slots = SlotKeeper(SlotHolder(), copies, receiver.listen)
         self._incoming: SimpleQueue[_Event] = SimpleQueue()
-        self._link = AgentLink(launch, task, self._here, self._hear)
+        self._link = AgentLink(launch, task, self._hello, self._hear)
         self._attempt = 0
         self._cleared = 0
 
@@ -119,15 +252,15 @@ class NodeAgent:
                     logger().warning("the supervisor is gone, and no rank is left")
                     return self._leave(ALONE_CODE)
                 continue
-            if isinstance(event, Leave):
+            if isinstance(event, LeaveOrder):
                 if event.refusal:
                     say(f"kempner join: {event.refusal}", sys.stderr)
                 return self._leave(REFUSED_CODE if event.refusal else 0)
             self._act_on(event)
 
-    def _here(self) -> Here:
+    def _hello(self) -> AgentHello:
         joins = None if self._terms is None else self._terms.now
-        return Here(node_name(os.environ), os.getpid(), joins)
+        return AgentHello(node_name(os.environ), os.getpid(), joins)
 
     def _leave(self, code: int) -> int:
         self._children.kill()
@@ -142,7 +275,7 @@ class NodeAgent:
             self._incoming.put(message)
 
     def _hear_departure(self, departure: Departure | None) -> None:
-        self._incoming.put(Leave() if departure is None else departure)
+        self._incoming.put(LeaveOrder() if departure is None else departure)
 
     def _answer(self, question: Question) -> None:
         left = tuple(pid for pid in question.pids if still_runs(pid))
@@ -161,14 +294,14 @@ class NodeAgent:
                 self._attempt = self._cleared = attempt
                 self._clear(attempt)
             case Departure() if self._link.alone_for() and not self._children.alive():
-                self._incoming.put(Leave())  # there is nobody to ask
+                self._incoming.put(LeaveOrder())  # there is no supervisor to ask
             case Departure(seconds, reason):
-                self._link.post(lambda number: Departs(number, seconds, shorten(reason)))
-            case Received() if self._terms is not None:
+                self._link.post(lambda number: DepartureRequest(number, seconds, shorten(reason)))
+            case ReceivedSignal() if self._terms is not None:
                 logger().info("a signal is left to `kempner join`")
-            case Received(number) if number == SIGTERM:
+            case ReceivedSignal(number) if number == SIGTERM:
                 self._children.ask_to_stop()
-            case Received(number):
+            case ReceivedSignal(number):
                 self._children.signal(number)
 
     def _start(self, order: StartRanks) -> None:
@@ -219,7 +352,7 @@ class NodeAgent:
         if not clean:
             logger().warning("a rank cannot be killed")
         self._children.prepare(self._program)  # so that a fork server that has died is back soon
-        self._link.post(lambda number: Cleared(number, attempt, clean))
+        self._link.post(lambda number: AttemptCleared(number, attempt, clean))
 
 
 def _oom_kills() -> int:

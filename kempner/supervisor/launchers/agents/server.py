@@ -22,15 +22,14 @@ from kempner.run.control.protocol import (
 )
 from kempner.run.control.transport import Connection
 from kempner.run.output.logs import logger
-from kempner.run.process.helper_thread import helper_thread
-from kempner.supervisor.control.auth import Membership
-from kempner.supervisor.control.peers import Peer, Strangers
+from kempner.run.process.threads import helper_thread
+from kempner.supervisor.control.peers import Membership, Peer, UnprovedPeers
 from kempner.supervisor.launchers.agents.messages import (
-    Confirmed,
+    AgentConfirmation,
+    AgentHello,
     FromAgent,
-    Here,
     Joins,
-    Leave,
+    LeaveOrder,
     Numbered,
     ToAgent,
     decode_from_agent,
@@ -40,12 +39,12 @@ from kempner.supervisor.launchers.agents.messages import (
 TICK = 1.0
 """Seconds between two looks at connections that do not say whose they are."""
 
-GOODBYE = 2.0
+DISMISSED_WITHIN = 2.0
 """Seconds that agents get to take in the last message."""
 
 
 @dataclass(frozen=True)
-class Came:
+class AgentConnected:
     """An agent has connected, perhaps again: its step, its task there, its process; what it brings
     if it is of another job."""
 
@@ -56,14 +55,14 @@ class Came:
 
 
 @dataclass(frozen=True)
-class Went:
+class AgentDisconnected:
     """The link of an agent is over; `hung_up` says that its process has ended, as a rule."""
 
     reason: str
     hung_up: bool
 
 
-AgentNews = Came | Went | FromAgent
+AgentNews = AgentConnected | AgentDisconnected | FromAgent
 
 
 @dataclass(eq=False)
@@ -77,7 +76,7 @@ class _Agent:
 
 
 @dataclass
-class _Heard:
+class _AgentNumbers:
     """The last number heard of an agent's process."""
 
     pid: int
@@ -106,13 +105,13 @@ class AgentServer:
         secret: Secret,
         nodes: int,
         hear: Callable[[str, AgentNews], list[ToAgent]],
-        refusal: Callable[[Here], str],
+        refusal: Callable[[AgentHello], str],
     ) -> None:
         self._listeners, self._secret, self._size = listeners, secret, nodes
         self._hear, self._refusal = hear, refusal
-        self._strangers = Strangers(nodes)
+        self._unproved = UnprovedPeers(nodes)
         self._agents: dict[str, _Agent] = {}
-        self._numbers: dict[str, _Heard] = {}
+        self._numbers: dict[str, _AgentNumbers] = {}
         self._state = _State()
         self._selector = selectors.DefaultSelector()
         for listener in listeners:
@@ -126,12 +125,11 @@ class AgentServer:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
         return int(self._listeners[0].getsockname()[1])
 
     def tell(self, node: str, message: ToAgent) -> None:
-        """Send to the agent of a node, if there is one; from any thread, at once. After `close`
-        nobody is left to hear it."""
+        """Send to the agent of a node, if there is one; from any thread, without waiting. Does
+        nothing after `close`."""
         with self._state.lock:
             if self._state.leaving:
                 return
@@ -152,26 +150,26 @@ class AgentServer:
             for key, events in self._selector.select(TICK):
                 key.data(events)
             self._carry_out_orders()
-            for peer in self._strangers.too_slow():
+            for peer in self._unproved.overdue():
                 self._refuse(peer, "it did not authenticate in time")
-        self._say_goodbye()
+        self._dismiss_agents()
 
-    def _say_goodbye(self) -> None:
+    def _dismiss_agents(self) -> None:
         self._carry_out_orders()
         for agent in list(self._agents.values()):
-            self._send(agent, Leave())
-        end = time.monotonic() + GOODBYE
+            self._send(agent, LeaveOrder())
+        end = time.monotonic() + DISMISSED_WITHIN
         for listener in self._listeners:
             self._selector.unregister(listener)
             listener.close()
         while self._agents and time.monotonic() < end:
             for key, events in self._selector.select(0.1):
                 key.data(events)
-        for peer in (*self._strangers, *(agent.peer for agent in self._agents.values())):
+        for peer in (*self._unproved, *(agent.peer for agent in self._agents.values())):
             peer.wire.close()
         self._selector.close()
         os.close(self._alarm)
-        self._strangers.sum_up()
+        self._unproved.sum_up()
 
     def _wake_up(self, events: int) -> None:
         os.eventfd_read(self._alarm)
@@ -192,9 +190,9 @@ class AgentServer:
         except OSError as error:
             logger().warning("cannot accept a connection", error=error.strerror)
             return
-        if (oldest := self._strangers.one_too_many()) is not None:
+        if (oldest := self._unproved.oldest_over_limit()) is not None:
             self._refuse(oldest, "too many connections")
-        self._strangers.add(peer)
+        self._unproved.add(peer)
         self._selector.register(peer.wire, selectors.EVENT_READ, partial(self._open, peer))
         try:
             peer.wire.send(Challenge(peer.nonce))
@@ -202,7 +200,7 @@ class AgentServer:
             self._refuse(peer, str(error))
 
     def _open(self, peer: Peer, events: int) -> None:
-        """Somebody who has not proved anything yet says something."""
+        """Read from a connection that has not proved yet that it knows the token."""
         if peer.wire.closed:
             return
         try:
@@ -221,14 +219,14 @@ class AgentServer:
     def _admit(self, peer: Peer, hello: Hello) -> None:
         peer.wire.send(Welcome(self._secret.proof_of_supervisor(peer.nonce, hello.nonce)))
         peer.wire.trust()
-        self._strangers.remove(peer)
+        self._unproved.remove(peer)
         agent = _Agent(peer, hello.attempt, hello.rank)
         self._selector.modify(peer.wire, selectors.EVENT_READ, partial(self._attend, agent))
 
     def _refuse(self, peer: Peer, reason: str) -> None:
         self._selector.unregister(peer.wire)
         peer.wire.close()
-        self._strangers.refuse(peer, reason)
+        self._unproved.refuse(peer, reason)
 
     def _attend(self, agent: _Agent, events: int) -> None:
         """An agent says something, or takes something again."""
@@ -246,7 +244,7 @@ class AgentServer:
         self._watch(agent)
 
     def _take_in(self, agent: _Agent, message: FromAgent) -> None:
-        if isinstance(message, Here):
+        if isinstance(message, AgentHello):
             self._welcome(agent, message)
         elif not agent.node:
             raise MessageError("it did not say whose agent it is")
@@ -255,24 +253,26 @@ class AgentServer:
             if message.number > heard.number:
                 heard.number = message.number
                 self._hear(agent.node, message)
-            self._send(agent, Confirmed(message.number))
+            self._send(agent, AgentConfirmation(message.number))
         else:
             self._hear(agent.node, message)
 
-    def _welcome(self, agent: _Agent, here: Here) -> None:
-        if here.joins is not None and (refusal := self._refusal(here)):
-            self._send(agent, Leave(refusal))
+    def _welcome(self, agent: _Agent, hello: AgentHello) -> None:
+        if hello.joins is not None and (refusal := self._refusal(hello)):
+            self._send(agent, LeaveOrder(refusal))
             return
-        if (older := self._agents.get(here.node)) is not None:
+        if (older := self._agents.get(hello.node)) is not None:
             if older.step > agent.step:  # it was given up, and has a successor
-                self._send(agent, Leave())
+                self._send(agent, LeaveOrder())
                 return
             self._drop(older, "there is a newer connection", hung_up=False)
-        agent.node = here.node
-        self._agents[here.node] = agent
-        if here.node not in self._numbers or self._numbers[here.node].pid != here.pid:
-            self._numbers[here.node] = _Heard(here.pid)
-        for message in self._hear(here.node, Came(agent.step, agent.task, here.pid, here.joins)):
+        agent.node = hello.node
+        self._agents[hello.node] = agent
+        if hello.node not in self._numbers or self._numbers[hello.node].pid != hello.pid:
+            self._numbers[hello.node] = _AgentNumbers(hello.pid)
+        for message in self._hear(
+            hello.node, AgentConnected(agent.step, agent.task, hello.pid, hello.joins)
+        ):
             self._send(agent, message)
 
     def _send(self, agent: _Agent, message: ToAgent) -> None:
@@ -297,4 +297,4 @@ class AgentServer:
         agent.peer.wire.close()
         if self._agents.get(agent.node) is agent:
             del self._agents[agent.node]
-            self._hear(agent.node, Went(reason, hung_up))
+            self._hear(agent.node, AgentDisconnected(reason, hung_up))

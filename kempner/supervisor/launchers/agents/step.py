@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from math import inf
 
-from kempner.cluster.machine.job_place import Place, find_place
+from kempner.cluster.machine.job_place import JobPlace, find_place
 from kempner.cluster.slurm.command import (
     SlurmError,
     patiently,
@@ -19,9 +19,9 @@ from kempner.cluster.slurm.command import (
     step_environment,
 )
 from kempner.run.output.logs import logger
-from kempner.run.process.helper_thread import start_thread
+from kempner.run.process.threads import start_thread
 from kempner.supervisor.launchers.agents.messages import ADDRESSES, PORT, STEP, TOKEN
-from kempner.supervisor.launchers.srun_output import StepErrors
+from kempner.supervisor.launchers.srun import StepErrors
 
 
 class AgentStep:
@@ -103,7 +103,7 @@ class AgentStep:
 def agent_environment(addresses: Sequence[str], port: int, token: str, step: int) -> dict[str, str]:
     """The variables of a step of agents: this process's own, and where they find it."""
     where = {ADDRESSES: ",".join(addresses), PORT: str(port), TOKEN: token, STEP: str(step)}
-    environ = step_environment(os.environ, find_place(os.environ) is Place.STEP) | where
+    environ = step_environment(os.environ, find_place(os.environ) is JobPlace.STEP) | where
     environ.pop("TORCHELASTIC_RUN_ID", None)
     return environ
 

@@ -25,11 +25,11 @@ from kempner.run.process.worker_process import SAFE_MODULE
 from kempner.supervisor.launchers.fork_server import server
 from kempner.supervisor.launchers.fork_server.messages import (
     LARGEST,
-    Ended,
-    ForkedAs,
-    Order,
-    Ready,
-    Refused,
+    ForkOrder,
+    ForkRefused,
+    ProcessEnded,
+    ProcessForked,
+    ServerReady,
     arguments_of_python,
     decode,
     encode,
@@ -58,19 +58,19 @@ class CannotForkError(Exception):
     """The order was not carried out, and will not be: one sentence."""
 
 
-class Started(Protocol):
+class StartedProcess(Protocol):
     """A process of ours, however it was started."""
 
     pid: int
 
     def wait(self) -> int | None:
-        """Its exit code, or minus the signal, once it has ended; None if nobody can tell."""
+        """Its exit code, or minus the signal, once it has ended; None if that is not known."""
 
     def poll(self) -> int | None:
         """As `wait`, but at once; None while it runs, too."""
 
 
-class Forked:
+class ForkedProcess:
     """A process that the server has forked, and whose end it tells.
 
     `end_server` is called when the process has ended and the server does not say so. An `orphan` is
@@ -92,7 +92,7 @@ class Forked:
             self._told.set_result(status)
 
     def wait(self) -> int | None:
-        """Its exit status, once it has ended; see `Started`. To be called once."""
+        """Its exit status, once it has ended; see `StartedProcess`. To be called once."""
         if self._ended is not None:
             over = select.poll()
             over.register(self._ended, select.POLLIN)
@@ -135,7 +135,7 @@ class ForkServerClient:
     def __init__(self, modules: Sequence[str]) -> None:
         self._modules = tuple(modules)
         self._lock = threading.Lock()
-        self._running: _Running | None = None
+        self._running: _ServerProcess | None = None
 
     @property
     def pid(self) -> int | None:
@@ -151,7 +151,7 @@ class ForkServerClient:
         with self._lock:
             if self._running is None or self._running.over:
                 try:
-                    self._running = _Running.start(self._modules)
+                    self._running = _ServerProcess.start(self._modules)
                 except OSError as error:
                     logger().warning("cannot start a fork server", reason=error.strerror)
 
@@ -162,7 +162,7 @@ class ForkServerClient:
         output: int | None,
         ours: bool,
         cpus: tuple[int, ...] = (),
-    ) -> Forked:
+    ) -> ForkedProcess:
         """A new process of this command, in a session of its own, once the imports are done.
 
         `output` is the descriptor of the file to print to, None for where the server prints.
@@ -175,7 +175,11 @@ class ForkServerClient:
             raise CannotForkError("there is no fork server")
         return running.fork(
             partial(
-                Order, arguments=arguments, environ={**environ, **AS_FORKED}, ours=ours, cpus=cpus
+                ForkOrder,
+                arguments=arguments,
+                environ={**environ, **AS_FORKED},
+                ours=ours,
+                cpus=cpus,
             ),
             output,
         )
@@ -191,7 +195,7 @@ class ForkServerClient:
             self._running.kill()
 
 
-class _Running:
+class _ServerProcess:
     """One life of a server."""
 
     def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket) -> None:
@@ -199,12 +203,12 @@ class _Running:
         self._channel, self._lock = channel, threading.Lock()
         self._numbers = count(1)
         self._ready: Future[None] = Future()
-        self.waited_for: dict[int, Future[Forked]] = {}
-        self._forked: dict[int, Forked] = {}
+        self.waited_for: dict[int, Future[ForkedProcess]] = {}
+        self._forked: dict[int, ForkedProcess] = {}
         threading.Thread(target=self._listen, name="fork-server", daemon=True).start()
 
     @classmethod
-    def start(cls, modules: Sequence[str]) -> _Running:
+    def start(cls, modules: Sequence[str]) -> _ServerProcess:
         """Raises `OSError`."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -220,10 +224,10 @@ class _Running:
                 )
         return cls(process, ours)
 
-    def fork(self, make: Callable[[int], Order], output: int | None) -> Forked:
+    def fork(self, make: Callable[[int], ForkOrder], output: int | None) -> ForkedProcess:
         """As `ForkServerClient.fork`, what `make` returns for its number."""
         order = make(next(self._numbers))
-        answer: Future[Forked] = Future()
+        answer: Future[ForkedProcess] = Future()
         with self._lock:
             if self.over:
                 raise CannotForkError("the fork server has ended")
@@ -243,7 +247,7 @@ class _Running:
             self.waited_for.pop(order.number, None)
 
     def kill(self) -> None:
-        """End the server, and what it has forked that nobody knows of."""
+        """End the server, and the children that it has forked but not reported."""
         with suppress(psutil.Error):
             found = psutil.Process(self.process.pid).children()
             self.process.kill()
@@ -273,18 +277,18 @@ class _Running:
 
     def _hear(self, packet: bytes) -> None:
         match decode(packet):
-            case Ready():
+            case ServerReady():
                 self._ready.set_result(None)
-            case ForkedAs(number, pid, orphan):
-                forked = Forked(pid, self.kill, orphan)
+            case ProcessForked(number, pid, orphan):
+                forked = ForkedProcess(pid, self.kill, orphan)
                 if not orphan:
                     self._forked[pid] = forked
                 if (answer := self.waited_for.get(number)) is not None:
                     answer.set_result(forked)
                 elif orphan:
                     os.kill(pid, signal.SIGKILL)  # the order was given up meanwhile
-            case Refused(number, reason):
+            case ForkRefused(number, reason):
                 if (answer := self.waited_for.get(number)) is not None:
                     answer.set_exception(CannotForkError(reason))
-            case Ended(pid, status):
+            case ProcessEnded(pid, status):
                 self._forked.pop(pid).ended(status)

@@ -1,4 +1,4 @@
-"""What passes between a fork server and whoever gives it orders: one message, one packet.
+"""The messages between a fork server and its client: one message, one packet.
 
 The socket is a pair of type SOCK_SEQPACKET (unix(7)), so that no message comes in parts. With an
 order travels the file to print to, if there is one.
@@ -21,7 +21,7 @@ LARGEST = 1 << 20
 
 
 @dataclass(frozen=True)
-class Order:
+class ForkOrder:
     """To the server: fork, and be `python ARGUMENTS...` in this environment.
 
     `ours` is a program that blocks the stop signals until it traps them; any other one gets
@@ -38,14 +38,14 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Ready:
+class ServerReady:
     """From the server: everything is imported."""
 
     kind: ClassVar[str] = "ready"
 
 
 @dataclass(frozen=True)
-class ForkedAs:
+class ProcessForked:
     """From the server: an order was carried out by this process.
 
     An `orphan` has become the child of the server's own parent, which sees for itself how it ends.
@@ -58,7 +58,7 @@ class ForkedAs:
 
 
 @dataclass(frozen=True)
-class Refused:
+class ForkRefused:
     """From the server: an order was not carried out, since a fork would not be safe now."""
 
     number: int
@@ -67,7 +67,7 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProcessEnded:
     """From the server: a process has ended, with an exit code or minus the signal."""
 
     pid: int
@@ -75,9 +75,11 @@ class Ended:
     kind: ClassVar[str] = "ended"
 
 
-Message: TypeAlias = Order | Ready | ForkedAs | Refused | Ended
+Message: TypeAlias = ForkOrder | ServerReady | ProcessForked | ForkRefused | ProcessEnded
 
-_KINDS = {kind.kind: kind for kind in (Order, Ready, ForkedAs, Refused, Ended)}
+_KINDS = {
+    kind.kind: kind for kind in (ForkOrder, ServerReady, ProcessForked, ForkRefused, ProcessEnded)
+}
 
 
 def encode(message: Message) -> bytes:

@@ -9,7 +9,7 @@ one backward pass in the server, each of two children hung. It therefore looks b
 whether it is still alone in its process, and has touched no GPU; else it refuses, and the rank is
 started as any other process.
 
-It ends as soon as whoever gives it orders is gone.
+It ends as soon as its client is gone.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.signals import STOP_SIGNALS, follow_parent, signal_at_end_of
 from kempner.supervisor.launchers.fork_server.messages import (
     LARGEST,
-    Ended,
-    ForkedAs,
+    ForkOrder,
+    ForkRefused,
     Message,
-    Order,
-    Ready,
-    Refused,
+    ProcessEnded,
+    ProcessForked,
+    ServerReady,
     decode,
     encode,
 )
@@ -64,9 +64,9 @@ class ForkServer:
         self._children: dict[int, int] = {}
         """Process ids, by the descriptors that tell of their ends (pidfd_open(2))."""
 
-    def serve(self) -> Order | None:
-        """Carry out orders. Returns in each child with its order; in the server never, but None
-        when nobody is left to give any."""
+    def serve(self) -> ForkOrder | None:
+        """Carry out orders. Returns in each child with its order; in the server only when the
+        client is gone, with None."""
         while True:
             for key, _ in self._selector.select():
                 if key.fd in self._children:
@@ -76,14 +76,14 @@ class ForkServer:
                 if not packet:
                     return None
                 order = decode(packet)
-                assert isinstance(order, Order)
+                assert isinstance(order, ForkOrder)
                 if self._fork(order, outputs):
                     return order
 
-    def _fork(self, order: Order, outputs: Sequence[int]) -> bool:
+    def _fork(self, order: ForkOrder, outputs: Sequence[int]) -> bool:
         """Carry out an order; whether this is the child."""
         if why := why_not_to_fork():
-            self._say(Refused(order.number, why))
+            self._say(ForkRefused(order.number, why))
         else:
             if not order.ours:
                 return self._fork_orphan(order, outputs)
@@ -94,12 +94,12 @@ class ForkServer:
             ended = os.pidfd_open(pid)
             self._children[ended] = pid
             self._selector.register(ended, selectors.EVENT_READ)
-            self._say(ForkedAs(order.number, pid))
+            self._say(ProcessForked(order.number, pid))
         for output in outputs:
             os.close(output)
         return False
 
-    def _fork_orphan(self, order: Order, outputs: Sequence[int]) -> bool:
+    def _fork_orphan(self, order: ForkOrder, outputs: Sequence[int]) -> bool:
         """As `_fork`; the child becomes that of this process's parent, a sub-reaper.
 
         The signal that it gets when its parent ends then means that the supervisor is gone, and not
@@ -110,7 +110,7 @@ class ForkServer:
             between = os.getpid()  # the child may ask for its parent when this process is gone
             pid = os.fork()
             if pid:
-                self._say(ForkedAs(order.number, pid, orphan=True))
+                self._say(ProcessForked(order.number, pid, orphan=True))
                 os._exit(0)
             self._become_child(outputs)
             while os.getppid() == between:
@@ -139,7 +139,7 @@ class ForkServer:
         os.close(ended)
         pid = self._children.pop(ended)
         _, status = os.waitpid(pid, 0)
-        self._say(Ended(pid, os.waitstatus_to_exitcode(status)))
+        self._say(ProcessEnded(pid, os.waitstatus_to_exitcode(status)))
 
     def _say(self, message: Message) -> None:
         with suppress(OSError):  # the next look at the channel finds out
@@ -164,7 +164,7 @@ def set_name(name: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
-def run(order: Order) -> None:
+def run(order: ForkOrder) -> None:
     """Be the program of an order, as if Python had just been started with it."""
     os.environ.clear()
     os.environ.update(order.environ)
@@ -195,7 +195,7 @@ def run(order: Order) -> None:
 
 
 def main(descriptor: int, modules: Sequence[str]) -> None:
-    """Import `modules`, and serve whoever holds the other end of a socket."""
+    """Import `modules`, and serve the client at the other end of a socket."""
     parent = os.getppid()
     if not signal_at_end_of(parent, signal.SIGKILL):
         return
@@ -206,8 +206,8 @@ def main(descriptor: int, modules: Sequence[str]) -> None:
     for module in modules:
         importlib.import_module(module)
     gc.freeze()  # a collection in a child would write to, and so copy, every page of this
-    with suppress(OSError):  # nobody is left: `serve` finds out
-        channel.send(encode(Ready()))
+    with suppress(OSError):  # the client is gone: `serve` finds out
+        channel.send(encode(ServerReady()))
     order = ForkServer(channel, parent).serve()
     if order is not None:
         run(order)

@@ -15,9 +15,9 @@ from saved import commit_state, small_state
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from kempner.checkpoint.compare import values
-from kempner.checkpoint.compare.values import Difference, difference
-from kempner.checkpoint.convert.safetensors_reader import Located
+from kempner.checkpoint import compare
+from kempner.checkpoint.compare import TensorDifference, difference
+from kempner.checkpoint.convert.import_safetensors import TensorLocation
 from kempner.cli.entry import main
 from kempner.run.record.run_dir import RunDirectory
 
@@ -178,16 +178,16 @@ def test_two_tensors_are_in_memory_and_no_more(
         save_file(tensors, tmp_path / name / "model.safetensors")
     held: list[weakref.ref[Tensor]] = []
     most = 0
-    read = Located.read
+    read = TensorLocation.read
 
-    def counted(located: Located) -> Tensor:
+    def counted(located: TensorLocation) -> Tensor:
         nonlocal most
         tensor = read(located)
         held.append(weakref.ref(tensor))
         most = max(most, sum(ref() is not None for ref in held))
         return tensor
 
-    monkeypatch.setattr(Located, "read", counted)
+    monkeypatch.setattr(TensorLocation, "read", counted)
     assert kempner("compare", tmp_path / "a", tmp_path / "b") == 0
     assert (len(held), most) == (18, 2)
     own = RunDirectory(tmp_path / "own")
@@ -202,44 +202,44 @@ INF, NAN = math.inf, math.nan
 FLOAT, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 EIGHT, EIGHT_WIDE = torch.float8_e4m3fn, torch.float8_e5m2
 ROWS = {
-    "the same": ([1, 2], FLOAT, [1, 2], FLOAT, Difference(2, "float32")),
-    "signs of zero": ([0.0], FLOAT, [-0.0], FLOAT, Difference(1, "float32", 1, first=(0,))),
-    "the same NaN": ([NAN, 1], FLOAT, [NAN, 1], FLOAT, Difference(2, "float32")),
+    "the same": ([1, 2], FLOAT, [1, 2], FLOAT, TensorDifference(2, "float32")),
+    "signs of zero": ([0.0], FLOAT, [-0.0], FLOAT, TensorDifference(1, "float32", 1, first=(0,))),
+    "the same NaN": ([NAN, 1], FLOAT, [NAN, 1], FLOAT, TensorDifference(2, "float32")),
     "no number": (
         *([1, NAN, 3, INF], FLOAT, [1, 2, 4, 5], FLOAT),
-        Difference(4, "float32", 3, 0, 1.0, 0.25, 2, (1,)),
+        TensorDifference(4, "float32", 3, 0, 1.0, 0.25, 2, (1,)),
     ),
-    "NaN of two dtypes": ([NAN, 1], FLOAT, [NAN, 1], BRAIN, Difference(2, "bfloat16")),
-    "rounded": ([1.001, 2], FLOAT, [1, 2], BRAIN, Difference(2, "bfloat16", rounded=1)),
+    "NaN of two dtypes": ([NAN, 1], FLOAT, [NAN, 1], BRAIN, TensorDifference(2, "bfloat16")),
+    "rounded": ([1.001, 2], FLOAT, [1, 2], BRAIN, TensorDifference(2, "bfloat16", rounded=1)),
     "beyond rounding": (
         *([1, 2], BRAIN, [1, 2.5], FLOAT),
-        Difference(2, "bfloat16", 1, 0, 0.5, 0.2, 0, (1,)),
+        TensorDifference(2, "bfloat16", 1, 0, 0.5, 0.2, 0, (1,)),
     ),
     "neither holds the other": (
         *([1 + 2**-10], HALF, [1], BRAIN),
-        Difference(1, "bfloat16", rounded=1),
+        TensorDifference(1, "bfloat16", rounded=1),
     ),
     "float8 and its source": (
         *([1.0625, 3], BRAIN, [1, 3], EIGHT),
-        Difference(2, "float8_e4m3fn", rounded=1),
+        TensorDifference(2, "float8_e4m3fn", rounded=1),
     ),
     "two kinds of float8": (
         *([1.125, 4], EIGHT, [1, 5], EIGHT_WIDE),
-        Difference(2, "float8_e5m2", 1, 1, 1.0, 0.2, 0, (1,)),
+        TensorDifference(2, "float8_e5m2", 1, 1, 1.0, 0.2, 0, (1,)),
     ),
     "as much mantissa and less range": (
         *([1, 2], EIGHT, [1, 2], torch.float8_e4m3fnuz),
-        Difference(2, "float8_e4m3fnuz"),
+        TensorDifference(2, "float8_e4m3fnuz"),
     ),
-    "whole numbers": ([3, -4], torch.int64, [3, 4], torch.int64, Difference(
+    "whole numbers": ([3, -4], torch.int64, [3, 4], torch.int64, TensorDifference(
         2, "int64", 1, 0, 8.0, 2.0, 0, (1,)
     )),
-    "truths": ([True], torch.bool, [True], torch.bool, Difference(1, "bool")),
+    "truths": ([True], torch.bool, [True], torch.bool, TensorDifference(1, "bool")),
     "complex": (
         *([1 + 1j, 3 + 4j], torch.complex128, [1 + 1j, 0], torch.complex128),
-        Difference(2, "complex128", 1, 0, 5.0, 1.0, 0, (1,)),
+        TensorDifference(2, "complex128", 1, 0, 5.0, 1.0, 0, (1,)),
     ),
-    "nothing": ([], FLOAT, [], FLOAT, Difference(0, "float32")),
+    "nothing": ([], FLOAT, [], FLOAT, TensorDifference(0, "float32")),
 }  # fmt: skip
 
 
@@ -257,7 +257,7 @@ def test_pieces_make_the_same_of_a_tensor_as_one(monkeypatch: pytest.MonkeyPatch
     b = torch.where(torch.rand(a.shape, generator=generator) < 0.1, a * 1.5, a)
     b[0] = a[0]
     whole = difference(a, b)
-    monkeypatch.setattr(values, "_SLAB_ELEMENTS", 4)
+    monkeypatch.setattr(compare, "_SLAB_ELEMENTS", 4)
     assert difference(a, b) == whole
     different = (a != b).nonzero()
     assert (whole.different, whole.first) == (len(different), tuple(different[0].tolist()))

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from kempner.checkpoint.convert.dcp_reader import RestrictedReader
+from kempner.checkpoint.convert.import_dcp import RestrictedReader
 from kempner.run.process.exit_codes import DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

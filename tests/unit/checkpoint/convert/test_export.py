@@ -13,9 +13,9 @@ from saved import commit_state, small_state
 from torch import Tensor, nn
 
 from kempner.checkpoint.convert import export, tensor_copy
-from kempner.checkpoint.convert.file_formats import shard
+from kempner.checkpoint.convert.tensor_copy import shard
 from kempner.cli.entry import main
-from kempner.model.init import initialise
+from kempner.model.sharding import initialise
 from kempner.model.spec.shape import Shape
 from kempner.model.transformer import Transformer
 from kempner.run.record.run_dir import RunDirectory

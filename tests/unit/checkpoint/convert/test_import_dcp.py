@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from kempner.checkpoint.convert.key_map import fit
+from kempner.checkpoint.convert.import_dcp import fit
 from kempner.checkpoint.convert.tensor_copy import Source
-from kempner.checkpoint.format.manifest import read
+from kempner.checkpoint.format.manifest import TrainState, read
 from kempner.checkpoint.format.names import CheckpointFolder
-from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.verify import verify
 from kempner.cli.entry import main
 from kempner.run.process.exit_codes import DataError

@@ -18,9 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from kempner.checkpoint.convert import export
-from kempner.checkpoint.format.manifest import read
+from kempner.checkpoint.format.manifest import TrainState, read
 from kempner.checkpoint.format.names import CheckpointFolder
-from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.verify import verify
 from kempner.cli.checkpoint import trained_on
 from kempner.cli.entry import main

@@ -9,9 +9,8 @@ import pytest
 from saved import commit_state, small_state
 
 from kempner.checkpoint.convert.tensor_copy import Source
-from kempner.checkpoint.format.manifest import encode, read
+from kempner.checkpoint.format.manifest import Rollback, TrainState, encode, read
 from kempner.checkpoint.format.names import MANIFEST, CheckpointFolder
-from kempner.checkpoint.format.train_state import Rollback, TrainState
 from kempner.checkpoint.io.verify import verify
 from kempner.cli.entry import main
 from kempner.run.record.run_dir import RunDirectory

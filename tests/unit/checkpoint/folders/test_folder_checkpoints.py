@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.folders import FolderCheckpoints
-from kempner.checkpoint.format.manifest import Identity
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import Identity, TrainState
 from kempner.checkpoint.io.verify import verify
 from kempner.checkpoint.store.retention import Keep
 from kempner.run.process.exit_codes import DataError

@@ -18,13 +18,13 @@ from kempner.checkpoint.convert.tensor_copy import Source
 from kempner.checkpoint.format.compact_index import (
     INDEX,
     CompactIndex,
+    ListedIndex,
+    ListedPart,
     decode,
     encode,
     encode_listed,
 )
-from kempner.checkpoint.format.contents import Contents, Part, Saved, overlap
-from kempner.checkpoint.format.extents import Extents
-from kempner.checkpoint.format.listed_index import ListedIndex, Piece
+from kempner.checkpoint.format.contents import Contents, Extents, Part, Saved, overlap
 from kempner.checkpoint.format.manifest import encode as encode_manifest
 from kempner.checkpoint.format.manifest import read, whole_sum
 from kempner.checkpoint.format.shard_plan import (
@@ -37,7 +37,7 @@ from kempner.checkpoint.format.shard_plan import (
 )
 from kempner.checkpoint.tensors.dcp_metadata import build_metadata
 from kempner.checkpoint.tensors.file_buffer import container
-from kempner.checkpoint.tensors.open_contents import open_contents
+from kempner.checkpoint.tensors.load import open_contents
 from kempner.run.process.exit_codes import DataError
 from kempner.run.record.run_dir import RunDirectory
 
@@ -81,10 +81,10 @@ def files(
 
 def listed_index(specs: list[TensorSpec], world: int, extents: Extents = container) -> ListedIndex:
     """What an import would write of the same files."""
-    pieces: dict[str, list[Piece]] = {spec.key: [] for spec in specs}
+    pieces: dict[str, list[ListedPart]] = {spec.key: [] for spec in specs}
     for number, placed in files(specs, world, extents):
         for item in placed:
-            pieces[item.chunk.key].append(Piece(number, item.chunk.offsets, item.chunk.sizes))
+            pieces[item.chunk.key].append(ListedPart(number, item.chunk.offsets, item.chunk.sizes))
     tensors = {spec.key: Saved(spec.shape, spec.dtype) for spec in specs}
     return ListedIndex.of(tensors, pieces, extents)
 
@@ -158,7 +158,7 @@ def test_it_stays_small_where_metadata_would_not() -> None:
 def test_a_listed_one_stays_small_too() -> None:
     """What hundreds of ranks have cut alike is listed once."""
     tensors = {f"model.{n}": Saved((512, 64), "float32") for n in range(3_000)}
-    cut = [Piece(rank, (rank, 0), (1, 64)) for rank in range(512)]
+    cut = [ListedPart(rank, (rank, 0), (1, 64)) for rank in range(512)]
     index = ListedIndex.of(tensors, dict.fromkeys(tensors, cut), container)
     assert len(encode_listed(index)) < 1 << 18
 

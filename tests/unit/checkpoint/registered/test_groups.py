@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from kempner.checkpoint.registered.everything import gather
-from kempner.checkpoint.registered.objects import Registered, pack, take, unpack
+from kempner.checkpoint.registered.groups import gather
+from kempner.checkpoint.registered.objects import RegisteredObjects, pack, take, unpack
 from kempner.run.process.exit_codes import MismatchError, UsageError
 
 PARTS = 5
@@ -80,7 +80,9 @@ class Program:
         self.optimizer = optimizer_of(self.model, groups)
         self.scheduler = scheduled and scheduled(self.optimizer, groups)
         state = {"schedule": self.scheduler} if held and scheduled else {}
-        self.registered: Registered = gather(self.model, self.optimizer, state, {}).registered
+        self.registered: RegisteredObjects = gather(
+            self.model, self.optimizer, state, {}
+        ).registered
 
     def step(self, steps: int) -> None:
         for _ in range(steps):
@@ -216,7 +218,7 @@ def test_tensors_by_the_place_of_parameters_are_refused_in_another_order(kind: s
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.shadow = state["shadow"]
 
-    def program(names: str) -> Registered:
+    def program(names: str) -> RegisteredObjects:
         model = nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
         optimizer = torch.optim.SGD(model.parameters())
         average = Average(model)
@@ -239,7 +241,7 @@ def test_several_modules_want_a_name_each(several: Callable[[Any], Any]) -> None
 
 
 def test_lbfgs_is_refused_in_another_order() -> None:
-    def program(order: int) -> Registered:
+    def program(order: int) -> RegisteredObjects:
         model = nn.Linear(2, 2)
         optimizer = torch.optim.LBFGS([*model.parameters()][::order])
         return gather(model, optimizer, {}, {}).registered

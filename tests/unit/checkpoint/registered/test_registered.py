@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from kempner.checkpoint.context import CheckpointContext
-from kempner.checkpoint.format.manifest import Identity
+from kempner.checkpoint.format.manifest import Identity, TrainState
 from kempner.checkpoint.format.names import SHARED_OBJECTS, objects_file
-from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.verify import verify
 from kempner.checkpoint.manager import CheckpointEngine
-from kempner.checkpoint.registered.everything import gather
-from kempner.checkpoint.registered.values import decode, encode
+from kempner.checkpoint.registered.groups import gather
+from kempner.checkpoint.registered.objects import decode, encode
 from kempner.checkpoint.store.retention import Keep
 from kempner.data.serve.sampler import ResumableBatchSampler
 from kempner.run.process.exit_codes import DataError, MismatchError, UsageError

@@ -15,14 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kempner.checkpoint import manager
 from kempner.checkpoint.context import CheckpointContext
-from kempner.checkpoint.format.manifest import Identity
+from kempner.checkpoint.format.manifest import Identity, TrainState
 from kempner.checkpoint.format.names import METADATA
-from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.registered.composite import plainly_named
-from kempner.checkpoint.registered.everything import gather
+from kempner.checkpoint.registered.groups import gather
 from kempner.checkpoint.store.retention import Keep
-from kempner.checkpoint.tensors import background, state
+from kempner.checkpoint.tensors import save, state
 from kempner.run.record.attempts import Fence, begin_attempt
 from kempner.run.record.run_dir import RunDirectory
 
@@ -129,7 +128,7 @@ def test_names_of_older_checkpoints_with_wrappers_are_understood(
     old = Program(before, with_critic=False)
     old.step()
     with monkeypatch.context() as patched:
-        for module in (manager, background):
+        for module in (manager, save):
             patched.setattr(module, "plainly_named", lambda model: model)
         checkpoints = old.checkpoints(tmp_path)
         checkpoints.save(TrainState(1))

@@ -9,20 +9,18 @@ import pytest
 import torch
 from saved import commit_state, small_state
 
-from kempner.checkpoint.format.manifest import read
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import TrainState, read
 from kempner.checkpoint.io.verified_reader import MemoryCopy
 from kempner.checkpoint.slots.memory import (
     IMAGE_AT,
     Branch,
-    Held,
     LentSlots,
+    SlotContents,
     SlotHolder,
     SlotMemory,
     images_of,
 )
-from kempner.checkpoint.tensors.load import Loaded, fill
-from kempner.checkpoint.tensors.open_contents import open_contents
+from kempner.checkpoint.tensors.load import LoadedBytes, fill, open_contents
 from kempner.run.record.run_dir import RunDirectory
 
 FILE = "__1_0.distcp"
@@ -38,11 +36,11 @@ def keep(content: bytes, step: int = 5) -> LentSlots:
     lent = SlotHolder().lend(1, {})
     slot = SlotMemory.grown(lent.slots[1], len(content))
     slot.image[:] = content
-    slot.publish(Held(TrainState(step), Branch("dead"), 1, 2, 0, 0, len(content)))
+    slot.publish(SlotContents(TrainState(step), Branch("dead"), 1, 2, 0, 0, len(content)))
     return lent
 
 
-def load(checkpoint: Path, memory: dict[str, MemoryCopy]) -> Loaded:
+def load(checkpoint: Path, memory: dict[str, MemoryCopy]) -> LoadedBytes:
     """Every tensor, equal to what was saved."""
     manifest = read(checkpoint, worked=True)
     table = {key: torch.zeros_like(tensor) for key, tensor in small_state().items()}

@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from kempner.checkpoint.format.manifest import Identity
-from kempner.checkpoint.format.train_state import Rollback, TrainState
-from kempner.checkpoint.slots.copies import CopyHolder
+from kempner.checkpoint.format.manifest import Identity, Rollback, TrainState
 from kempner.checkpoint.slots.memory import (
     IMAGE_AT,
     SLOTS,
     STEP_SLOTS,
     Branch,
-    Held,
+    CopyHolder,
     Notes,
+    SlotContents,
     SlotHolder,
     SlotMemory,
     open_slots,
@@ -29,7 +28,9 @@ from kempner.checkpoint.slots.requests import Ask, SlotKeeper, offers_of, poured
 STATE = TrainState(7, 56, 1792, (3.5, 3.25), (Rollback(5, 2, 16, 40),))
 IDENTITY = asdict(Identity(2, {"shard": 2}, 0, "data", {"dim": 8}))
 IMAGE = bytes(range(256)) * 16
-HELD = Held(STATE, Branch("now"), 0, 2, plan=9, shared=4, image=len(IMAGE), identity=IDENTITY)
+HELD = SlotContents(
+    STATE, Branch("now"), 0, 2, plan=9, shared=4, image=len(IMAGE), identity=IDENTITY
+)
 
 
 def a_slot() -> SlotMemory:
@@ -47,7 +48,7 @@ def fill(holder: SlotHolder, rank: int, *steps: int, plan: int = 9, nonce: str =
         memory.image[:] = IMAGE
         state = replace(STATE, step=step)
         identity = IDENTITY if rank == 0 else {}
-        memory.publish(Held(state, Branch(nonce), rank, 2, plan, 4, len(IMAGE), identity))
+        memory.publish(SlotContents(state, Branch(nonce), rank, 2, plan, 4, len(IMAGE), identity))
     if rank == 0:
         Notes(9, {"index": b"what is where"}).write(lent.notes)
 

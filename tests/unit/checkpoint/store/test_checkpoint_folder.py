@@ -17,6 +17,8 @@ from kempner.checkpoint.format.manifest import (
     Identity,
     Manifest,
     Origin,
+    Rollback,
+    TrainState,
     decode,
     encode,
     encode_sidecar,
@@ -32,12 +34,15 @@ from kempner.checkpoint.format.names import (
     parse_step,
     step_name,
 )
-from kempner.checkpoint.format.train_state import Rollback, TrainState
 from kempner.checkpoint.io.verify import verify
 from kempner.checkpoint.store import commit, retention
-from kempner.checkpoint.store.compatibility import compare_identities
-from kempner.checkpoint.store.read_marker import Readers
-from kempner.checkpoint.store.selection import choose, choose_to_go_back, left_behind
+from kempner.checkpoint.store.retention import Readers
+from kempner.checkpoint.store.selection import (
+    choose,
+    choose_to_go_back,
+    compare_identities,
+    left_behind,
+)
 from kempner.run.process.durable_io import append_line
 from kempner.run.process.exit_codes import DataError
 from kempner.run.record.attempts import Fence, SupersededError, begin_attempt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kempner.checkpoint.format.manifest import Identity
-from kempner.checkpoint.store.compatibility import compare_identities
+from kempner.checkpoint.store.selection import compare_identities
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ from harness import wait_until
 from patience import scaled
 
 from kempner.checkpoint.format.names import MANIFEST, WITHDRAWN, CheckpointFolder, step_name
-from kempner.checkpoint.store import read_marker, retention
-from kempner.checkpoint.store.read_marker import STALE_AFTER, Readers
-from kempner.checkpoint.store.retention import Keep, Pruner, expendable, prune
+from kempner.checkpoint.store import retention
+from kempner.checkpoint.store.retention import STALE_AFTER, Keep, Pruner, Readers, expendable, prune
 from kempner.run.record.attempts import Fence, SupersededError, begin_attempt
 from kempner.run.record.run_dir import RunDirectory
 
@@ -138,7 +137,7 @@ def test_a_checkpoint_without_a_manifest_is_not_ours_to_delete(folder: Checkpoin
 
 def test_what_is_being_read_stays_until_it_is_not(folder: CheckpointFolder) -> None:
     readers = Readers(folder)
-    with read_marker.reading(folder, 10):
+    with retention.reading(folder, 10):
         assert one_pass(folder, readers) == []
         assert folder.committed() == [10, 30, 40]
     assert one_pass(folder, readers) == []
@@ -154,7 +153,7 @@ def test_a_reader_that_comes_at_the_last_moment_finds_its_files(
 
     def read_then_rename(self: Path, target: Path) -> Path:
         if self == folder.step(10) / MANIFEST:
-            reader = read_marker.reading(folder, 10)
+            reader = retention.reading(folder, 10)
             reader.__enter__()
             opened.append(reader)
         return rename(self, target)
@@ -189,8 +188,8 @@ def test_the_marker_of_a_reader_that_died_blocks_for_a_while_only(
 def test_a_reader_shows_that_it_lives(
     folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_marker, "RENEW_EVERY", 0.001)
-    with read_marker.reading(folder, 10):
+    monkeypatch.setattr(retention, "RENEW_EVERY", 0.001)
+    with retention.reading(folder, 10):
         [marker] = folder.markers(10)
         first = marker.read_text()
         assert str(os.getpid()) in first
@@ -204,7 +203,7 @@ def test_a_folder_that_cannot_be_written_to_is_read_without_a_marker(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     protect(folder.path)
-    with read_marker.reading(folder, 10):
+    with retention.reading(folder, 10):
         assert (folder.step(10) / MANIFEST).read_text() == "{}"
     said = capsys.readouterr()
     assert "cannot mark the checkpoint as being read" in said.out + said.err

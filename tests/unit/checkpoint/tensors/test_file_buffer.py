@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from kempner.checkpoint.convert.dcp_reader import RestrictedReader
+from kempner.checkpoint.convert.import_dcp import RestrictedReader
 from kempner.checkpoint.format.shard_plan import Placed, TensorSpec, chunk_of, data_file, place
 from kempner.checkpoint.io.file_writer import write_stream
 from kempner.checkpoint.tensors.dcp_metadata import build_metadata

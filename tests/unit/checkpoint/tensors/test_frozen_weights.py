@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from saved import open_manager
 from torch import nn
 
+from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.format.shard_plan import base_file
-from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.verify import verify
 from kempner.checkpoint.manager import CheckpointEngine
 from kempner.run.record.run_dir import RunDirectory

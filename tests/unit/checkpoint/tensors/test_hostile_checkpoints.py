@@ -17,8 +17,7 @@ from saved import commit_state, small_state
 
 from kempner.checkpoint.format.compact_index import INDEX
 from kempner.checkpoint.format.manifest import encode_sidecar, read, sum_file, whole_sum
-from kempner.checkpoint.tensors.load import fill
-from kempner.checkpoint.tensors.open_contents import open_contents
+from kempner.checkpoint.tensors.load import fill, open_contents
 from kempner.cli.entry import main
 from kempner.run.process.exit_codes import DataError
 from kempner.run.record.run_dir import RunDirectory

@@ -18,6 +18,7 @@ from kempner.checkpoint.format.manifest import (
     FileEntry,
     Identity,
     Manifest,
+    TrainState,
     encode_sidecar,
     sidecar_name,
     sum_file,
@@ -25,11 +26,9 @@ from kempner.checkpoint.format.manifest import (
 )
 from kempner.checkpoint.format.names import MANIFEST, METADATA
 from kempner.checkpoint.format.shard_plan import TensorSpec, data_file, place
-from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.tensors.dcp_metadata import build_metadata
 from kempner.checkpoint.tensors.file_buffer import FileBuffer, container, tensor_specs
-from kempner.checkpoint.tensors.load import fill
-from kempner.checkpoint.tensors.open_contents import open_contents
+from kempner.checkpoint.tensors.load import fill, open_contents
 from kempner.checkpoint.tensors.state import check_shapes
 from kempner.run.process.exit_codes import DataError, MismatchError
 

@@ -19,12 +19,10 @@ from patience import scaled
 from saved import commit_state, open_manager, small_state
 from torch import nn
 
-from kempner.checkpoint.format.manifest import read
+from kempner.checkpoint.format.manifest import TrainState, read
 from kempner.checkpoint.format.names import CheckpointFolder
-from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.verify import verify
-from kempner.checkpoint.tensors.load import fill
-from kempner.checkpoint.tensors.open_contents import open_contents
+from kempner.checkpoint.tensors.load import fill, open_contents
 from kempner.run.process.retry import StorageUnavailableError, StorageWaits
 from kempner.run.record.run_dir import RunDirectory
 

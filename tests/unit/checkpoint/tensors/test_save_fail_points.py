@@ -14,7 +14,7 @@ import torch.distributed as dist
 from saved import open_manager
 from torch import nn
 
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.manager import CheckpointEngine
 from kempner.config.fault_spec import FailPoint, parse_faults
 from kempner.run.process.fail_points import fail_point, set_fail_point

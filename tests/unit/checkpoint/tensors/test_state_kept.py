@@ -16,13 +16,12 @@ import torch.distributed as dist
 from saved import open_manager
 from torch import Tensor, nn
 
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.tensors import restore
 from kempner.checkpoint.tensors.load import fill
 from kempner.checkpoint.tensors.staging import StagedCopy
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.checkpoint import CheckpointFailed
+from kempner.run.record.events import CheckpointFailed, LedgerEvent
 from kempner.run.record.run_dir import RunDirectory
 
 

@@ -14,9 +14,9 @@ from saved import open_manager
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.tensors import state
-from kempner.checkpoint.tensors.replicas import describe_difference, digests
+from kempner.checkpoint.tensors.route import describe_difference, digests
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.record.run_dir import RunDirectory
 

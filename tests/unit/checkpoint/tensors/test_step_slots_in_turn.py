@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format import shard_plan
-from kempner.checkpoint.format.manifest import Identity
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import Identity, TrainState
 from kempner.checkpoint.slots.memory import SlotHolder, open_slots
 from kempner.checkpoint.tensors import step_slots
 from kempner.checkpoint.tensors.file_buffer import container, tensor_specs

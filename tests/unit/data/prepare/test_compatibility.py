@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from test_tokenizers import save_tokenizer
 
-from kempner.data.files.compatibility import check_compatible, tokenizer_file
-from kempner.data.files.index import Index
+from kempner.data.files.index import Index, check_compatible, tokenizer_file
 from kempner.data.prepare.pipeline import prepare
 from kempner.run.process.exit_codes import DataError
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from sick_site import PARTITION, Site
 
 from kempner.insight.doctor.facts import node_probe
-from kempner.insight.doctor.facts.write_test import WriteRate
+from kempner.insight.doctor.facts.node import WriteRate
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.record.gave_up import GaveUp, write
 from kempner.run.record.run_dir import RunDirectory

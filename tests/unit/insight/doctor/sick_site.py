@@ -21,7 +21,7 @@ from harness import ROOT, python_script, write_tokens
 
 from kempner.cli.entry import main
 from kempner.insight.doctor.facts import node_probe
-from kempner.insight.doctor.facts.software import Software
+from kempner.insight.doctor.facts.node import Software
 
 CONFIG = """
 [model]

@@ -9,19 +9,29 @@ from typing import Any
 import pytest
 
 from kempner.cluster.network.interfaces import Interface
-from kempner.cluster.slurm.task_output import in_lines
-from kempner.insight.doctor.checks.gpus import check_gpus
-from kempner.insight.doctor.checks.machine import (
+from kempner.cluster.slurm.node_step import in_lines
+from kempner.insight.doctor.checks.fit import (
+    JobFacts,
+    PlannedWorld,
+    check_ranks,
+    check_requeue,
+    check_slurm,
+    check_time,
+    check_window,
+    check_write,
+    predict_save,
+)
+from kempner.insight.doctor.checks.nodes import (
+    PortFacts,
     check_answers,
     check_clocks,
+    check_gpus,
+    check_interfaces,
     check_limits,
     check_memory,
+    check_ports,
     check_software,
 )
-from kempner.insight.doctor.checks.network import PortFacts, check_interfaces, check_ports
-from kempner.insight.doctor.checks.ranks import World, check_ranks
-from kempner.insight.doctor.checks.save_time import check_window, check_write, predict_save
-from kempner.insight.doctor.checks.slurm import JobFacts, check_requeue, check_slurm, check_time
 from kempner.insight.doctor.checks.storage import check_caches, check_room, check_run, check_shared
 from kempner.insight.doctor.facts.gpus import Gpu, GpuSurvey
 from kempner.insight.doctor.facts.node import (
@@ -29,15 +39,15 @@ from kempner.insight.doctor.facts.node import (
     Limits,
     NetworkFacts,
     NodeAnswer,
+    Software,
+    WriteRate,
     answer_text,
     read_answers,
 )
 from kempner.insight.doctor.facts.nodes import Survey
-from kempner.insight.doctor.facts.plan import EarlySignal, Plan
+from kempner.insight.doctor.facts.plan import EarlySignal, JobPlan
 from kempner.insight.doctor.facts.slurm import Partition, SlurmFacts
-from kempner.insight.doctor.facts.software import Software
 from kempner.insight.doctor.facts.storage import Disk, RunState
-from kempner.insight.doctor.facts.write_test import WriteRate
 from kempner.insight.doctor.finding import Finding
 
 MIB, GIB = 2**20, 2**30
@@ -152,7 +162,7 @@ def test_gpus_of_the_job_that_somebody_still_uses() -> None:
 
 
 def test_gpus_that_the_job_has_and_no_node_shows() -> None:
-    job = World(1, 4, 4, "job 7", in_job=True)
+    job = PlannedWorld(1, 4, 4, "job 7", in_job=True)
     assert bad(check_ranks(job, [WELL], hidden=False)) == {"ranks and GPUs": "fail"}
     assert bad(check_ranks(job, [WELL], hidden=True)) == {}
     login = replace(job, in_job=False)  # a login node has none
@@ -197,7 +207,7 @@ def test_a_folder_that_takes_nothing() -> None:
 def test_the_warning_covers_two_saves(
     warning: int, limit: float | None, level: str, line: str
 ) -> None:
-    plan = Plan("job.sh", warning=EarlySignal("TERM", warning, to_script=True))
+    plan = JobPlan("job.sh", warning=EarlySignal("TERM", warning, to_script=True))
     save = predict_save(6000, writes(100), 1, measured_on_all=True)
     found = check_window(plan, limit, save, lambda seconds: 2 * seconds + 25)
     assert (found.level.value, line in found.sentence) == (level, True)

@@ -19,11 +19,19 @@ from sick_site import Site
 
 from kempner.cli.entry import main
 from kempner.config.loading import load
-from kempner.insight.doctor.checks.ranks import World
-from kempner.insight.doctor.examine import Patient, Supervisor, examine
+from kempner.insight.doctor.checks.fit import PlannedWorld
+from kempner.insight.doctor.examine import Examination, Supervisor, examine
 from kempner.insight.doctor.facts import node_probe
-from kempner.insight.doctor.finding import Finding, Level, Outcome, fail, passed, per_node
-from kempner.insight.doctor.table import lines, show
+from kempner.insight.doctor.finding import (
+    CheckOutcome,
+    Finding,
+    Level,
+    fail,
+    lines,
+    passed,
+    per_node,
+    show,
+)
 from kempner.run.record.attempts import begin_attempt
 from kempner.run.record.lease import Lease
 from kempner.run.record.run_dir import RunDirectory
@@ -56,7 +64,9 @@ def test_a_check_is_told_as_soon_as_it_is_known(site: Site) -> None:
         yield
 
     config = load(Path("c.toml"), [])
-    patient = Patient(config, RunDirectory(Path("runs/c")), World(1, 1, None, "one process"))
+    patient = Examination(
+        config, RunDirectory(Path("runs/c")), PlannedWorld(1, 1, None, "one process")
+    )
     supervisor = Supervisor(lambda: None, lambda save: 2 * save)
     found = examine(patient, supervisor, looking=looking)
     known = [each.check for each in islice(found, 7)]
@@ -69,7 +79,7 @@ def test_a_check_is_told_as_soon_as_it_is_known(site: Site) -> None:
 def test_nodes_that_are_well_share_a_line() -> None:
     free = {"node1": 7, "node2": 1, "node3": 8, "node4": 1}
 
-    def judge(node: str) -> Outcome:
+    def judge(node: str) -> CheckOutcome:
         return passed(f"{free[node]} GB free") if free[node] > 2 else fail("hardly any")
 
     assert per_node("memory", list(free), str, judge) == [

@@ -13,33 +13,30 @@ import pytest
 from harness import ROOT
 from sick_site import PARTITION, mounted, smi
 
-from kempner.cluster.network.interfaces import Network
-from kempner.cluster.network.netinfo import read_interfaces
+from kempner.cluster.network.interfaces import InterfaceNetwork, read_interfaces
 from kempner.cluster.slurm.job import node_fields
+from kempner.insight.doctor.facts import node as write_module
 from kempner.insight.doctor.facts import node_probe
-from kempner.insight.doctor.facts import write_test as write_module
 from kempner.insight.doctor.facts.gpus import read_survey, survey_gpus
-from kempner.insight.doctor.facts.node import NetworkQuestion
+from kempner.insight.doctor.facts.node import NetworkQuestion, look_at_software, write_test
 from kempner.insight.doctor.facts.node_probe import network_facts
 from kempner.insight.doctor.facts.nodes import listening
 from kempner.insight.doctor.facts.plan import (
     EarlySignal,
-    Nodes,
-    Plan,
+    JobPlan,
+    RequestedNodes,
     parse_limit,
     parse_plan,
     read_plan,
 )
 from kempner.insight.doctor.facts.slurm import Partition, read_partition, there_is_slurm
-from kempner.insight.doctor.facts.software import look_at_software
-from kempner.insight.doctor.facts.write_test import write_test
 
 
 def test_the_projects_own_script_is_understood() -> None:
     plan = read_plan(ROOT / "scripts/slurm/multinode.sh")
-    assert plan == Plan(
+    assert plan == JobPlan(
         source=str(ROOT / "scripts/slurm/multinode.sh"),
-        nodes=Nodes(2, 4, 4),
+        nodes=RequestedNodes(2, 4, 4),
         limit=86400.0,
         warning=EarlySignal("TERM", 120.0, to_script=True),
         requeue=True,
@@ -49,9 +46,9 @@ def test_the_projects_own_script_is_understood() -> None:
 @pytest.mark.parametrize(
     ("line", "more", "expected"),
     [
-        ("-N 3 -n 12 -t 30 -p a,b", [], {"nodes": Nodes(3, 4), "limit": 1800.0}),
-        ("--nodes=2-4 --gres=gpu:h100:8", [], {"nodes": Nodes(2, None, 8)}),
-        ("--gres=lustre:1", [], {"nodes": Nodes()}),
+        ("-N 3 -n 12 -t 30 -p a,b", [], {"nodes": RequestedNodes(3, 4), "limit": 1800.0}),
+        ("--nodes=2-4 --gres=gpu:h100:8", [], {"nodes": RequestedNodes(2, None, 8)}),
+        ("--gres=lustre:1", [], {"nodes": RequestedNodes()}),
         ("--time=10", ["--time", "20"], {"limit": 1200.0}),
         ("--sig USR1", [], {"warning": EarlySignal("USR1", 60.0, to_script=False)}),
         ("--signal=BR:sigterm@300", [], {"warning": EarlySignal("TERM", 300.0, True)}),
@@ -166,7 +163,9 @@ def test_a_write_test_on_a_full_disk_says_so(tmp_path: Path) -> None:
 
 
 def test_a_node_asks_for_the_time_through_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [i for i in read_interfaces() if i.usable and i.network is not Network.LOOPBACK]
+    found = [
+        i for i in read_interfaces() if i.usable and i.network is not InterfaceNetwork.LOOPBACK
+    ]
     if not found:
         pytest.skip("this machine has no network")
     question = NetworkQuestion(found[0].name, on_one_node=False)

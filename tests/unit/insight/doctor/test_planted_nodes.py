@@ -12,8 +12,8 @@ from sick_site import Report, Site
 
 from kempner.cluster.slurm.allocation import Allocation
 from kempner.config.loading import load
-from kempner.insight.doctor.checks.ranks import World
-from kempner.insight.doctor.examine import Patient, Supervisor, examine
+from kempner.insight.doctor.checks.fit import PlannedWorld
+from kempner.insight.doctor.examine import Examination, Supervisor, examine
 from kempner.insight.doctor.facts.plan import read_plan
 from kempner.run.record.run_dir import RunDirectory
 
@@ -35,9 +35,9 @@ def allocation(site: Site, monkeypatch: pytest.MonkeyPatch) -> Allocation:
 
 def examined(site: Site, allocation: Allocation, *arguments: str) -> Report:
     config = load(Path("c.toml"), arguments)
-    world = World(len(allocation.nodes), 1, None, "job 7", in_job=True)
+    world = PlannedWorld(len(allocation.nodes), 1, None, "job 7", in_job=True)
     plan = read_plan(Path("job.sh"))
-    patient = Patient(config, RunDirectory(Path("runs/c")), world, plan, allocation)
+    patient = Examination(config, RunDirectory(Path("runs/c")), world, plan, allocation)
     findings = [*examine(patient, Supervisor(lambda: None, lambda save: 2 * save + 25))]
     return Report({"findings": [each.to_json() for each in findings]}, 0)
 

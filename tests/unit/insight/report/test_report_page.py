@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from kempner.cli.app import app
 from kempner.insight.report.page.document import page, story
 from kempner.insight.report.page.tables import interruption_table, time_table
-from kempner.insight.report.page.words import Unit, duration, share, text
+from kempner.insight.report.page.words import TimeUnit, duration, share, text
 from kempner.insight.report.summary import read_run
 from kempner.run.process.exit_codes import UsageError
 
@@ -227,7 +227,7 @@ def test_numbers_that_are_nearly_nothing_or_all() -> None:
         "> 99.9 %",
         "100.0 %",
     ]
-    assert [Unit("GPU hours", 1.0).show(value) for value in (0, 0.0004, 1.234, 12345.6)] == [
+    assert [TimeUnit("GPU hours", 1.0).show(value) for value in (0, 0.0004, 1.234, 12345.6)] == [
         "0",
         "< 0.001",
         "1.23",
@@ -247,7 +247,7 @@ def test_numbers_that_are_nearly_nothing_or_all() -> None:
     ],
 )
 def test_time_on_all_ranks_has_a_unit_that_fits(seconds: float, name: str, shown: str) -> None:
-    unit = Unit.fit(seconds / 3600, "rank")
+    unit = TimeUnit.fit(seconds / 3600, "rank")
     assert (unit.name, unit.show(seconds / 3600)) == (name, shown)
 
 

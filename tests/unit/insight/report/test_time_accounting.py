@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from planted_run import BEGIN, PlantedRun
 
-from kempner.insight.report.categories import Category
-from kempner.insight.report.cause import Kind
-from kempner.insight.report.page.plots import decimate
-from kempner.insight.report.pieces import Pieces, overlaps
+from kempner.insight.report.attempts import InterruptionKind
+from kempner.insight.report.page.document import decimate
 from kempner.insight.report.series import collect
 from kempner.insight.report.summary import read_run
+from kempner.insight.report.timeline import Category, Pieces, overlaps
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.lease import Lease
 from kempner.run.record.run_dir import RunDirectory
@@ -239,7 +238,12 @@ def test_what_an_interruption_cost(tmp_path: Path) -> None:
     run = PlantedRun(tmp_path / "run")
     killed_rank(run)
     [one] = run.report().interruptions
-    assert (one.kind, one.place.rank, one.place.node, one.attempt) == (Kind.FAILURE, 3, "n2", 1)
+    assert (one.kind, one.place.rank, one.place.node, one.attempt) == (
+        InterruptionKind.FAILURE,
+        3,
+        "n2",
+        1,
+    )
     assert (one.place.step, one.place.steps_lost) == (27, 7)
     assert one.cost.made_again_seconds == pytest.approx(7 * 2.0 + 0.7, abs=0.01)
     assert one.cost.restart_seconds == pytest.approx(2 + 20 + 5 + 3, abs=0.01)
@@ -253,7 +257,11 @@ def test_a_stop_is_no_failure_and_the_queue_costs_nothing(tmp_path: Path) -> Non
     time_limit_and_queue(run)
     report = run.report()
     [one] = report.interruptions
-    assert (one.kind, one.cause, one.place.steps_lost) == (Kind.STOP, "stopped: time limit", 0)
+    assert (one.kind, one.cause, one.place.steps_lost) == (
+        InterruptionKind.STOP,
+        "stopped: time limit",
+        0,
+    )
     assert one.cost.away_seconds == pytest.approx(3600)
     assert one.cost.gpu_hours == pytest.approx(4 * (7 + 20 + 5 + 3) / 3600, rel=1e-3)
     assert report.saves.window_seconds == 90.0
@@ -323,7 +331,7 @@ def test_a_run_that_goes_on_is_told_up_to_now(tmp_path: Path) -> None:
     lease.release()
     report = run.report()
     assert report.training.state == "ended without a message"
-    assert [one.kind for one in report.interruptions] == [Kind.SILENT]
+    assert [one.kind for one in report.interruptions] == [InterruptionKind.SILENT]
 
 
 def test_lines_that_make_no_sense_are_passed_over(tmp_path: Path) -> None:

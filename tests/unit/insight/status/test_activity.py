@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kempner.insight.status.activity import Activity
-from kempner.insight.status.facts import Live, Metrics, RankPlace, RunFacts
+from kempner.insight.status.facts import LiveState, Metrics, RankPlace, RunFacts
 from kempner.insight.status.job import NO_ANSWER, JobStatus
 from kempner.insight.status.summary import Status, summarise
 from kempner.run.process.exit_codes import ExitCode
@@ -46,7 +46,7 @@ LEFT = ended(75, "stopped (time limit); start again to continue")
 def status(*lines: dict[str, Any], now: float = NOW, **facts: Any) -> Status:
     live = {name: facts.pop(name) for name in ("alive", "attempt", "ranks") if name in facts}
     metrics = Metrics(facts.pop("metrics", ()), facts.pop("total_steps", None))
-    return summarise(RunFacts(now, RunHistory(lines), Live(**live), metrics, **facts))
+    return summarise(RunFacts(now, RunHistory(lines), LiveState(**live), metrics, **facts))
 
 
 def ranks(*phases: str) -> tuple[RankPlace, ...]:

@@ -10,7 +10,7 @@ from kempner.cli.insight.status_words import job_rows
 from kempner.insight.status.job import JobStatus, Restarts, find_run
 from kempner.insight.status.runs import find_runs
 from kempner.run.process.exit_codes import UsageError
-from kempner.run.record.events.attempt import AttemptStarted
+from kempner.run.record.events import AttemptStarted
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 

@@ -10,22 +10,19 @@ from typing import Any
 
 import pytest
 
-from kempner.checkpoint.store.inventory import locate
-from kempner.cli.insight.rows import table_row
-from kempner.cli.insight.status_words import checkpoint
+from kempner.checkpoint.store.retention import locate
+from kempner.cli.insight.status_words import checkpoint, table_row
 from kempner.insight.owner import judge_lease
 from kempner.insight.status.facts import CheckpointFacts, RankPlace
-from kempner.insight.status.progress import measure
-from kempner.insight.status.ranks import gather
 from kempner.insight.status.read import ATTEMPTS, KEPT, RunReader
 from kempner.insight.status.runs import find_runs, places
-from kempner.insight.status.summary import Status, summarise
+from kempner.insight.status.summary import Status, gather, measure, summarise
 from kempner.run.control.protocol import Phase, Report
 from kempner.run.record.attempts import begin_attempt
-from kempner.run.record.lease import RELEASED, Holder, Lease, Seen
+from kempner.run.record.lease import RELEASED, Holder, Lease, LeaseReading
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.control.events import LastReport
-from kempner.supervisor.control.rank_status import RankStatusFile
+from kempner.supervisor.control.rank_roster import RankStatusFile
 
 
 @pytest.mark.parametrize(
@@ -106,7 +103,7 @@ HOLDER = Holder("node1", "other", 1, 1, None, 0, "", lasts=45.0)
     ],
 )
 def test_a_glance_at_a_lease(beat: str, age: float, unchanged: float, alive: bool | None) -> None:
-    assert judge_lease(Seen(1, HOLDER, beat), age, unchanged) is alive
+    assert judge_lease(LeaseReading(1, HOLDER, beat), age, unchanged) is alive
 
 
 def test_the_newest_checkpoint_is_found_where_the_run_says_that_it_is(tmp_path: Path) -> None:

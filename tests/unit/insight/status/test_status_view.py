@@ -15,9 +15,9 @@ from rich.console import Console
 from terminal import CTRL_C, Terminal
 
 from kempner.cli.entry import main
-from kempner.cli.insight import watch
+from kempner.cli.insight import status_view
 from kempner.cli.insight.status_view import sparkline, view
-from kempner.insight.status.facts import CheckpointFacts, Live, Metrics, RankPlace, RunFacts
+from kempner.insight.status.facts import CheckpointFacts, LiveState, Metrics, RankPlace, RunFacts
 from kempner.insight.status.job import JobStatus, Restarts
 from kempner.insight.status.summary import Status, summarise
 from kempner.run.process.exit_codes import CannotReadError, ExitCode
@@ -54,7 +54,7 @@ STEPS = [
 
 def long_run(step: int, **facts: Any) -> Status:
     ranks = [RankPlace(n, step - n % 3, "step", 100.0, 10.0) for n in range(16384)]
-    known = {"history": RunHistory(BEGUN), "live": Live(True, 2, ranks)}
+    known = {"history": RunHistory(BEGUN), "live": LiveState(True, 2, ranks)}
     known |= {"metrics": Metrics(STEPS[:step], 1000)}
     known |= {"checkpoint": CheckpointFacts(400, NOW - 90)}
     return summarise(RunFacts(NOW, **{**known, **facts}))
@@ -66,10 +66,10 @@ STUCK = RankPlace(0, 498, "save", storage=STORAGE)
 STATES = {
     "training": long_run(498, job=JOB),
     "waiting for storage": long_run(
-        498, live=Live(True, 2, [RankPlace(0, 498, "save", storage=STORAGE)])
+        498, live=LiveState(True, 2, [RankPlace(0, 498, "save", storage=STORAGE)])
     ),
     "given up": long_run(498, gave_up=GaveUp(ExitCode.CRASHED, "the same step failed twice")),
-    "ended without a message": long_run(498, live=Live(False, 2)),
+    "ended without a message": long_run(498, live=LiveState(False, 2)),
     "not started": summarise(RunFacts(NOW)),
 }
 
@@ -100,8 +100,8 @@ def test_every_state_fits_every_terminal(name: str, columns: int) -> None:
 def test_a_low_terminal_shows_what_is_needed_most(rows: int, lists: int) -> None:
     output = io.StringIO()
     screen = Console(file=output, width=100, height=rows, force_terminal=True, no_color=True)
-    looks = Scripted(watch.Look([("runs/7b", STATES["training"])], at=time.monotonic()))
-    screen.print(watch.View(looks, together=False))  # type: ignore[arg-type]
+    looks = Scripted(status_view.Look([("runs/7b", STATES["training"])], at=time.monotonic()))
+    screen.print(status_view.View(looks, together=False))  # type: ignore[arg-type]
     lines = output.getvalue().splitlines()
     assert len(lines) <= rows
     assert "Ctrl-C leaves" in lines[-1]
@@ -136,11 +136,11 @@ def test_a_curve_in_a_line(values: list[float], columns: int, from_zero: bool, s
 class Scripted:
     """In place of a `Watcher`: one look after the other."""
 
-    def __init__(self, *looks: watch.Look) -> None:
+    def __init__(self, *looks: status_view.Look) -> None:
         self._looks = list(looks)
 
     @property
-    def last(self) -> watch.Look:
+    def last(self) -> status_view.Look:
         return self._looks[0]
 
     def wait(self, seconds: float) -> bool:
@@ -153,9 +153,18 @@ def test_without_a_terminal_each_change_is_a_line_until_the_run_is_over(
 ) -> None:
     done = long_run(498, history=RunHistory([*BEGUN, event("completed", 1, step=498)]))
     gone = CannotReadError("the ledger cannot be read: Stale file handle")
-    made = [watch.Look([("runs/7b", status)]) for status in (*map(long_run, (400, 450)), done)]
-    looks = (made[0], made[0], made[1], watch.Look(made[1].found, error=gone), made[1], made[2])
-    watch.print_lines(Scripted(*looks))  # type: ignore[arg-type]
+    made = [
+        status_view.Look([("runs/7b", status)]) for status in (*map(long_run, (400, 450)), done)
+    ]
+    looks = (
+        made[0],
+        made[0],
+        made[1],
+        status_view.Look(made[1].found, error=gone),
+        made[1],
+        made[2],
+    )
+    status_view.print_lines(Scripted(*looks))  # type: ignore[arg-type]
     lines = [line[10:] for line in capsys.readouterr().out.splitlines()]
     assert [line[:18] for line in lines[:2]] == 2 * ["runs/7b:  training"]
     assert ["step 400/1000" in lines[0], "step 450/1000" in lines[1]] == [True, True]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tomli
 
-from kempner.insight.triage.logs import triage_logs
+from kempner.insight.triage.first_failure import triage_logs
 from kempner.insight.triage.rules import Sure
 from kempner.insight.triage.scan import Scan
 from kempner.insight.triage.verdict import Verdict, decide

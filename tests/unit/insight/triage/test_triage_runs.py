@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kempner.insight.triage.ledger import triage_run
+from kempner.insight.triage.first_failure import triage_run
 from kempner.insight.triage.rules import Sure
 from kempner.insight.triage.verdict import Verdict
 from kempner.run.record.lease import Lease

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from kempner.config.sections import Config, ModelSection, TrainSection
-from kempner.model.attention import attend, block_mask, document_mask
 from kempner.model.loss import IGNORE
 from kempner.model.sharding import build_model
-from kempner.model.transformer import Transformer
+from kempner.model.transformer import Transformer, attend, block_mask, document_mask
 
 END, VOCAB, LENGTH = 7, 29, 24
 TOLERANCE = 3e-6

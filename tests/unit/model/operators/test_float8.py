@@ -10,8 +10,7 @@ from torch import Tensor
 
 from kempner.config.sections import Config, ModelSection, TrainSection
 from kempner.model import sharding
-from kempner.model.float8 import use_float8
-from kempner.model.sharding import build_model
+from kempner.model.sharding import build_model, use_float8
 from kempner.model.transformer import Transformer
 from kempner.run.process.exit_codes import UsageError
 

@@ -14,7 +14,7 @@ from callers import LOOPBACK, SIZE, Relay, Stranger, Supervisor
 from harness import wait_until
 from patience import scaled
 
-from kempner.run.control import client, file_exchange, handshake
+from kempner.run.control import client, handshake
 from kempner.run.control.handshake import introduce
 from kempner.run.control.launch_env import Control
 from kempner.run.control.protocol import (
@@ -30,11 +30,10 @@ from kempner.run.control.protocol import (
 )
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.stop_reason import StopReason
-from kempner.run.record.events.checkpoint import Resumed, StartedAnew
-from kempner.run.record.events.stop import Signalled
+from kempner.run.record.events import Resumed, Signalled, StartedAnew
 from kempner.supervisor.control import server as channel_module
-from kempner.supervisor.control.auth import listen
-from kempner.supervisor.control.events import Connected, Disconnected, Heard
+from kempner.supervisor.control.events import Connected, Disconnected, RankMessage
+from kempner.supervisor.control.peers import listen
 
 OTHER, SILENT = "127.0.0.7", "127.0.0.8"
 
@@ -54,7 +53,7 @@ def test_a_rank_joins_reports_and_leaves(supervisor: Supervisor) -> None:
     for step in range(50):
         rank.link.record(Resumed(step))
     assert rank.link.leave(ExitCode.STOPPED, "enough") == []
-    heard = [supervisor.expect(Heard).message for _ in range(51)]
+    heard = [supervisor.expect(RankMessage).message for _ in range(51)]
     assert [m.fields["step"] for m in heard[:-1]] == list(range(50))
     assert heard[-1] == Outcome(51, 75, "enough")
 
@@ -81,10 +80,10 @@ def test_the_newest_connection_of_a_rank_counts(supervisor: Supervisor) -> None:
         supervisor.expect(Connected)
         assert isinstance(stranger.hear(), Welcome)
         stranger.say(Event(number, "x", {}))
-        assert supervisor.expect(Heard).message.number == number
+        assert supervisor.expect(RankMessage).message.number == number
     newer.say(Event(2, "sent again", {}))  # its answer was lost, say
     newer.say(Outcome(3, 0, ""))
-    assert supervisor.expect(Heard).message == Outcome(3, 0, "")
+    assert supervisor.expect(RankMessage).message == Outcome(3, 0, "")
     older.stream.readline()
     assert older.is_hung_up_on()
     newer.socket.shutdown(socket.SHUT_RDWR)
@@ -100,14 +99,16 @@ def test_what_was_not_heard_is_said_again_to_the_next_connection(supervisor: Sup
         wait_until(supervisor.channel.last_reports, "the opening to be over")
         relay.swallow.set()
         rank.link.record(StartedAnew())
-        assert supervisor.expect(Heard).message.name == "started"
+        assert supervisor.expect(RankMessage).message.name == "started"
         relay.cut()
         rank.link.record(Signalled())
         assert supervisor.expect(Disconnected).rank == 0
         supervisor.expect(Connected)
-        assert supervisor.expect(Heard).message.name == "signalled"  # and not the first one again
+        assert (
+            supervisor.expect(RankMessage).message.name == "signalled"
+        )  # and not the first one again
         assert rank.link.leave(0, "") == []
-        assert supervisor.expect(Heard).message == Outcome(3, 0, "")
+        assert supervisor.expect(RankMessage).message == Outcome(3, 0, "")
 
 
 def test_the_words_of_a_rank_that_is_gone_already_are_all_taken_in(supervisor: Supervisor) -> None:
@@ -122,7 +123,9 @@ def test_the_words_of_a_rank_that_is_gone_already_are_all_taken_in(supervisor: S
         hasty.socket.shutdown(socket.SHUT_RD)  # from here on an answer is met with a reset
         hasty.stream.close()
         hasty.socket.close()
-        assert [supervisor.expect(Heard).message.number for _ in range(100)] == list(range(1, 101))
+        assert [supervisor.expect(RankMessage).message.number for _ in range(100)] == list(
+            range(1, 101)
+        )
         assert supervisor.expect(Disconnected).rank == rank
 
 
@@ -136,14 +139,14 @@ def test_files_take_over_where_no_connection_is_possible(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "ALONE", 0.0)
-    monkeypatch.setattr(file_exchange, "FILE_BEAT", 0.1)
+    monkeypatch.setattr(client, "FILE_BEAT", 0.1)
     with socket.socket() as taken:
         taken.bind((LOOPBACK, 0))  # nobody listens there
         rank = supervisor.link(1, port=taken.getsockname()[1])
         assert supervisor.expect(Connected).rank == 1
         rank.progress.step = 9
         rank.link.record(Resumed(9))
-        assert supervisor.expect(Heard).message == Event(1, "resumed", {"step": 9})
+        assert supervisor.expect(RankMessage).message == Event(1, "resumed", {"step": 9})
         supervisor.channel.tell(Stop(StopReason.SIGNAL, "SIGTERM", 30.0))
         assert rank.stops.get(timeout=scaled(20)) == Stop(StopReason.SIGNAL, "SIGTERM", 30.0)
         late = supervisor.link(3, port=taken.getsockname()[1])
@@ -156,7 +159,7 @@ def test_files_take_over_where_no_connection_is_possible(
 def said(supervisor: Supervisor, message: Event | Outcome) -> bool:
     while not supervisor.news.empty():
         news = supervisor.news.get()
-        if isinstance(news, Heard) and news.message == message:
+        if isinstance(news, RankMessage) and news.message == message:
             return True
     return False
 
@@ -214,7 +217,7 @@ def test_a_lost_peer_ends_a_process_whose_main_thread_is_stuck(supervisor: Super
     stacks = supervisor.run.stacks(3, 1)
     wait_until(lambda: stacks.exists() and "wait" in stacks.read_text(), "the stacks")
     supervisor.channel.tell(PeerLost(0, "was killed by SIGKILL"))
-    words = supervisor.expect(Heard).message
+    words = supervisor.expect(RankMessage).message
     assert words == Outcome(1, 76, "exited, because rank 0 was killed by SIGKILL")
     _, said = stuck.communicate(timeout=scaled(20))
     assert stuck.returncode == 76

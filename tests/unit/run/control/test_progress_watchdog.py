@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from harness import Clock
 
-from kempner.run.control.heartbeat import Progress
-from kempner.run.control.progress_watchdog import LONGER_THAN_ANY, ProgressWatchdog
+from kempner.run.control.heartbeat import LONGER_THAN_ANY, Progress, ProgressWatchdog
 from kempner.run.control.protocol import Phase
 from kempner.run.process import awake_clock as awake
 

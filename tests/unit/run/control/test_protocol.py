@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kempner.run.control import heartbeat
-from kempner.run.control.heartbeat import HeldUp, Progress
-from kempner.run.control.outbox import Outbox
+from kempner.run.control.client import Outbox, SupervisorTimeout
+from kempner.run.control.heartbeat import Progress, StepDelays
 from kempner.run.control.protocol import (
     LINE_LIMIT,
     WORDS_LIMIT,
@@ -39,7 +39,6 @@ from kempner.run.control.protocol import (
     new_nonce,
     shorten,
 )
-from kempner.run.control.supervisor_timeout import SupervisorTimeout
 from kempner.run.process import awake_clock as awake
 from kempner.run.process.awake_clock import LONGEST_NAP
 from kempner.run.process.stop_reason import StopReason
@@ -260,7 +259,7 @@ def test_progress_tells_what_held_up_the_steps(clock: Clock) -> None:
         clock.now += 2
     with place.held_up_by_save():
         clock.now += 1
-    assert place.take_held_up() == HeldUp(saves=3, data=4, ranks=5)
+    assert place.take_held_up() == StepDelays(saves=3, data=4, ranks=5)
     with place.waiting("the vote"):
         clock.now += 1
-    assert place.take_held_up() == HeldUp(ranks=1)
+    assert place.take_held_up() == StepDelays(ranks=1)

@@ -32,9 +32,9 @@ from kempner.run.control.protocol import (
 )
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.attempts import Attempt
-from kempner.run.record.events.stop import Signalled
+from kempner.run.record.events import Signalled
 from kempner.supervisor.control import peers
-from kempner.supervisor.control.events import Connected, Disconnected, Heard
+from kempner.supervisor.control.events import Connected, Disconnected, RankMessage
 
 
 def impostors(s: Supervisor) -> dict[str, tuple[Launch, int]]:
@@ -110,7 +110,7 @@ def test_a_rank_that_talks_nonsense_loses_its_connection_only(
     stranger.say(content)
     assert supervisor.expect(Disconnected).rank == 0
     other.link.record(Signalled())
-    assert supervisor.expect(Heard).rank == 1
+    assert supervisor.expect(RankMessage).rank == 1
 
 
 @pytest.fixture(scope="module")
@@ -140,14 +140,14 @@ def test_no_bytes_whatsoever_disturb_it(
 def test_half_open_connections_do_not_keep_ranks_out(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "STRANGERS", 4)
+    monkeypatch.setattr(peers, "PENDING_LIMIT", 4)
     idle = [Stranger(supervisor.channel.port) for _ in range(3 * SIZE)]
     rank = supervisor.link(0)
     assert supervisor.expect(Connected).rank == 0
     assert idle[0].hear()
     assert idle[0].is_hung_up_on()
     rank.link.record(Signalled())
-    supervisor.expect(Heard)
+    supervisor.expect(RankMessage)
 
 
 def test_who_never_says_who_it_is_has_to_go(
@@ -207,5 +207,5 @@ def test_a_file_that_is_not_a_ranks_own_admits_nobody(supervisor: Supervisor) ->
     honest = introduce(supervisor.launch(), 1, challenge="")
     supervisor.run.messages(3, 1).write_bytes(encode(honest) + b'{"ha\n' + encode(event))
     assert supervisor.expect(Connected).rank == 1
-    assert supervisor.expect(Heard) == Heard(1, event)
+    assert supervisor.expect(RankMessage) == RankMessage(1, event)
     assert supervisor.news.empty()

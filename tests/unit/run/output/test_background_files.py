@@ -14,12 +14,12 @@ import pytest
 from harness import wait_until
 from patience import scaled
 
-from kempner.run.output import background_files, courier
+from kempner.run.output import background_files, console
 from kempner.run.output.background_files import JsonLines, LatestContent, open_lines
 from kempner.run.output.console import settle_all
 
 
-class Told(list[tuple[str, Mapping[str, object]]]):
+class SaidSentences(list[tuple[str, Mapping[str, object]]]):
     """What was said about a file."""
 
     def __call__(self, sentence: str, facts: Mapping[str, object]) -> None:
@@ -55,7 +55,7 @@ def files_of(size: int) -> Iterator[None]:
 def test_a_line_for_half_of_which_there_was_room_comes_whole_and_once(
     tmp_path: Path, room: int
 ) -> None:
-    path, told = tmp_path / "lines.jsonl", Told()
+    path, told = tmp_path / "lines.jsonl", SaidSentences()
     lines = open_lines(path, told)
     with files_of(room):
         append(lines, *range(10, 20))
@@ -70,7 +70,7 @@ def test_what_a_killed_writer_left_is_cut_off_unless_it_is_whole(tmp_path: Path)
     for number, tail in enumerate((b'{"n": 2, "lo', b"\0" * 5000, b'{"n": 7}', b"", b'"a" ')):
         path = tmp_path / str(number)
         path.write_bytes(b'{"n": 1}\n' + tail)
-        append(open_lines(path, Told()), 3)
+        append(open_lines(path, SaidSentences()), 3)
         settle_all(10)
         assert numbers(path) == ([1, 7, 3] if b"7" in tail else [1, 3])
 
@@ -79,7 +79,7 @@ def test_lines_beyond_what_can_be_kept_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background_files, "KEPT", 3 * len('{"n": 0}'))
-    path, told = tmp_path / "lines.jsonl", Told()
+    path, told = tmp_path / "lines.jsonl", SaidSentences()
     path.symlink_to("/dev/full")
     lines = open_lines(path, told)
     append(lines, *range(5))
@@ -96,11 +96,11 @@ def test_storage_that_hangs_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pipe that nobody reads hangs like a file server that does not answer."""
-    monkeypatch.setattr(courier, "PATIENCE", 0.05)
+    monkeypatch.setattr(console, "PATIENCE", 0.05)
     path = tmp_path / "lines.jsonl"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDWR | os.O_NONBLOCK)
-    lines = open_lines(path, Told())
+    lines = open_lines(path, SaidSentences())
     append(lines, *range(20_000))
     assert lines.unwritten()
     taken = bytearray()
@@ -116,13 +116,13 @@ def test_storage_that_hangs_holds_nobody_up(
 
 
 def test_there_is_one_writer_for_a_file(tmp_path: Path) -> None:
-    first = open_lines(tmp_path / "lines.jsonl", Told())
-    assert open_lines(tmp_path / "lines.jsonl", Told()) is first
-    assert open_lines(tmp_path / "others.jsonl", Told()) is not first
+    first = open_lines(tmp_path / "lines.jsonl", SaidSentences())
+    assert open_lines(tmp_path / "lines.jsonl", SaidSentences()) is first
+    assert open_lines(tmp_path / "others.jsonl", SaidSentences()) is not first
 
 
 def test_only_the_newest_content_is_written_once_it_can_be(tmp_path: Path) -> None:
-    folder, told = tmp_path / "folder", Told()
+    folder, told = tmp_path / "folder", SaidSentences()
     latest = LatestContent(folder / "ranks.json", told)
     latest.replace("[1]")
     latest.replace("[2]")
@@ -136,7 +136,7 @@ def test_only_the_newest_content_is_written_once_it_can_be(tmp_path: Path) -> No
 def test_a_file_whose_storage_hangs_holds_up_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(courier, "PATIENCE", 0.05)
+    monkeypatch.setattr(console, "PATIENCE", 0.05)
     stuck, free = tmp_path / "stuck.jsonl", tmp_path / "free.jsonl"
     go_on, open_file = threading.Event(), background_files._open
     monkeypatch.setattr(
@@ -144,7 +144,7 @@ def test_a_file_whose_storage_hangs_holds_up_no_other(
         "_open",
         lambda path: (path == free or go_on.wait(scaled(60))) and open_file(path),
     )
-    first, second = open_lines(stuck, Told()), open_lines(free, Told())
+    first, second = open_lines(stuck, SaidSentences()), open_lines(free, SaidSentences())
     append(first, 1)
     append(second, 2)
     settle_all(0.1)

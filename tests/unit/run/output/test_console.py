@@ -18,9 +18,8 @@ import pytest
 from harness import wait_until
 from patience import scaled
 
-from kempner.run.output import console, courier, logs
-from kempner.run.output.console import lost_lines, protect, say, settle_all
-from kempner.run.output.courier import Courier, Errand
+from kempner.run.output import console, logs
+from kempner.run.output.console import Courier, Errand, lost_lines, protect, say, settle_all
 from kempner.run.output.logs import logger, open_log
 
 CAPACITY = 4096
@@ -57,7 +56,7 @@ class Pipe:
 
 @pytest.fixture
 def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipe]:
-    monkeypatch.setattr(courier, "PATIENCE", 0.05)
+    monkeypatch.setattr(console, "PATIENCE", 0.05)
     monkeypatch.setattr(console, "_outlets", {})  # what other tests have lost does not count here
     monkeypatch.setattr(console, "_unsaid", 0)
     path = tmp_path / "pipe"
@@ -184,7 +183,7 @@ def test_the_end_of_the_interpreter_waits_for_no_thread(closed: str, shown: str)
 def test_a_stuck_errand_keeps_nobody_for_long_and_nothing_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(courier, "PATIENCE", 0.05)
+    monkeypatch.setattr(console, "PATIENCE", 0.05)
     go_on, done, tries = threading.Event(), list[str](), iter([None, 0.01, 0.01, None, None])
 
     def stuck() -> None:
@@ -212,7 +211,7 @@ def test_a_stuck_errand_keeps_nobody_for_long_and_nothing_is_forgotten(
 def test_a_thread_that_has_nothing_to_do_ends_and_another_one_comes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(courier, "IDLE", 0.0)
+    monkeypatch.setattr(console, "IDLE", 0.0)
     done = list[str]()
     worker = Courier("idle")
     for number in range(3):

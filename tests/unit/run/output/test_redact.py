@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kempner.run.output.redact import redacted
+from kempner.run.output.logs import redacted
 
 
 @pytest.mark.parametrize(

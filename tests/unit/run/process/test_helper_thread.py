@@ -8,7 +8,7 @@ import pytest
 from patience import scaled
 
 from kempner.run.output import logs
-from kempner.run.process.helper_thread import PAUSE, TRIES, keep_running
+from kempner.run.process.threads import PAUSE, TRIES, keep_running
 
 
 def test_work_that_fails_is_told_of_and_begins_again(capfd: pytest.CaptureFixture[str]) -> None:

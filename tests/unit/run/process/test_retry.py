@@ -16,8 +16,8 @@ from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.retry import (
     LONGEST_PAUSE,
     StorageUnavailableError,
+    StorageWait,
     StorageWaits,
-    Waited,
     WaitStoppedError,
     decide_retry,
     empty,
@@ -88,7 +88,7 @@ def test_an_empty_file_is_waited_for_less_long_and_is_wrong_then() -> None:
 
 
 def test_it_is_tried_until_it_works_and_told_once(capsys: pytest.CaptureFixture[str]) -> None:
-    told: list[Waited] = []
+    told: list[StorageWait] = []
     waits = StorageWaits()
     waits.configure(60.0)
     waits.tell_to(told.append)
@@ -107,7 +107,7 @@ def test_it_is_tried_until_it_works_and_told_once(capsys: pytest.CaptureFixture[
 def test_many_short_waits_are_told_together(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[Waited] = []
+    told: list[StorageWait] = []
     waits = StorageWaits()
     waits.configure(60.0)
     waits.tell_to(told.append)

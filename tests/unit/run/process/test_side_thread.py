@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kempner.run.process.side_thread import unless
+from kempner.run.process.threads import unless
 
 
 def test_the_result_or_the_error_of_the_work_comes_back() -> None:

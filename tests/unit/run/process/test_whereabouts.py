@@ -10,7 +10,7 @@ from types import TracebackType
 import pytest
 from patience import scaled
 
-from kempner.run.process.whereabouts import Place, Whereabouts, place_of
+from kempner.run.process.whereabouts import CodePlace, Whereabouts, place_of
 
 TORCH = "/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
 
@@ -45,14 +45,14 @@ def test_the_line_of_the_user_and_the_collective_are_told(
     within: Callable[[], None], collective: str
 ) -> None:
     trace = raised(lambda: calls("/home/me/train.py", 9)(within))
-    assert place_of(trace) == Place("train.py:9", collective)
+    assert place_of(trace) == CodePlace("train.py:9", collective)
 
 
 def test_a_collective_that_calls_the_user_is_not_waited_in() -> None:
     """As a hook of DistributedDataParallel does."""
     ours = compiled("/home/me/hooks.py", "def f(): 1 / 0")
     trace = raised(lambda: calls(TORCH, 5)(ours))
-    assert place_of(trace) == Place("hooks.py:1", "")
+    assert place_of(trace) == CodePlace("hooks.py:1", "")
 
 
 def test_a_thread_that_stands_still_is_told_from_one_that_moves(tmp_path: Path) -> None:

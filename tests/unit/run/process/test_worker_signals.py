@@ -18,8 +18,8 @@ from harness import wait_until
 
 from kempner.run.process import worker_process
 from kempner.run.process.signals import SignalInbox, inbox
-from kempner.run.process.thread_states import thread_states
-from kempner.run.process.worker_process import born_deaf, heed_only_parent
+from kempner.run.process.threads import thread_states
+from kempner.run.process.worker_process import heed_only_parent, signals_blocked_in_children
 
 FORK = multiprocessing.get_context("fork")
 
@@ -58,7 +58,7 @@ def echo(channel: Connection) -> None:
 def test_a_worker_ends_with_its_parents_sigterm_alone(name: str) -> None:
     mine, its = FORK.Pipe()
     worker = FORK.Process(target=echo, args=(its,), daemon=True)
-    with born_deaf():
+    with signals_blocked_in_children():
         worker.start()
     its.close()
     for word in ("before", "after"):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kempner.run.control.client import BEAT, RETRY
-from kempner.run.control.file_exchange import FILE_BEAT
+from kempner.run.control.client import BEAT, FILE_BEAT, RETRY
 from kempner.run.process import awake_clock
 from kempner.run.process.awake_clock import LONGEST_NAP, AwakeClock
 from kempner.supervisor.attempt import EXIT_GRACE, LOOK

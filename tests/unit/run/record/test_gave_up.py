@@ -13,9 +13,9 @@ from kempner.run.record.attempts import begin_attempt, outdated, prune_attempts
 from kempner.run.record.gave_up import GaveUp, GaveUpError, read, refuse_if_given_up, write
 from kempner.run.record.ledger import read_lines
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.give_up import give_up
 from kempner.supervisor.policy.outcome import Decision
 from kempner.supervisor.policy.restart import Failure
+from kempner.supervisor.recovery import give_up
 
 
 @pytest.fixture

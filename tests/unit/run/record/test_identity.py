@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kempner.run.process.exit_codes import UsageError
-from kempner.run.record.events.attempt import AttemptEnded, ProgramAdvanced
+from kempner.run.record.events import AttemptEnded, ProgramAdvanced
 from kempner.run.record.identity import (
     ACCEPT_CHANGES,
+    Consequence,
     RunIdentity,
-    Verdict,
     accepted_names,
     compare,
     describe_refusal,
@@ -50,7 +50,7 @@ REFUSED = {"command", "launched", "environment", "facts"}
 """Fields of which the result depends; a difference in any other is told."""
 
 
-def verdicts(before: RunIdentity, now: RunIdentity, *accepted: str) -> dict[str, Verdict]:
+def verdicts(before: RunIdentity, now: RunIdentity, *accepted: str) -> dict[str, Consequence]:
     return {each.name: each.verdict for each in compare(before, now, accepted)}
 
 
@@ -82,11 +82,11 @@ def test_each_field_that_differs_is_told_or_refused_in_one_line(
     for each in found:
         assert "\n" not in each.sentence
         forgotten = each.now is None and each.name not in now.facts and name == "facts"
-        told = Verdict.TOLD if forgotten or name not in REFUSED else Verdict.REFUSED
+        told = Consequence.TOLD if forgotten or name not in REFUSED else Consequence.REFUSED
         assert each.verdict is told
     assert {each.verdict for each in compare(before, now, [each.name for each in found])} <= {
-        Verdict.TOLD,
-        Verdict.ACCEPTED,
+        Consequence.TOLD,
+        Consequence.ACCEPTED,
     }
 
 
@@ -95,7 +95,7 @@ def test_a_refusal_names_all_that_it_refuses_and_what_to_accept(
     before: RunIdentity, now: RunIdentity
 ) -> None:
     found = compare(before, now)
-    refused = [each for each in found if each.verdict is Verdict.REFUSED]
+    refused = [each for each in found if each.verdict is Consequence.REFUSED]
     sentence = describe_refusal(found, "runs/x", "do this")
     assert bool(sentence) == bool(refused)
     assert all(each.sentence in sentence for each in refused)
@@ -107,19 +107,19 @@ def test_a_refusal_names_all_that_it_refuses_and_what_to_accept(
 @pytest.mark.parametrize(
     ("name", "before", "now", "verdict"),
     [
-        ("steps", 20, 40, Verdict.TOLD),
-        ("steps", 40, 20, Verdict.REFUSED),
-        ("save_every", 5, 10, Verdict.TOLD),
-        ("save_every", 10, 5, Verdict.TOLD),
-        ("seed", 0, 1, Verdict.REFUSED),
-        ("optimizer", {"class": "SGD"}, {"class": "AdamW"}, Verdict.REFUSED),
-        ("optimizer", [{"lr": 0.1}], [{"lr": 0.01}], Verdict.REFUSED),
-        ("optimizer", [{"lr": 0.1}], [{"lr": 0.1}, {"lr": 0.1}], Verdict.REFUSED),
-        ("data", "abc", "abd", Verdict.REFUSED),
-        ("of another version", 1, 2, Verdict.REFUSED),
+        ("steps", 20, 40, Consequence.TOLD),
+        ("steps", 40, 20, Consequence.REFUSED),
+        ("save_every", 5, 10, Consequence.TOLD),
+        ("save_every", 10, 5, Consequence.TOLD),
+        ("seed", 0, 1, Consequence.REFUSED),
+        ("optimizer", {"class": "SGD"}, {"class": "AdamW"}, Consequence.REFUSED),
+        ("optimizer", [{"lr": 0.1}], [{"lr": 0.01}], Consequence.REFUSED),
+        ("optimizer", [{"lr": 0.1}], [{"lr": 0.1}, {"lr": 0.1}], Consequence.REFUSED),
+        ("data", "abc", "abd", Consequence.REFUSED),
+        ("of another version", 1, 2, Consequence.REFUSED),
     ],
 )
-def test_facts(name: str, before: object, now: object, verdict: Verdict) -> None:
+def test_facts(name: str, before: object, now: object, verdict: Consequence) -> None:
     old, new = RunIdentity(facts={name: before}), RunIdentity(facts={name: now})
     assert verdicts(old, new) == {name: verdict}
     (difference,) = compare(old, new)
@@ -150,9 +150,9 @@ def test_the_files_are_those_of_the_beginning_and_the_rest_is_that_of_the_last_s
         ("t.py",), surroundings={"ranks": 1}, facts={"steps": 40}, files={"t.py": "2", "m.py": "1"}
     )
     kept = second.after(first)
-    assert verdicts(first, second) == dict.fromkeys(["steps", "ranks", "files"], Verdict.TOLD)
+    assert verdicts(first, second) == dict.fromkeys(["steps", "ranks", "files"], Consequence.TOLD)
     assert compare(kept, replace(second, files=first.files)) == []
-    assert verdicts(kept, second) == {"files": Verdict.TOLD}
+    assert verdicts(kept, second) == {"files": Consequence.TOLD}
     assert kept.files == {"t.py": "1", "m.py": "1"}
 
 

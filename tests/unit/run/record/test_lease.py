@@ -20,7 +20,7 @@ from kempner.run.record.lease import (
     RELEASED,
     Holder,
     Lease,
-    Seen,
+    LeaseReading,
     ask_to_stop,
     is_owned,
     look,
@@ -31,26 +31,38 @@ from kempner.run.record.lease import (
 from kempner.run.record.run_dir import RunDirectory
 
 ME = Holder("node1", "boot-a/1", 10, 500, "7", 1, "now", 0.3)
-SEEN = Seen(0, None, "")
+SEEN = LeaseReading(0, None, "")
 OTHER = replace(ME, pid=11, job=None, restarts=0)
 
 
 @pytest.mark.parametrize(
     ("seen", "lives", "reason"),
     [
-        (Seen(1, OTHER, RELEASED), True, "has exited"),
-        (Seen(1, OTHER, "4"), False, "is dead"),
-        (Seen(1, OTHER, "4"), True, ""),
-        (Seen(1, replace(OTHER, machine="boot-b/1"), "4"), False, ""),  # cannot be seen from here
-        (Seen(1, replace(OTHER, machine="boot-a/2"), "4"), False, ""),  # nor into a container
-        (Seen(1, replace(OTHER, machine="boot-b/1", job="7"), "4"), False, "was started again"),
-        (Seen(1, replace(OTHER, machine="boot-b/1", job="8"), "4"), False, ""),
-        (Seen(1, replace(ME, machine="boot-b/1"), "4"), False, ""),  # the same launch
-        (Seen(1, replace(ME, machine="boot-b/1", restarts=2), "4"), False, ""),
-        (Seen(1, None, ""), False, ""),
+        (LeaseReading(1, OTHER, RELEASED), True, "has exited"),
+        (LeaseReading(1, OTHER, "4"), False, "is dead"),
+        (LeaseReading(1, OTHER, "4"), True, ""),
+        (
+            LeaseReading(1, replace(OTHER, machine="boot-b/1"), "4"),
+            False,
+            "",
+        ),  # cannot be seen from here
+        (
+            LeaseReading(1, replace(OTHER, machine="boot-a/2"), "4"),
+            False,
+            "",
+        ),  # nor into a container
+        (
+            LeaseReading(1, replace(OTHER, machine="boot-b/1", job="7"), "4"),
+            False,
+            "was started again",
+        ),
+        (LeaseReading(1, replace(OTHER, machine="boot-b/1", job="8"), "4"), False, ""),
+        (LeaseReading(1, replace(ME, machine="boot-b/1"), "4"), False, ""),  # the same launch
+        (LeaseReading(1, replace(ME, machine="boot-b/1", restarts=2), "4"), False, ""),
+        (LeaseReading(1, None, ""), False, ""),
     ],
 )
-def test_who_need_not_be_waited_for(seen: Seen, lives: bool, reason: str) -> None:
+def test_who_need_not_be_waited_for(seen: LeaseReading, lives: bool, reason: str) -> None:
     assert reason in reason_to_take(seen, ME, lives)
     assert bool(reason_to_take(seen, ME, lives)) is bool(reason)
 

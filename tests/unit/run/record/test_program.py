@@ -12,14 +12,17 @@ from types import ModuleType
 
 import pytest
 
-from kempner.run.record.program.command import (
+from kempner.run.record.program import (
     command_of_process,
     command_of_words,
+    counts,
+    digests,
     identity_of_process,
     identity_of_words,
+    keep_copies,
+    named_files,
+    own_sources,
 )
-from kempner.run.record.program.copies import keep_copies
-from kempner.run.record.program.files import counts, digests, named_files, own_sources
 from kempner.run.record.run_dir import RunDirectory
 
 HERE = Path("/work place/project")

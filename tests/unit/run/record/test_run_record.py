@@ -22,10 +22,14 @@ from kempner.run.process.durable_io import append_line, await_entry, join_direct
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record import ledger
 from kempner.run.record.attempts import Attempt, Fence, SupersededError, begin_attempt, read_current
-from kempner.run.record.events.attempt import AttemptEnded, AttemptStarted, Restarting
-from kempner.run.record.events.checkpoint import StartedAnew
-from kempner.run.record.events.stop import Signalled
-from kempner.run.record.jsonl import JsonlWriter
+from kempner.run.record.events import (
+    AttemptEnded,
+    AttemptStarted,
+    Restarting,
+    Signalled,
+    StartedAnew,
+)
+from kempner.run.record.ledger import JsonlWriter
 from kempner.run.record.run_dir import RunDirectory
 
 

@@ -18,8 +18,7 @@ from kempner.supervisor.control.events import LastReport
 from kempner.supervisor.control.rank_roster import RankRoster
 from kempner.supervisor.monitors.run_times import RunTimes
 from kempner.supervisor.policy.outcome import RankExit
-from kempner.supervisor.slurm.job_monitor import JobMonitor
-from kempner.supervisor.slurm.job_view import JobView
+from kempner.supervisor.slurm.job_monitor import JobMonitor, JobView
 
 
 class Hands:

@@ -22,12 +22,12 @@ from kempner.run.control.protocol import (
     Report,
     Stop,
 )
-from kempner.run.process.signals import Received
+from kempner.run.process.signals import ReceivedSignal
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.run.record.save_times import SaveSeconds
 from kempner.supervisor.attempt import EXIT_GRACE, EXPLAINED_WITHIN, AttemptFollower
-from kempner.supervisor.control.events import Connected, Disconnected, Heard, LastReport
+from kempner.supervisor.control.events import Connected, Disconnected, LastReport, RankMessage
 from kempner.supervisor.control.rank_roster import JOIN, RECONNECT
 from kempner.supervisor.policy.outcome import RankExit, decide_outcome
 from kempner.supervisor.policy.stop import StopOrder
@@ -39,7 +39,7 @@ def test_the_first_sign_of_an_end_counts_not_its_confirmation(
 ) -> None:
     feed(follower, Disconnected(1, "closed by the other side"))
     clock.now += 0.01
-    feed(follower, Heard(0, Outcome(1, 1, "KeyError: what follows when a peer is gone")))
+    feed(follower, RankMessage(0, Outcome(1, 1, "KeyError: what follows when a peer is gone")))
     clock.now += 0.01
     feed(follower, RankExit(1, -signal.SIGKILL), RankExit(0, 1))
     assert [end.rank for end in follower.ends] == [1, 0]
@@ -81,7 +81,11 @@ def test_a_rank_that_never_joins_is_missed(
 def test_who_stays_after_a_stop_is_killed_in_the_end(
     follower: AttemptFollower, hands: Hands, clock: Clock
 ) -> None:
-    feed(follower, Received(signal.SIGTERM, clock.now), Received(signal.SIGTERM, clock.now))
+    feed(
+        follower,
+        ReceivedSignal(signal.SIGTERM, clock.now),
+        ReceivedSignal(signal.SIGTERM, clock.now),
+    )
     assert hands.told == [Stop(StopReason.SIGNAL, "SIGTERM", 60.0)]
     assert hands.asked_to_stop == 1
     let(follower, clock, 59)
@@ -103,7 +107,7 @@ def test_who_stays_after_another_failed_is_killed_in_the_end(
 def test_a_failure_during_a_stop_leaves_the_others_a_moment_only(
     follower: AttemptFollower, hands: Hands, clock: Clock
 ) -> None:
-    feed(follower, Received(signal.SIGTERM, clock.now))
+    feed(follower, ReceivedSignal(signal.SIGTERM, clock.now))
     let(follower, clock, 20)
     feed(follower, RankExit(2, -signal.SIGKILL))
     let(follower, clock, 4.9)
@@ -115,7 +119,7 @@ def test_a_failure_during_a_stop_leaves_the_others_a_moment_only(
 def test_a_stop_after_a_failure_gives_nobody_more_time(
     follower: AttemptFollower, hands: Hands, clock: Clock
 ) -> None:
-    feed(follower, RankExit(2, 74), Received(signal.SIGTERM, clock.now))
+    feed(follower, RankExit(2, 74), ReceivedSignal(signal.SIGTERM, clock.now))
     assert [type(message) for message in hands.told] == [PeerLost, Stop]
     let(follower, clock, 5.1)
     assert hands.killed
@@ -136,7 +140,7 @@ def test_a_rank_without_a_connection_is_not_lost_while_steps_are_made(
 def test_a_rank_that_was_stopped_alone_stops_the_others(
     follower: AttemptFollower, hands: Hands
 ) -> None:
-    feed(follower, Heard(2, Outcome(1, 75, "stopped before training began")))
+    feed(follower, RankMessage(2, Outcome(1, 75, "stopped before training began")))
     stop = Stop(StopReason.PEER_STOPPED, "rank 2 was asked to stop", 60.0)
     # Who has met it already waits for it in vain: a request alone would not free that rank.
     assert hands.told == [stop, PeerLost(2, "stopped before training began")]
@@ -149,9 +153,9 @@ def test_what_the_ranks_say_of_a_stop_names_it_for_the_supervisor_too(
     assert follower.stop_reason is StopReason.NONE
     feed(follower, Connected(0, "node1", 4711))
     said = Event(1, "stopped", {"step": 7, "reason": "signal", "lost_steps": 0})
-    feed(follower, Heard(0, said))
+    feed(follower, RankMessage(0, said))
     assert follower.stop_reason is StopReason.NONE  # nobody has left yet
-    feed(follower, Heard(0, Outcome(2, 75, "")))
+    feed(follower, RankMessage(0, Outcome(2, 75, "")))
     assert follower.stop_reason is StopReason.SIGNAL
     assert hands.told == [Stop(StopReason.SIGNAL, "rank 0 was asked to stop", 60.0)]
     decision = decide_outcome([RankExit(0, 75)], follower.stop_reason)
@@ -168,7 +172,7 @@ def test_the_ledger_waits_for_slurm_s_reason_for_a_rank_that_was_stopped_alone(
     follower = follow(hands, 2, Config(), Ledger(tmp_path / "ledger.jsonl"), job)
     fields = {"JobId": "7", "JobState": "RUNNING"}
     feed(follower, JobSeen(parse_job(fields), 900.0, 30.0))
-    feed(follower, Heard(1, Outcome(1, 75, "stopped before training began")))
+    feed(follower, RankMessage(1, Outcome(1, 75, "stopped before training began")))
     preempted = parse_job(fields | {"PreemptTime": "2030-01-01T00:00:00"})
     feed(follower, JobSeen(preempted, 30.0, 30.0))
     follower.enforce()
@@ -186,7 +190,7 @@ def test_a_ctrl_c_at_a_terminal_is_no_warning_of_slurm(
     job = JobMonitor("7", batch=batch, arguments=[])
     follower = follow(hands, 1, Config(), Ledger(tmp_path / "ledger.jsonl"), job)
     running = parse_job({"JobId": "7", "JobState": "RUNNING"})
-    feed(follower, JobSeen(running, 900.0, 30.0), Received(signal.SIGINT, clock.now))
+    feed(follower, JobSeen(running, 900.0, 30.0), ReceivedSignal(signal.SIGINT, clock.now))
     follower.enforce()
     reasons = [message.reason for message in hands.told if isinstance(message, Stop)]
     assert reasons == [StopReason.INTERRUPT, StopReason.TIME_LIMIT][:told]
@@ -215,7 +219,9 @@ def test_what_slurm_says_a_moment_after_the_signal_is_told_as_well(
     ledger, config = Ledger(tmp_path / "ledger.jsonl"), Config()
     follower = follow(hands, 1, config, ledger, job)
     running, before = parse_job({"JobId": "7", "JobState": "RUNNING"}), clock.now - 1.0
-    feed(follower, JobSeen(running, 7200.0, 30.0, before), Received(signal.SIGTERM, clock.now))
+    feed(
+        follower, JobSeen(running, 7200.0, 30.0, before), ReceivedSignal(signal.SIGTERM, clock.now)
+    )
     follower.enforce()  # what it is warned of, only the next answer can tell
     cancelled = replace(running, state="COMPLETING")
     feed(follower, JobSeen(cancelled, None, 30.0))
@@ -247,9 +253,9 @@ def test_a_stop_to_grow_is_no_signal_and_gives_way_to_one(
     follower.ask_to_stop(StopOrder(StopReason.GROW, "node2 is well again", 60.0))
     assert not follower.trains
     assert (hands.asked_to_stop, follower.stop_reason) == (0, StopReason.GROW)
-    feed(follower, Received(signal.SIGTERM, clock.now))
+    feed(follower, ReceivedSignal(signal.SIGTERM, clock.now))
     assert (hands.asked_to_stop, follower.stop_reason) == (1, StopReason.SIGNAL)
-    feed(follower, Received(signal.SIGTERM, clock.now))
+    feed(follower, ReceivedSignal(signal.SIGTERM, clock.now))
     assert hands.asked_to_stop == 1
     reasons = [message.reason for message in hands.told if isinstance(message, Stop)]
     assert reasons == [StopReason.GROW, StopReason.SIGNAL]
@@ -269,7 +275,7 @@ def test_a_signal_that_slurm_does_not_explain_is_told_by_itself(
     job, ledger = JobMonitor("7", batch=True, arguments=[]), Ledger(tmp_path / "ledger.jsonl")
     follower = follow(hands, 1, Config(), ledger, job)
     job_seen = JobSeen(parse_job({"JobId": "7", "JobState": "SUSPENDED"}), 300.0, 30.0)
-    feed(follower, job_seen, Received(signal.SIGTERM, clock.now))
+    feed(follower, job_seen, ReceivedSignal(signal.SIGTERM, clock.now))
     assert (hands.told, asked_of(tmp_path)) == ([Stop(StopReason.SIGNAL, "SIGTERM", 300.0)], [])
     hands.living = left
     let(follower, clock, EXPLAINED_WITHIN + 1.0 if left else 0.5)
@@ -281,7 +287,7 @@ def test_it_is_over_when_all_have_said_so_even_if_the_launcher_never_does(
 ) -> None:
     for rank in range(3):
         assert not follower.over()
-        feed(follower, Heard(rank, Outcome(1, 0, "")), Disconnected(rank, "closed"))
+        feed(follower, RankMessage(rank, Outcome(1, 0, "")), Disconnected(rank, "closed"))
     assert not follower.over()  # their processes may still be about to leave
     let(follower, clock, EXIT_GRACE + 0.1)
     assert follower.over()
@@ -291,7 +297,7 @@ def test_it_is_over_when_all_have_said_so_even_if_the_launcher_never_does(
 def test_events_of_ranks_become_lines_of_the_ledger(
     follower: AttemptFollower, tmp_path: Path
 ) -> None:
-    feed(follower, Heard(0, Event(1, "resumed", {"step": 7})))
+    feed(follower, RankMessage(0, Event(1, "resumed", {"step": 7})))
     (line,) = read_lines(tmp_path / "ledger.jsonl")
     assert (line["attempt"], line["step"]) == (4, 7)
 
@@ -322,7 +328,7 @@ def test_a_stop_does_not_keep_the_evidence_of_a_hang_from_being_collected(
         rank: LastReport(Report(5, Phase.STEP, 0.0, 0.0), clock.now) for rank in (0, 1, 2)
     }
     let(follower, clock, 1001)
-    feed(follower, Received(signal.SIGTERM, clock.now))
+    feed(follower, ReceivedSignal(signal.SIGTERM, clock.now))
     assert hands.told == [DumpStacks(), Stop(StopReason.SIGNAL, "SIGTERM", 60.0)]
     let(follower, clock, 4)
     assert hands.killed
@@ -337,7 +343,7 @@ def test_while_a_stop_is_under_way_standing_still_is_no_hang(
         rank: LastReport(Report(5, Phase.STEP, 0.0, 0.0), clock.now) for rank in (0, 1, 2)
     }
     let(follower, clock, 960)
-    feed(follower, Received(signal.SIGTERM, clock.now))
+    feed(follower, ReceivedSignal(signal.SIGTERM, clock.now))
     let(follower, clock, 59)
     assert follower.hang is None
     assert hands.told == [Stop(StopReason.SIGNAL, "SIGTERM", 60.0)]
@@ -347,7 +353,7 @@ def test_what_ranks_say_of_an_evaluation_tells_how_long_one_may_last(
     follower: AttemptFollower, hands: Hands, clock: Clock
 ) -> None:
     said = {"step": 5, "loss": 2.5, "seconds": 31.0}
-    feed(follower, Heard(0, Event(1, "evaluated", said)))
+    feed(follower, RankMessage(0, Event(1, "evaluated", said)))
     hands.seen = {
         rank: LastReport(Report(9, Phase.EVAL, 0.0, 0.0), clock.now) for rank in (0, 1, 2)
     }
@@ -365,7 +371,7 @@ def test_a_signal_to_the_ranks_alone_has_slurm_asked_at_once(
     job.look = lambda: asked.append(job.id)  # type: ignore[method-assign]
     ledger = Ledger(tmp_path / "ledger.jsonl")
     follower = follow(hands, 1, Config(), ledger, job)
-    feed(follower, Heard(0, Event(1, "resumed", {"step": 7})))
+    feed(follower, RankMessage(0, Event(1, "resumed", {"step": 7})))
     assert asked == []
-    feed(follower, Heard(0, Event(2, "signalled", {})))
+    feed(follower, RankMessage(0, Event(2, "signalled", {})))
     assert asked == ["7"]

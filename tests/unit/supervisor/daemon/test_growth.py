@@ -21,10 +21,10 @@ from kempner.run.record.attempts import Attempt
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor import growth
+from kempner.supervisor import context
 from kempner.supervisor.attempt import AttemptFollower
+from kempner.supervisor.context import Growth
 from kempner.supervisor.control.events import Connected, LastReport
-from kempner.supervisor.growth import Growth
 from kempner.supervisor.launchers.base import CannotRestart, Idle, JoinedNode
 from kempner.supervisor.nodes.probe import ProbeQuestion, ProbeResult, measure
 from kempner.supervisor.policy.outcome import Decision
@@ -54,7 +54,7 @@ class Nodes:
 
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Nodes:
-    monkeypatch.setattr(growth, "OFTEN", 0.01)
+    monkeypatch.setattr(context, "OFTEN", 0.01)
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
     return Nodes(monkeypatch)
 
@@ -227,7 +227,7 @@ class Context:
 
 def stopped(reason: StopReason, late: bool) -> Any:
     roster = SimpleNamespace(lost_hosts=list, stuck_pids=dict)
-    told = {"stop_reason": reason, "roster": roster, "attempt": object(), "of_stranger": False}
+    told = {"stop_reason": reason, "roster": roster, "attempt": object(), "reports_nothing": False}
     return SimpleNamespace(**told, must_stop=lambda: late)
 
 

@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from kempner.config.site.hooks import HooksSection
+from kempner.config.site import HooksSection
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.record.events.attempt import AttemptEnded, Restarting, RunGivenUp
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.job import NodeSuspected, NotRequeued
+from kempner.run.record.events import (
+    AttemptEnded,
+    LedgerEvent,
+    NodeSuspected,
+    NotRequeued,
+    Restarting,
+    RunGivenUp,
+)
 from kempner.run.record.ledger import read_lines
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.hooks import Hooks, LedgerWithHooks

@@ -20,11 +20,11 @@ from kempner.run.control.protocol import Outcome, Phase, Report, Stop
 from kempner.run.control.transport import UNACKNOWLEDGED
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.stop_reason import StopReason
-from kempner.run.record.events.job import NodeSuspected
+from kempner.run.record.events import NodeSuspected
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.supervisor.attempt import AttemptFollower
-from kempner.supervisor.control.events import Connected, Disconnected, Heard, LastReport
+from kempner.supervisor.control.events import Connected, Disconnected, LastReport, RankMessage
 from kempner.supervisor.control.rank_roster import AWAY, RECONNECT
 from kempner.supervisor.control.server import TICK
 from kempner.supervisor.policy.outcome import RankExit, decide_outcome
@@ -44,7 +44,7 @@ def test_who_cannot_be_killed_is_left_behind_in_time_for_the_requeue(
     feed(follower, JobSeen(running, 100.0, 30.0))
     follower.enforce()
     assert hands.told == [Stop(StopReason.DEADLINE, "100 s are left of the job's time", 85.0)]
-    feed(follower, Heard(0, Outcome(1, 75, "")), Disconnected(0, "closed"))
+    feed(follower, RankMessage(0, Outcome(1, 75, "")), Disconnected(0, "closed"))
     let(follower, clock, 84)
     assert not hands.killed
     let(follower, clock, 2)
@@ -88,7 +88,7 @@ def test_a_rank_is_not_waited_for_any_more_once_another_has_failed_for_want_of_i
     feed(follower, *(Connected(rank, "host", 7 + rank) for rank in range(3)))
     feed(follower, Disconnected(1, "connection reset by peer"))
     clock.now += 0.1
-    feed(follower, Heard(0, Outcome(1, 76, "lost another rank")))
+    feed(follower, RankMessage(0, Outcome(1, 76, "lost another rank")))
     let(follower, clock, RECONNECT + 0.5)
     decision = decide_outcome(follower.ends)
     assert (decision.culprit, follower.roster.lost_hosts()) == (1, ["host"])

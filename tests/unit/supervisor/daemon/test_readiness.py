@@ -12,7 +12,7 @@ import pytest
 from harness import write_tokens
 
 from kempner.checkpoint.format.names import CheckpointFolder
-from kempner.checkpoint.store.room import Room, judge_room
+from kempner.checkpoint.store.commit import DiskRoom, judge_room
 from kempner.config.loading import load
 from kempner.config.sections import Config
 from kempner.run.output import logs
@@ -138,20 +138,20 @@ def test_run_directories_that_cannot_be(configure: Configure) -> None:
 @pytest.mark.parametrize(
     ("free", "there", "room"),
     [
-        (99, 0, Room("", refused=True)),
-        (100, 0, Room("short")),
-        (399, 0, Room("short")),
-        (400, 0, Room()),
-        (399, 3, Room()),
-        (100, 9, Room()),
-        (99, 9, Room("", refused=True)),
+        (99, 0, DiskRoom("", refused=True)),
+        (100, 0, DiskRoom("short")),
+        (399, 0, DiskRoom("short")),
+        (400, 0, DiskRoom()),
+        (399, 3, DiskRoom()),
+        (100, 9, DiskRoom()),
+        (99, 9, DiskRoom("", refused=True)),
     ],
 )
-def test_room_for_checkpoints(free: int, there: int, room: Room) -> None:
+def test_room_for_checkpoints(free: int, there: int, room: DiskRoom) -> None:
     """Three stay, and a fourth is written before the oldest is deleted."""
     judged = judge_room(free, size=100, there=there, keep=3)
     assert judged.refused is room.refused
-    assert bool(judged.sentence) is (room != Room())
+    assert bool(judged.sentence) is (room != DiskRoom())
 
 
 def test_a_model_too_large_for_the_disk_is_refused_at_the_first_start_only(

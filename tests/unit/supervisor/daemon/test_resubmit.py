@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner.supervisor.slurm.resubmit import same_again
+from kempner.supervisor.slurm.requeue_job import same_again
 
 COPY = Path("/run/batch.sh")
 

@@ -16,7 +16,7 @@ from patience import scaled
 from kempner.run.control.protocol import Alive
 from kempner.run.control.transport import MessageFile
 from kempner.run.output import logs
-from kempner.run.process import helper_thread as helper
+from kempner.run.process import threads as helper
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.retry import StorageUnavailableError, StorageWaits
 from kempner.run.record.attempts import begin_attempt
@@ -25,9 +25,9 @@ from kempner.run.record.lease import Lease, look
 from kempner.run.record.ledger import read_lines
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.control.file_transport import FileTransport
-from kempner.supervisor.give_up import give_up
 from kempner.supervisor.policy.outcome import Decision
 from kempner.supervisor.policy.restart import Failure
+from kempner.supervisor.recovery import give_up
 
 
 @pytest.fixture

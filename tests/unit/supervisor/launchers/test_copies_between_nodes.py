@@ -12,17 +12,17 @@ from dataclasses import replace
 import pytest
 from harness import wait_until
 
-from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.slots.board import Board
-from kempner.checkpoint.slots.copies import CopyHolder
+from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.slots.memory import (
     IMAGE_AT,
     PINNED,
     SLOTS,
+    Board,
     Branch,
-    Held,
+    CopyHolder,
     LentSlots,
     Notes,
+    SlotContents,
     SlotHolder,
     SlotMemory,
 )
@@ -34,7 +34,7 @@ from kempner.run.record.attempts import Attempt
 from kempner.supervisor.launchers.agents.buddy import sender
 from kempner.supervisor.launchers.agents.buddy.receiver import CopyReceiver
 from kempner.supervisor.launchers.agents.buddy.sender import Buddy, CopySender
-from kempner.supervisor.launchers.agents.slots_away import buddies
+from kempner.supervisor.launchers.agents.launcher import buddies
 
 SECRET = Secret.new()
 IMAGE = os.urandom(24 << 20)  # more than two sockets hold
@@ -78,9 +78,9 @@ def image_of(step: int) -> bytes:
     return bytes([step]) + IMAGE[1:]
 
 
-def held_at(step: int, since: int = 0) -> Held:
+def held_at(step: int, since: int = 0) -> SlotContents:
     branch = Branch("now", since)
-    return Held(TrainState(step), branch, 0, 2, 9, 4, len(IMAGE), {"world": 2})
+    return SlotContents(TrainState(step), branch, 0, 2, 9, 4, len(IMAGE), {"world": 2})
 
 
 @pytest.fixture

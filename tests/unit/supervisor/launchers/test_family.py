@@ -19,7 +19,7 @@ from kempner.run.record.attempts import Attempt
 AS_INIT = """
 import os, signal, subprocess, sys
 from kempner.run.output import logs
-from kempner.supervisor.launchers.family import Family
+from kempner.supervisor.launchers.children import Family
 logs.configure()
 assert os.getpid() == 1
 launch = {name: value for name, value in os.environ.items() if name.startswith("KEMPNER_")}
@@ -56,7 +56,7 @@ while True:
 ASKED = """
 import subprocess, sys
 import psutil
-from kempner.supervisor.launchers.family import Family
+from kempner.supervisor.launchers.children import Family
 family, terminate = Family(), psutil.Process.terminate
 wrapper = ["bash", "-c", '"$0" -c "$1"; echo end', sys.executable, sys.argv[1]]
 top = subprocess.Popen(wrapper, stdout=subprocess.PIPE, text=True, start_new_session=True)

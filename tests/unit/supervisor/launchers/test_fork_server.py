@@ -18,16 +18,20 @@ from harness import drills, wait_until
 from patience import scaled
 
 from kempner.supervisor.launchers.base import Program
-from kempner.supervisor.launchers.children import ChildRank, Children
-from kempner.supervisor.launchers.family import PR_SET_CHILD_SUBREAPER, Family
+from kempner.supervisor.launchers.children import (
+    PR_SET_CHILD_SUBREAPER,
+    ChildRank,
+    Children,
+    Family,
+)
 from kempner.supervisor.launchers.fork_server import client
 from kempner.supervisor.launchers.fork_server.client import CannotForkError, ForkServerClient
 from kempner.supervisor.launchers.fork_server.messages import (
-    Ended,
-    ForkedAs,
-    Order,
-    Ready,
-    Refused,
+    ForkOrder,
+    ForkRefused,
+    ProcessEnded,
+    ProcessForked,
+    ServerReady,
     arguments_of_python,
     decode,
     encode,
@@ -77,11 +81,11 @@ def sleeper(folder: Path, seconds: float = 100.0) -> list[str]:
 @pytest.mark.parametrize(
     "message",
     [
-        Order(3, ("-m", "kempner"), {"A": "b", "odd": "\udce9"}, True),
-        Ready(),
-        ForkedAs(3, 77),
-        Refused(3, "no"),
-        Ended(77, -9),
+        ForkOrder(3, ("-m", "kempner"), {"A": "b", "odd": "\udce9"}, True),
+        ServerReady(),
+        ProcessForked(3, 77),
+        ForkRefused(3, "no"),
+        ProcessEnded(77, -9),
     ],
 )
 def test_messages_arrive_as_they_were(message: Any) -> None:
@@ -207,7 +211,7 @@ def test_a_program_of_the_users_is_not_told_to_stop_by_the_death_of_the_server(
 
 SUPERVISOR = """
 import os, sys, time
-from kempner.supervisor.launchers.family import Family
+from kempner.supervisor.launchers.children import Family
 from kempner.supervisor.launchers.fork_server.client import ForkServerClient
 Family()
 forks = ForkServerClient(())

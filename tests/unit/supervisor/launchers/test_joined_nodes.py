@@ -20,21 +20,23 @@ from kempner.cluster.slurm.allocation import Allocation
 from kempner.config.sections import SuperviseSection
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.signals import inbox
-from kempner.run.record.events.attempt import AttemptEnded
-from kempner.run.record.events.checkpoint import CheckpointCommitted
-from kempner.run.record.events.health import PhaseDurationsLearned, PhaseTimes
+from kempner.run.record.events import (
+    AttemptEnded,
+    CheckpointCommitted,
+    PhaseDurationsLearned,
+    PhaseTimes,
+)
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.save_times import SaveSeconds
-from kempner.supervisor.joining import joiner
-from kempner.supervisor.joining.agent import AgentEnded
-from kempner.supervisor.joining.stop_times import StopTimes
+from kempner.supervisor import joining
+from kempner.supervisor.joining import AgentEnded, StopTimes
 from kempner.supervisor.launchers import srun
 from kempner.supervisor.launchers.agents import node_agent
 from kempner.supervisor.launchers.agents.joined.invitation import Invitation
 from kempner.supervisor.launchers.agents.joined.launcher import PoolLauncher
 from kempner.supervisor.launchers.agents.launcher import AgentLauncher
-from kempner.supervisor.launchers.agents.messages import Departs, Here, Joins
+from kempner.supervisor.launchers.agents.messages import AgentHello, DepartureRequest, Joins
 from kempner.supervisor.launchers.base import Idle, Program
 
 INVITATION = Invitation(("127.0.0.1", "127.0.0.2"), 1, "ab" * 32, "{}", "/")
@@ -57,10 +59,10 @@ class Pool(PoolLauncher):
             self._joined.come(node, 100 + number, Joins("8", 2, 600.0))
 
     def go(self, node: str) -> None:
-        self._joined.depart(node, Departs(1, 30.0, "its time is over"))
+        self._joined.depart(node, DepartureRequest(1, 30.0, "its time is over"))
 
     def refusal(self, node: str, ranks: int = 2) -> str:
-        return self._refusal(Here(node, 1, Joins("8", ranks, None)))
+        return self._refusal(AgentHello(node, 1, Joins("8", ranks, None)))
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +103,7 @@ def test_who_begins_to_leave_has_the_time_that_it_has_asked_for() -> None:
     """It begins when that is due, and not before: then nothing would be left of the time."""
     pool = Pool()
     pool._joined.come("node5", 100, Joins("8", 2, 0.0))
-    pool._joined.depart("node5", Departs(1, 30.0, "15 s are left of the job's time"))
+    pool._joined.depart("node5", DepartureRequest(1, 30.0, "15 s are left of the job's time"))
     left = pool.joined["node5"].seconds_left
     assert left is not None
     assert 20.0 < left <= 30.0
@@ -194,8 +196,8 @@ def test_one_that_was_let_go_waits_for_another_invitation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, left: Invitation | None
 ) -> None:
     """The supervisor is about to withdraw its own."""
-    monkeypatch.setattr(joiner, "AGAIN_AFTER", 0.0)
-    waits = joiner.Joiner(RunDirectory(tmp_path), 2, None, inbox(), 60.0)
+    monkeypatch.setattr(joining, "AGAIN_AFTER", 0.0)
+    waits = joining.Joiner(RunDirectory(tmp_path), 2, None, inbox(), 60.0)
     waits._invitation = INVITATION
     agent = SimpleNamespace(invitation=INVITATION, began=time.monotonic())
     assert waits._take_in(AgentEnded(agent, code)) is None
@@ -234,7 +236,7 @@ def test_without_a_supervisor_it_waits_and_ends_and_says_so(tmp_path: Path) -> N
     with join(tmp_path, "--wait=1") as process:
         assert process.wait(scaled(60)) == ExitCode.STOPPED
         assert process.stderr is not None
-        assert f"nobody has supervised {tmp_path} for 1 s" in process.stderr.read()
+        assert f"{tmp_path} has had no supervisor for 1 s" in process.stderr.read()
 
 
 def test_a_stop_ends_it_at_once_where_nobody_answers(tmp_path: Path) -> None:

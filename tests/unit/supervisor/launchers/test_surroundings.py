@@ -12,19 +12,18 @@ from pydantic import ValidationError
 
 from kempner.cluster.network.interfaces import INFINIBAND, Interface
 from kempner.cluster.slurm.allocation import Allocation
-from kempner.cluster.slurm.containers import knows_option
+from kempner.cluster.slurm.node_step import knows_option
 from kempner.config.sections import SuperviseSection
-from kempner.config.site.slurm import SlurmSection
+from kempner.config.site import SlurmSection
 from kempner.run.control.launch_env import Control, Launch
 from kempner.run.control.protocol import Secret
 from kempner.run.record.attempts import Attempt
 from kempner.supervisor.launchers import srun, surroundings
 from kempner.supervisor.launchers.agents.affinity import why_no_agents
 from kempner.supervisor.launchers.base import Program
-from kempner.supervisor.launchers.srun import SrunLauncher
+from kempner.supervisor.launchers.srun import SrunLauncher, TorchrunLauncher
 from kempner.supervisor.launchers.surroundings import Surroundings, reachable_addresses
-from kempner.supervisor.launchers.torchrun import TorchrunLauncher
-from kempner.supervisor.slurm.surroundings_check import complaint
+from kempner.supervisor.slurm.setup import complaint
 
 ALLOCATION = Allocation("7", ("node1", "node2"), 4, 8, 4, batch=True)
 

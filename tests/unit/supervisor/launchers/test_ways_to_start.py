@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from patience import scaled
 
-from kempner.cluster.network.interfaces import Choice, Interface
+from kempner.cluster.network.interfaces import Interface, InterfaceChoice
 from kempner.cluster.rank_network import network_of_rank
 from kempner.cluster.world import World
-from kempner.config.site.network import DistributedSection
+from kempner.config.site import DistributedSection
 from kempner.run.control.launch_env import Control, Launch, LaunchTerms
 from kempner.run.control.protocol import Secret
 from kempner.run.record.attempts import Attempt
@@ -84,8 +84,8 @@ def test_tasks_of_srun_and_workers_of_torchrun(tmp_path: Path, modules: tuple[st
 def test_training_of_ours_and_groups_of_a_program_without_a_supervisor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def decide(environ: Mapping[str, str], *_: object) -> Choice:
-        return Choice(ODD, "by the one function")
+    def decide(environ: Mapping[str, str], *_: object) -> InterfaceChoice:
+        return InterfaceChoice(ODD, "by the one function")
 
     monkeypatch.setattr(process_groups, "network_of_rank", decide)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

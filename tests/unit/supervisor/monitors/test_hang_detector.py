@@ -10,8 +10,8 @@ import pytest
 from kempner.config.resilience import HangTimeouts, ResilienceSection
 from kempner.run.control.protocol import Moves, Phase, Report
 from kempner.supervisor.control.events import Connected, LastReport
-from kempner.supervisor.monitors.base import Snapshot, Surroundings
-from kempner.supervisor.monitors.hang_detector import HangDetector
+from kempner.supervisor.monitors.base import RankConditions, Snapshot
+from kempner.supervisor.monitors.hangs import HangDetector
 from kempner.supervisor.monitors.phase_durations import DurationStats, PhaseDurations
 
 SECTION = ResilienceSection(
@@ -90,7 +90,7 @@ def test_ranks_that_slurm_cannot_start_do_not_hang() -> None:
     watch = HangDetector(SECTION, 0.0)
     for now in (1.0, 5000.0):
         assert not watch.check(
-            replace(snapshot({}, now, now, {}), around=Surroundings(unstarted=True))
+            replace(snapshot({}, now, now, {}), around=RankConditions(unstarted=True))
         )
     assert not watch.check(snapshot({}, 5600.0, 5600.0, {}))
     assert watch.check(snapshot({}, 5601.0, 5601.0, {}))

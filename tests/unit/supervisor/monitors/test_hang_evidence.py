@@ -21,20 +21,19 @@ from patience import scaled
 
 from kempner.cluster.network.tcp_stalls import stalled_connections, unanswered_calls
 from kempner.run.control.protocol import DumpStacks, FromSupervisor, Phase, Report
-from kempner.run.record.events.health import ConnectionsStalled, HangFound
-from kempner.run.record.events.job import NodeSuspected
+from kempner.run.record.events import ConnectionsStalled, HangFound, NodeSuspected
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger
 from kempner.supervisor.control.events import Connected, LastReport
 from kempner.supervisor.monitors.base import Snapshot
 from kempner.supervisor.monitors.findings import Hang
-from kempner.supervisor.monitors.hang_evidence import (
+from kempner.supervisor.monitors.hangs import (
     EVIDENCE,
     HangEvidence,
     by_what_they_wait_for,
     cut_off_from_others,
+    processes_to_look_at,
     silent_node,
-    worth_a_look,
 )
 from kempner.supervisor.monitors.process_probe import ProcessLook
 from kempner.supervisor.nodes.process_look import of_process
@@ -92,9 +91,9 @@ def test_whom_to_look_at() -> None:
     joined |= {3: Connected(3, "c", 13), 4: Connected(4, "d", 14)}
     last_reports = {0: seen(99.0), 1: seen(99.0), 2: seen(80.0), 3: seen(99.0)}
     snapshot = Snapshot.of(60.0, 5, last_reports, 100.0, {}, joined=joined)
-    found = worth_a_look(Hang("", 3, Phase.STEP, 60.0), snapshot)
+    found = processes_to_look_at(Hang("", 3, Phase.STEP, 60.0), snapshot)
     assert found == {HERE: [10], "b": [12], "c": [13], "d": [14]}
-    found = worth_a_look(Hang("", None, Phase.STEP, 60.0), snapshot)
+    found = processes_to_look_at(Hang("", None, Phase.STEP, 60.0), snapshot)
     assert found == {HERE: [10], "b": [11, 12], "c": [13], "d": [14]}
 
 

@@ -13,19 +13,25 @@ import psutil
 import pytest
 from harness import wait_until
 
-from kempner.cluster.machine.cgroup import MemoryGroup, memory_group
+from kempner.cluster.machine.limits import MemoryGroup, memory_group
 from kempner.config.resilience import ResilienceSection
 from kempner.run.control.protocol import NodeMemory, Phase, Usage
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.supervisor.control.events import Connected
 from kempner.supervisor.monitors.base import Snapshot
 from kempner.supervisor.monitors.findings import PhasesLearned, Shortage, SteadyGrowth
-from kempner.supervisor.monitors.memory import SPAN, SPANS, Growth, MemoryMonitor, explain_kill
-from kempner.supervisor.monitors.oom import explained
+from kempner.supervisor.monitors.memory import (
+    SPAN,
+    SPANS,
+    GrowthTracker,
+    MemoryMonitor,
+    explain_kill,
+    explained,
+)
 from kempner.supervisor.monitors.phase_durations import DurationStats
 from kempner.supervisor.monitors.reporter import Reporter
 from kempner.supervisor.policy.outcome import RankExit
-from kempner.training.rank_link.resource_usage import measure
+from kempner.training.rank_link.rank_link import measure
 
 GIB = 1 << 30
 CALM = Usage(
@@ -76,7 +82,7 @@ def test_a_node_that_runs_short_is_named_once_with_its_largest_rank() -> None:
     assert [t.rank for t in watch.check(using({0: CALM, 1: CALM, 2: short}, 40.0))] == [2]
 
 
-def grow(watch: Growth, values: list[float], room: float) -> list[float]:
+def grow(watch: GrowthTracker, values: list[float], room: float) -> list[float]:
     """What is said of one value per span."""
     told = [watch.full_in(v, room, at * SPAN) for at, v in enumerate(values)]
     return [seconds for seconds in told if seconds is not None]
@@ -84,11 +90,11 @@ def grow(watch: Growth, values: list[float], room: float) -> list[float]:
 
 def test_steady_growth_is_told_from_use_that_comes_and_goes() -> None:
     steady = [100.0 + 10 * n for n in range(SPANS + 1)]
-    assert grow(Growth(), steady, room=1000.0) == [1000.0 / 10 * SPAN]
-    assert grow(Growth(), [100.0] * 20, room=1000.0) == []
-    assert grow(Growth(), [100.0, 300.0] * 10, room=1000.0) == []
-    assert grow(Growth(), [*steady[:4], 120.0, *steady[4:]], room=1000.0) == []
-    peaks = Growth()  # within a span the least counts
+    assert grow(GrowthTracker(), steady, room=1000.0) == [1000.0 / 10 * SPAN]
+    assert grow(GrowthTracker(), [100.0] * 20, room=1000.0) == []
+    assert grow(GrowthTracker(), [100.0, 300.0] * 10, room=1000.0) == []
+    assert grow(GrowthTracker(), [*steady[:4], 120.0, *steady[4:]], room=1000.0) == []
+    peaks = GrowthTracker()  # within a span the least counts
     for at in range(10 * SPANS):
         assert peaks.full_in(100.0 + (at % 5) * 50 + at * 1e-9 * (at % 2), 1e9, at * 60.0) is None
 

@@ -16,7 +16,7 @@ from kempner.run.record.ledger import Ledger
 from kempner.supervisor.control.events import LastReport
 from kempner.supervisor.monitors.base import Snapshot
 from kempner.supervisor.monitors.findings import Hang, PhasesLearned
-from kempner.supervisor.monitors.hang_detector import HangDetector
+from kempner.supervisor.monitors.hangs import HangDetector
 from kempner.supervisor.monitors.phase_durations import (
     DurationStats,
     PhaseDurations,
@@ -153,7 +153,7 @@ def test_what_was_taken_for_a_hang_gets_more_time_the_next_time() -> None:
         hangs = watch.check(Snapshot(800.0, 1, place, usual=phase_stats.usual()))
         limits.append(watch.patience(phase_stats.usual())[0])
         for hang in hangs:
-            phase_stats.misjudged(hang.phase, hang.still)
+            phase_stats.note_false_hang(hang.phase, hang.still)
         phase_durations = phase_stats.learned()
     assert limits == [80.0, 900.0, 20.0, 20.0]
 

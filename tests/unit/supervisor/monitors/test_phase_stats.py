@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kempner.run.control.protocol import Phase, Report
-from kempner.supervisor.monitors.base import Snapshot, Surroundings
+from kempner.supervisor.monitors.base import RankConditions, Snapshot
 from kempner.supervisor.monitors.phase_stats import REMEMBERED, PhaseStats
 
 
@@ -70,7 +70,7 @@ def test_what_has_waited_while_the_supervisor_was_suspended_tells_no_duration() 
     woke = 5.5  # by a clock that stands still meanwhile
     for now, step in [(5.5, 60), (6.0, 103), (7.0, 104), (8.0, 105), (9.0, 106)]:
         report = Report(step, STEP, 0.0, 0.0)
-        phase_stats.check(Snapshot(now, 1, {0: report}, around=Surroundings(woke_at=woke)))
+        phase_stats.check(Snapshot(now, 1, {0: report}, around=RankConditions(woke_at=woke)))
     assert phase_stats.quantile(0.01) == 1.0
     assert phase_stats.usual()[STEP].median == 1.0
 

@@ -9,7 +9,7 @@ import pytest
 
 from kempner.config.resilience import ResilienceSection
 from kempner.run.control.protocol import Phase, Report
-from kempner.run.record.events.health import SlowDownFound, StragglerFound
+from kempner.run.record.events import SlowDownFound, StragglerFound
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.supervisor.control.events import Connected
 from kempner.supervisor.monitors.base import Adviser, Monitors, Snapshot

@@ -13,10 +13,9 @@ import pytest
 from kempner.cluster.slurm.allocation import Allocation
 from kempner.config.sections import SuperviseSection
 from kempner.supervisor.launchers import srun
-from kempner.supervisor.launchers.srun import SrunLauncher
-from kempner.supervisor.launchers.srun_output import StepErrors, task_ends
+from kempner.supervisor.launchers.srun import SrunLauncher, StepErrors, task_ends
 from kempner.supervisor.nodes import srun_probe
-from kempner.supervisor.nodes.blame import lost_nodes, node_flags, still_boots
+from kempner.supervisor.nodes.exclusion import lost_nodes, node_flags, still_boots
 from kempner.supervisor.nodes.presence import answer, came_after, read_answer
 
 UP = {"node1": (), "node3": ()}

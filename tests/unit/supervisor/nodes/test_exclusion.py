@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kempner.run.record.history import RunHistory
-from kempner.supervisor.nodes.exclusion import speaks_of_the_machine, suspects
+from kempner.supervisor.nodes.exclusion import is_machine_error, suspects
 
 NOW, DAY = 1_000_000.0, 86_400.0
 
@@ -130,4 +130,4 @@ def test_a_ledger_of_an_earlier_version_names_no_node() -> None:
     ],
 )
 def test_a_broken_gpu_is_told_from_a_broken_program(words: str, machine: bool) -> None:
-    assert speaks_of_the_machine(words) is machine
+    assert is_machine_error(words) is machine

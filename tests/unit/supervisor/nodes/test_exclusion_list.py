@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kempner.cluster.slurm.eligible import Demand, eligible, gpu_types, satisfies
+from kempner.cluster.slurm.job import Demand, eligible, gpu_types, satisfies
 from kempner.run.record.history import RunHistory
 from kempner.supervisor.slurm.exclusion_list import Exclusion, choose, of_the_user
 

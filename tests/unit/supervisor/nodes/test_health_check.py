@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from kempner.cluster.machine.fitness import OPEN_FILES, ROOM, SKEW
+from kempner.cluster.machine.limits import OPEN_FILES, ROOM, SKEW
 from kempner.cluster.network.interfaces import Interface
-from kempner.supervisor.nodes.code_identity import CodeIdentity
-from kempner.supervisor.nodes.health_check import Diagnosis, ailments, diagnose
-from kempner.supervisor.nodes.probe import SITE_CHECK, Memory, ProbeResult
+from kempner.supervisor.nodes.health_check import Diagnosis, diagnose, health_problems
+from kempner.supervisor.nodes.probe import SITE_CHECK, CodeIdentity, ProbedMemory, ProbeResult
 
 DURING = (1000.0, 1002.0)
 GIB = 2**30
@@ -25,7 +24,7 @@ def vitals(node: str = "node1", **changes: Any) -> ProbeResult:
     well: dict[str, Any] = {
         "node": node,
         "time": 1001.0,
-        "memory": Memory(100 * GIB, 128 * GIB),
+        "memory": ProbedMemory(100 * GIB, 128 * GIB),
         "disk_free": {"/tmp": GIB, "/dev/shm": GIB},
         "open_files": None,
         "interface": IB0,
@@ -38,7 +37,11 @@ def vitals(node: str = "node1", **changes: Any) -> ProbeResult:
     ("changes", "about", "words"),
     [
         ({}, None, ""),
-        ({"memory": Memory(GIB, 128 * GIB)}, "memory", "1024 MiB of its 131072 MiB memory is free"),
+        (
+            {"memory": ProbedMemory(GIB, 128 * GIB)},
+            "memory",
+            "1024 MiB of its 131072 MiB memory is free",
+        ),
         ({"disk_free": {"/tmp": ROOM}}, None, ""),
         ({"disk_free": {"/tmp": ROOM - 1}}, "/tmp", "/tmp has 31 MiB left"),
         ({"disk_free": {"/dev/shm": 0}}, "/dev/shm", "/dev/shm has 0 MiB left"),
@@ -52,7 +55,7 @@ def vitals(node: str = "node1", **changes: Any) -> ProbeResult:
     ],
 )
 def test_what_is_wrong_with_a_node(changes: dict[str, Any], about: str | None, words: str) -> None:
-    found = ailments(vitals(**changes), DURING, ranks=64)
+    found = health_problems(vitals(**changes), DURING, ranks=64)
     assert list(found) == ([] if about is None else [about])
     assert words in "".join(found.values())
 
@@ -66,7 +69,7 @@ def test_nodes_that_are_well() -> None:
 
 
 def test_each_unfit_node_has_all_of_its_reasons() -> None:
-    sick = vitals("node2", memory=Memory(0, 128 * GIB), time=0.0)
+    sick = vitals("node2", memory=ProbedMemory(0, 128 * GIB), time=0.0)
     unseen = {"node3": "files that it writes are not visible"}
     found = examined(vitals("node1"), sick, vitals("node3"), unseen=unseen).unfit
     assert set(found) == {"node2", "node3"}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner.cluster.slurm.task_output import whole_answers
+from kempner.cluster.slurm.node_step import whole_answers
 from kempner.supervisor.nodes import probe
 from kempner.supervisor.nodes.probe import (
     ProbeQuestion,

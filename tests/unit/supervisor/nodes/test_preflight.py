@@ -11,9 +11,7 @@ import pytest
 
 from kempner.config.sections import Config
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.record.events.attempt import AttemptFailed
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.job import NodeSuspected
+from kempner.run.record.events import AttemptFailed, LedgerEvent, NodeSuspected
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory

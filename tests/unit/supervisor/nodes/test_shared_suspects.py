@@ -11,8 +11,8 @@ import pytest
 
 from kempner.config.resilience import ResilienceSection
 from kempner.run.record.history import RunHistory
-from kempner.supervisor.nodes import shared_suspects
-from kempner.supervisor.nodes.shared_suspects import known_suspects, withdraw
+from kempner.supervisor.nodes import exclusion
+from kempner.supervisor.nodes.exclusion import known_suspects, withdraw
 
 
 def named(node: str, reason: str, ago: float = 0.0) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def failed_first(attempt: int) -> dict[str, Any]:
 
 @pytest.fixture
 def section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ResilienceSection:
-    monkeypatch.setattr(shared_suspects, "BEGAN", time.time() - 60.0)
+    monkeypatch.setattr(exclusion, "BEGAN", time.time() - 60.0)
     return ResilienceSection(suspects_dir=str(tmp_path / "group"), suspect_for=3600.0)
 
 
@@ -58,7 +58,7 @@ def test_a_suspicion_ends_with_its_time_or_its_file(
     file.write_text(json.dumps({**told, "until": time.time() - 1.0}))
     assert reasons(section, "b") == {}
     file.unlink()  # by a person who has mended the node, while run a is requeued
-    monkeypatch.setattr(shared_suspects, "BEGAN", time.time() - 10.0)
+    monkeypatch.setattr(exclusion, "BEGAN", time.time() - 10.0)
     assert reasons(section, "a", old) == {"node2": "no memory"}
     assert not file.exists()
 

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.signals import Received, insists
+from kempner.run.process.signals import ReceivedSignal, insists
 from kempner.run.process.stop_reason import StopReason
 from kempner.supervisor.policy.outcome import (
     Decision,
@@ -113,7 +113,7 @@ def test_completed_and_stopped_ranks_do_not_end_the_others() -> None:
 def test_only_a_quick_second_ctrl_c_insists(
     received: list[tuple[str, float]], expected: bool
 ) -> None:
-    assert insists([Received(signal.Signals[name], at) for name, at in received]) is expected
+    assert insists([ReceivedSignal(signal.Signals[name], at) for name, at in received]) is expected
 
 
 @pytest.mark.parametrize(

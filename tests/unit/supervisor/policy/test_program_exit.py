@@ -12,9 +12,13 @@ from kempner.config.program import ProgramSection
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.history import RunHistory
-from kempner.supervisor.policy.outcome import RankExit, decide_outcome
-from kempner.supervisor.policy.program_exit import interpret
-from kempner.supervisor.policy.program_progress import STARTED, has_advanced
+from kempner.supervisor.policy.outcome import (
+    STARTED,
+    RankExit,
+    decide_outcome,
+    has_advanced,
+    interpret,
+)
 from kempner.supervisor.policy.requeue import requeues_without_progress
 from kempner.supervisor.policy.restart import Failure, decide_restart, failures
 

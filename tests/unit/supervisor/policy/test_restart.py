@@ -12,7 +12,7 @@ from kempner.supervisor.policy.restart import (
     as_it_worked_before,
     decide_restart,
     failures,
-    is_worth_a_mark,
+    prevents_restart,
 )
 
 CRASH = Decision(ExitCode.CRASHED, "rank 1 failed", 1)
@@ -123,4 +123,4 @@ def test_a_person_who_starts_anew_gets_a_new_budget() -> None:
 def test_only_what_has_made_a_step_is_marked(
     failure: Failure, earlier: list[Failure], worked: bool, mark: bool
 ) -> None:
-    assert is_worth_a_mark(failure, earlier, worked) is mark
+    assert prevents_restart(failure, earlier, worked) is mark

@@ -7,11 +7,11 @@ import pytest
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.record.history import RunHistory
 from kempner.supervisor.policy.outcome import Decision
-from kempner.supervisor.policy.restart import failures
-from kempner.supervisor.policy.storage_restart import (
+from kempner.supervisor.policy.restart import (
     LONGEST_PAUSE,
     StorageOutage,
     decide_storage_restart,
+    failures,
     find_outage,
 )
 

@@ -10,7 +10,7 @@ import pytest
 from harness import wait_until
 from patience import scaled
 
-from kempner.supervisor.output_limit import Bounds, OutputLimit, before, cut
+from kempner.supervisor.daemon import Bounds, OutputLimit, before, cut
 
 SMALL = Bounds(head=1000, tail=2000, most=5000)
 
@@ -42,7 +42,7 @@ out.write(b"the last words\\n")
 def test_a_flood_is_bounded_while_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kempner.supervisor.output_limit.EVERY", 0.02)
+    monkeypatch.setattr("kempner.supervisor.daemon.EVERY", 0.02)
     path, quiet = tmp_path / "rank-00001.out", tmp_path / "rank-00002.out"
     quiet.write_bytes(b"little\n")
     bounds = Bounds(head=1 << 20, tail=1 << 20, most=3 << 20)

@@ -14,13 +14,12 @@ from harness import wait_until
 from pydantic import ValidationError
 
 from kempner.config.program import ProgramSection
-from kempner.run.control.program.heartbeat_file import HEARTBEAT_FILE, Heartbeat, parse, write
+from kempner.run.control.heartbeat import HEARTBEAT_FILE, Heartbeat, parse, write
 from kempner.run.control.protocol import Phase
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.control.program_reports import FileSeen, ProgramReports
 from kempner.supervisor.launchers.base import Program
-from kempner.supervisor.launchers.children import ChildRank, Children
-from kempner.supervisor.launchers.rank_output import StepInLines
+from kempner.supervisor.launchers.children import ChildRank, Children, StepFinder
 from kempner.supervisor.policy.outcome import RankExit
 
 
@@ -150,7 +149,7 @@ def test_of_kempners_own_ranks_no_file_is_looked_at(
     ],
 )
 def test_the_newest_step_in_what_is_printed(chunks: list[bytes], step: int | None) -> None:
-    lines = StepInLines(r"step ([\d,]+|two)?")
+    lines = StepFinder(r"step ([\d,]+|two)?")
     for chunk in chunks:
         lines.feed(chunk)
     assert lines.step == step

@@ -16,9 +16,9 @@ from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import SlurmError, SlurmRefusedError, SlurmSilentError
 from kempner.cluster.slurm.job import JobState, JobTimes, job_fields, parse_job
 from kempner.cluster.slurm.scontrol import ClusterSettings
-from kempner.run.process import helper_thread
+from kempner.run.process import threads
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.record.events.job import Requeued
+from kempner.run.record.events import Requeued
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.run.record.run_dir import RunDirectory
@@ -119,7 +119,7 @@ def test_the_thread_outlives_whatever_goes_wrong(
         return state
 
     monkeypatch.setattr(scontrol, "job_state", unsteady)
-    monkeypatch.setattr(helper_thread, "PAUSE", 0.01)
+    monkeypatch.setattr(threads, "PAUSE", 0.01)
     monkeypatch.setattr(job_monitor, "next_pause", lambda failures: 0.01)
     assert seen(JobMonitor("7", batch=True)).state == state
     assert not failures

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import TrainState
 from kempner.config.sections import Config, ModelSection, TrainSection
 from kempner.data.serve.loader import IGNORE, MicroBatch
 from kempner.model.sharding import build_model
 from kempner.training.compute import forward_backward, optimizer
-from kempner.training.observe.async_metrics import AsyncMetrics
+from kempner.training.observe.metrics import AsyncMetrics
 
 ELSEWHERE = torch.device("meta")
 """In place of a GPU: what is there has no values that the host could read. It has no autocast, of

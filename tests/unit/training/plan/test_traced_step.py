@@ -10,11 +10,11 @@ import pytest
 
 from kempner.config.sections import Config
 from kempner.model.spec.communication import Choice
-from kempner.model.spec.flops import step_flops
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.spec.shape import Shape
+from kempner.model.spec.step_time import step_flops
 from kempner.training.plan.plan import plan
-from kempner.training.plan.timeline import Memory, Phase, Traced, peak
+from kempner.training.plan.timeline import PeakMemory, StepPhase, TracedStep, peak
 from kempner.training.plan.trace import Step, trace, traced, whole
 
 VOCAB = 1000
@@ -134,9 +134,9 @@ def test_the_formula_of_flops_is_that_of_a_whole_step() -> None:
 def test_what_a_step_computes_is_its_forwards_and_backwards() -> None:
     nothing: Counter[Any] = Counter()
     phases = [
-        Phase("forward", 4, Counter({(5, 0): 2}), nothing),
-        Phase("backward", 3, Counter({(10, 0): 1}), nothing),
-        Phase("update", 1, Counter({(7, 0): 1}), nothing),
+        StepPhase("forward", 4, Counter({(5, 0): 2}), nothing),
+        StepPhase("backward", 3, Counter({(10, 0): 1}), nothing),
+        StepPhase("update", 1, Counter({(7, 0): 1}), nothing),
     ]
-    memory = Memory(*(0 for _ in fields(Memory)))
-    assert Traced(memory, phases, state=0).flops == 4 * 2 * 5 + 3 * 10
+    memory = PeakMemory(*(0 for _ in fields(PeakMemory)))
+    assert TracedStep(memory, phases, state=0).flops == 4 * 2 * 5 + 3 * 10

@@ -15,7 +15,7 @@ import torch
 from harness import wait_until
 from patience import scaled
 
-from kempner.config.profiling import ProfilingSection
+from kempner.config.sections import ProfilingSection
 from kempner.run.record.profile_request import ProfileAnswer, ProfileMail
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.observe import profiler as module

@@ -11,16 +11,21 @@ import pytest
 
 from kempner.cluster.slurm.command import SlurmError, SlurmRefusedError
 from kempner.cluster.slurm.job import JobState, parse_job
-from kempner.cluster.slurm.put_back import Means
+from kempner.cluster.slurm.scontrol import SlurmAccess
 from kempner.run.output import logs
 from kempner.run.record.attempts import begin_attempt
-from kempner.run.record.events.checkpoint import CheckpointCommitted
-from kempner.run.record.lease import RELEASED, Holder, Seen
+from kempner.run.record.events import CheckpointCommitted
+from kempner.run.record.lease import RELEASED, Holder, LeaseReading
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.run.record.run_dir import RunDirectory
-from kempner.training.rank_link import lost_supervisor, orphan_requeue
-from kempner.training.rank_link.lost_supervisor import SupervisorWatch, Watched, has_died
-from kempner.training.rank_link.orphan_requeue import decide_orphan_requeue, hand_back
+from kempner.training.rank_link import rank_link
+from kempner.training.rank_link.rank_link import (
+    SupervisorWatch,
+    Watched,
+    decide_orphan_requeue,
+    hand_back,
+    has_died,
+)
 
 
 def job(state: str, reason: str, may_requeue: str = "1", restarts: str = "2") -> JobState:
@@ -61,7 +66,7 @@ class Slurm:
         self.asked: list[str] = []
         self.job = job("RUNNING", "None", restarts="0")
         self.now = 0.0
-        self.means = Means(self.look, self.requeue, lambda: self.now, self.pause)
+        self.means = SlurmAccess(self.look, self.requeue, lambda: self.now, self.pause)
 
     def pause(self, seconds: float) -> None:
         self.now += seconds
@@ -119,7 +124,7 @@ def test_only_a_job_that_did_not_go_back_is_to_be_submitted_again(
 ) -> None:
     told: list[str] = []
     quiet = SimpleNamespace(warning=told.append, info=lambda *_, **__: None)
-    monkeypatch.setattr(orphan_requeue, "logger", lambda: quiet)
+    monkeypatch.setattr(rank_link, "logger", lambda: quiet)
 
     def refuse(job: str) -> JobState:
         raise SlurmRefusedError("scontrol show job 7", "Invalid job id specified")
@@ -140,16 +145,21 @@ HOLDER = Holder("node1", "boot-a/1", 10, 500, "7", 0, "now", lasts=45.0)
 @pytest.mark.parametrize(
     ("seen", "seconds", "lives", "died"),
     [
-        (Seen(1, HOLDER, "4"), 0.0, False, True),
-        (Seen(1, HOLDER, "4"), 1000.0, True, False),  # storage that hangs, say
-        (Seen(1, HOLDER, RELEASED), 1000.0, False, False),  # it has decided what becomes of the job
-        (Seen(1, replace(HOLDER, machine="boot-b/1"), "4"), 7.0, False, False),
-        (Seen(1, replace(HOLDER, machine="boot-b/1"), "4"), 8.0, False, True),
-        (Seen(1, None, ""), 1000.0, False, False),
+        (LeaseReading(1, HOLDER, "4"), 0.0, False, True),
+        (LeaseReading(1, HOLDER, "4"), 1000.0, True, False),  # storage that hangs, say
+        (
+            LeaseReading(1, HOLDER, RELEASED),
+            1000.0,
+            False,
+            False,
+        ),  # it has decided what becomes of the job
+        (LeaseReading(1, replace(HOLDER, machine="boot-b/1"), "4"), 7.0, False, False),
+        (LeaseReading(1, replace(HOLDER, machine="boot-b/1"), "4"), 8.0, False, True),
+        (LeaseReading(1, None, ""), 1000.0, False, False),
     ],
 )
 def test_a_supervisor_that_no_longer_renews_its_lease_has_died(
-    seen: Seen, seconds: float, lives: bool, died: bool
+    seen: LeaseReading, seconds: float, lives: bool, died: bool
 ) -> None:
     assert has_died(Watched(seen, 100.0), 100.0 + seconds, "boot-a/1", lives) is died
 
@@ -160,12 +170,12 @@ def test_the_lease_is_looked_at_from_time_to_time_and_what_has_died_stays_dead(
     """Hundreds of ranks ask again and again."""
     at = SimpleNamespace(now=0.0, beat="4", looks=0)
 
-    def look(folder: Path) -> Seen:
+    def look(folder: Path) -> LeaseReading:
         at.looks += 1
-        return Seen(1, replace(HOLDER, machine="boot-b/1"), at.beat)
+        return LeaseReading(1, replace(HOLDER, machine="boot-b/1"), at.beat)
 
-    monkeypatch.setattr(lost_supervisor, "look", look)
-    monkeypatch.setattr(lost_supervisor, "AwakeClock", lambda: SimpleNamespace(now=lambda: at.now))
+    monkeypatch.setattr(rank_link, "look", look)
+    monkeypatch.setattr(rank_link, "AwakeClock", lambda: SimpleNamespace(now=lambda: at.now))
     watch, found = SupervisorWatch(tmp_path), []
     for now, beat in ((0.0, "4"), (0.4, "4"), (0.5, "4"), (8.0, "4"), (9.0, "5")):
         at.now, at.beat = now, beat

@@ -10,48 +10,51 @@ import time
 import pytest
 from patience import scaled
 
-from kempner.run.process.signals import Received
+from kempner.run.process.signals import ReceivedSignal
 from kempner.run.process.stop_reason import StopReason, reason_of_signal
 from kempner.training.rank_link import shutdown as shutdown_module
 from kempner.training.rank_link.shutdown import (
     TRANSITIONS,
-    Action,
+    ListenerAction,
+    ListenerTrigger,
     State,
     StopListener,
     StopRequest,
-    Trigger,
 )
 
 
 @pytest.mark.parametrize(
     ("state", "trigger", "then", "action"),
     [
-        (State.ALONE, Trigger.CONNECT, State.CONNECTED, Action.NOTHING),
-        (State.ALONE, Trigger.JOIN, State.IN_GROUP, Action.NOTHING),
-        (State.ALONE, Trigger.SIGNAL, State.LEAVING, Action.EXIT),
-        (State.ALONE, Trigger.ORDER, State.LEAVING, Action.EXIT),
-        (State.CONNECTED, Trigger.CONNECT, State.CONNECTED, Action.NOTHING),
-        (State.CONNECTED, Trigger.JOIN, State.IN_GROUP, Action.NOTHING),
-        (State.CONNECTED, Trigger.SIGNAL, State.LEAVING, Action.TELL_AND_EXIT),
-        (State.CONNECTED, Trigger.ORDER, State.LEAVING, Action.TELL_AND_EXIT),
-        (State.IN_GROUP, Trigger.CONNECT, State.IN_GROUP, Action.NOTHING),
-        (State.IN_GROUP, Trigger.JOIN, State.IN_GROUP, Action.NOTHING),
-        (State.IN_GROUP, Trigger.SIGNAL, State.IN_GROUP, Action.REQUEST_AND_TELL),
-        (State.IN_GROUP, Trigger.ORDER, State.IN_GROUP, Action.REQUEST),
-        (State.ALONE, Trigger.INSIST, State.LEAVING, Action.EXIT),
-        (State.CONNECTED, Trigger.INSIST, State.LEAVING, Action.TELL_AND_EXIT),
-        (State.IN_GROUP, Trigger.INSIST, State.LEAVING, Action.EXIT_AT_ONCE),
-        *[(State.LEAVING, trigger, State.LEAVING, Action.NOTHING) for trigger in Trigger],
+        (State.ALONE, ListenerTrigger.CONNECT, State.CONNECTED, ListenerAction.NOTHING),
+        (State.ALONE, ListenerTrigger.JOIN, State.IN_GROUP, ListenerAction.NOTHING),
+        (State.ALONE, ListenerTrigger.SIGNAL, State.LEAVING, ListenerAction.EXIT),
+        (State.ALONE, ListenerTrigger.ORDER, State.LEAVING, ListenerAction.EXIT),
+        (State.CONNECTED, ListenerTrigger.CONNECT, State.CONNECTED, ListenerAction.NOTHING),
+        (State.CONNECTED, ListenerTrigger.JOIN, State.IN_GROUP, ListenerAction.NOTHING),
+        (State.CONNECTED, ListenerTrigger.SIGNAL, State.LEAVING, ListenerAction.TELL_AND_EXIT),
+        (State.CONNECTED, ListenerTrigger.ORDER, State.LEAVING, ListenerAction.TELL_AND_EXIT),
+        (State.IN_GROUP, ListenerTrigger.CONNECT, State.IN_GROUP, ListenerAction.NOTHING),
+        (State.IN_GROUP, ListenerTrigger.JOIN, State.IN_GROUP, ListenerAction.NOTHING),
+        (State.IN_GROUP, ListenerTrigger.SIGNAL, State.IN_GROUP, ListenerAction.REQUEST_AND_TELL),
+        (State.IN_GROUP, ListenerTrigger.ORDER, State.IN_GROUP, ListenerAction.REQUEST),
+        (State.ALONE, ListenerTrigger.INSIST, State.LEAVING, ListenerAction.EXIT),
+        (State.CONNECTED, ListenerTrigger.INSIST, State.LEAVING, ListenerAction.TELL_AND_EXIT),
+        (State.IN_GROUP, ListenerTrigger.INSIST, State.LEAVING, ListenerAction.EXIT_AT_ONCE),
+        *[
+            (State.LEAVING, trigger, State.LEAVING, ListenerAction.NOTHING)
+            for trigger in ListenerTrigger
+        ],
     ],
 )
 def test_what_follows_in_each_state(
-    state: State, trigger: Trigger, then: State, action: Action
+    state: State, trigger: ListenerTrigger, then: State, action: ListenerAction
 ) -> None:
     assert TRANSITIONS[state, trigger] == (then, action)
 
 
 def test_the_table_knows_every_pair() -> None:
-    assert set(TRANSITIONS) == {(state, trigger) for state in State for trigger in Trigger}
+    assert set(TRANSITIONS) == {(state, trigger) for state in State for trigger in ListenerTrigger}
 
 
 @pytest.mark.parametrize(
@@ -130,14 +133,14 @@ def test_in_a_group_a_signal_is_told_if_it_is_the_first_to_ask() -> None:
     shutdown.connect(told.append, supervisor_gone=lambda: True)
     shutdown.join_group(grace=60.0, on_signal=told.append)
     for number in (signal.SIGTERM, signal.SIGTERM):
-        shutdown._signalled(Received(number, time.monotonic()))
+        shutdown._signalled(ReceivedSignal(number, time.monotonic()))
     assert told == ["the supervisor has ended"]
     assert shutdown.reason() is StopReason.SUPERVISOR_LOST
     assert shutdown.seconds_left() == pytest.approx(60.0, abs=10.0)
     ordered = StopListener()
     ordered.join_group(on_signal=told.append)
     ordered.stop(StopReason.CANCEL)
-    ordered._signalled(Received(signal.SIGTERM, time.monotonic()))
+    ordered._signalled(ReceivedSignal(signal.SIGTERM, time.monotonic()))
     assert told == ["the supervisor has ended"]
     assert ordered.reason() is StopReason.CANCEL
     assert math.isinf(ordered._grace)
@@ -159,11 +162,11 @@ def test_a_connected_rank_says_why_it_leaves_and_leaves_once(
     shutdown.stop(StopReason.TIME_LIMIT, 30.0, "Slurm sent a warning")
     assert left.wait(scaled(20))
     shutdown.stop(StopReason.CANCEL)
-    shutdown._signalled(Received(signal.SIGTERM, time.monotonic()))
+    shutdown._signalled(ReceivedSignal(signal.SIGTERM, time.monotonic()))
     assert said == [
         ("stopped before training began (time limit)", "exit"),
         "Slurm sent a warning",
     ]
     alone = StopListener()
-    alone._signalled(Received(signal.SIGTERM, time.monotonic()))
+    alone._signalled(ReceivedSignal(signal.SIGTERM, time.monotonic()))
     assert said[2:] == ["SIGTERM"]

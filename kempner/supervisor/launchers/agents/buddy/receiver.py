@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
-from kempner.checkpoint.slots.copies import CopyHolder
-from kempner.cluster.network.interfaces import choose
-from kempner.cluster.network.netinfo import read_interfaces, route_address
+from kempner.checkpoint.slots.memory import CopyHolder
+from kempner.cluster.network.interfaces import choose, read_interfaces, route_address
 from kempner.run.control.handshake import admit
 from kempner.run.control.protocol import OPENING_LIMIT, MessageError, Secret
 from kempner.run.control.transport import Connection
 from kempner.run.output.logs import logger
-from kempner.run.process.helper_thread import keep_running, start_thread
+from kempner.run.process.threads import keep_running, start_thread
 from kempner.supervisor.launchers.agents.buddy.wire import (
     ARRIVED,
     SILENT,
@@ -24,7 +23,7 @@ from kempner.supervisor.launchers.agents.buddy.wire import (
     receive_image,
 )
 
-STRANGERS = 64
+PENDING_LIMIT = 64
 """Connections that may be opening at once."""
 
 
@@ -34,7 +33,7 @@ class CopyReceiver:
     def __init__(self, copies: CopyHolder, secret: Secret, supervisor: Sequence[str]) -> None:
         self._copies, self._secret, self._supervisor = copies, secret, supervisor
         self._listener: socket.socket | None = None
-        self._opening = threading.Semaphore(STRANGERS)
+        self._opening = threading.Semaphore(PENDING_LIMIT)
         self._lock = threading.Lock()
         self._streams: dict[int, socket.socket] = {}
         self._turns: dict[int, threading.Lock] = {}
@@ -75,7 +74,7 @@ class CopyReceiver:
                 logger().info("a connection that brings copies is over", reason=str(error))
 
     def _turn(self, rank: int, connection: socket.socket) -> threading.Lock:
-        """The right to write a rank's copies: whoever connects anew takes it from who had it."""
+        """The lock for writing a rank's copies: a new connection takes it from the one before."""
         with self._lock:
             before, self._streams[rank] = self._streams.get(rank), connection
             turn = self._turns.setdefault(rank, threading.Lock())

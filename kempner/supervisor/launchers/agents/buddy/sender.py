@@ -7,13 +7,12 @@ import threading
 import time
 from dataclasses import dataclass
 
-from kempner.checkpoint.slots.board import Board, Pin
-from kempner.checkpoint.slots.memory import LentSlots, Notes, read_held
+from kempner.checkpoint.slots.memory import Board, LentSlots, Notes, Pin, read_held
 from kempner.run.control.handshake import open_wire
 from kempner.run.control.launch_env import Control, Launch
 from kempner.run.control.protocol import MessageError, Secret
 from kempner.run.output.logs import logger
-from kempner.run.process.helper_thread import start_thread
+from kempner.run.process.threads import start_thread
 from kempner.run.record.attempts import Attempt
 from kempner.supervisor.launchers.agents.buddy.wire import ARRIVED, DAMAGED, SILENT, send_copy
 

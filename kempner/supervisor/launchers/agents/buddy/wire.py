@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from kempner.checkpoint.slots.memory import IMAGE_AT, Held, Notes, SlotMemory
+from kempner.checkpoint.slots.memory import IMAGE_AT, Notes, SlotContents, SlotMemory
 from kempner.run.control.protocol import MessageError
 
 SILENT = 10.0
@@ -25,7 +25,7 @@ CHUNK = 4 << 20
 """Bytes that are sent at once."""
 
 NOTES_LIMIT = 1 << 30
-"""Bytes of notes above which somebody sends nonsense."""
+"""Bytes of notes above which a message is taken for invalid."""
 
 ARRIVED, VOID, DAMAGED = b"a", b"v", b"d"
 """What comes back: it is whole; the sender has given it up; it is not what was sent."""
@@ -37,11 +37,11 @@ _LENGTHS, _TRAILER = struct.Struct("<IQ"), struct.Struct("<?Q")
 class Incoming:
     """What a copy will be."""
 
-    held: Held
+    held: SlotContents
     notes: Notes | None
 
 
-def send_copy(wire: socket.socket, slot: int, held: Held, notes: Notes | None) -> bytes:
+def send_copy(wire: socket.socket, slot: int, held: SlotContents, notes: Notes | None) -> bytes:
     """Send what a slot holds, as long as it does; the answer. Raises `OSError`."""
     text, told = held.encode(), b"" if notes is None else notes.encode()
     wire.sendall(_LENGTHS.pack(len(text), len(told)) + text)
@@ -69,7 +69,7 @@ def receive_header(wire: socket.socket) -> Incoming | None:
     if length > IMAGE_AT or noted > NOTES_LIMIT:
         raise MessageError(f"a header of {length} and notes of {noted} bytes")
     try:
-        held = Held.decode(_exactly(wire, length))
+        held = SlotContents.decode(_exactly(wire, length))
     except (ValueError, TypeError, KeyError) as error:
         raise MessageError(f"a header that cannot be read: {error}") from None
     return Incoming(held, Notes.decode(_exactly(wire, noted)) if noted else None)

@@ -1,7 +1,11 @@
-"""Pool launcher: ranks on the nodes of a Slurm job, and on those of others that have joined."""
+"""Pool launcher: ranks on the nodes of a Slurm job, and on those of others that have joined.
+
+The nodes of other jobs that have joined, and what is known of each.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -14,13 +18,46 @@ from kempner.run.output.logs import logger
 from kempner.supervisor.launchers.agents import node_agent
 from kempner.supervisor.launchers.agents.fleet import FleetNews
 from kempner.supervisor.launchers.agents.joined.invitation import Invitation
-from kempner.supervisor.launchers.agents.joined.roster import JoinedNodes
 from kempner.supervisor.launchers.agents.launcher import AgentLauncher
-from kempner.supervisor.launchers.agents.messages import Departs, Here
-from kempner.supervisor.launchers.agents.server import Came
+from kempner.supervisor.launchers.agents.messages import AgentHello, DepartureRequest, Joins
+from kempner.supervisor.launchers.agents.server import AgentConnected
 from kempner.supervisor.launchers.base import CannotRestart, Idle, JoinedNode, Program
 from kempner.supervisor.launchers.surroundings import Surroundings
 from kempner.supervisor.policy.outcome import RankExit
+
+
+class JoinedNodes:
+    """Filled by the thread that listens to agents, read by others."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._nodes: dict[str, JoinedNode] = {}
+
+    def __contains__(self, node: str) -> bool:
+        return node in self._nodes
+
+    def all(self) -> Mapping[str, JoinedNode]:
+        """All that ever joined, by node, in this order."""
+        with self._lock:
+            return dict(self._nodes)
+
+    def come(self, node: str, pid: int, joins: Joins) -> bool:
+        """A node has joined, or its agent has connected again; whether that is another agent."""
+        until = None if joins.seconds is None else time.monotonic() + joins.seconds
+        with self._lock:
+            known = self._nodes.get(node)
+            another = known is None or known.pid != pid
+            if another:
+                self._nodes[node] = JoinedNode(joins.job, pid, until)
+            return another
+
+    def depart(self, node: str, departs: DepartureRequest) -> None:
+        """Note that a node wants to leave."""
+        by = time.monotonic() + departs.seconds
+        with self._lock:
+            if (known := self._nodes.get(node)) is not None:
+                self._nodes[node] = replace(known, leaves_by=by, reason=departs.reason)
+
 
 AWAY, HUNG_UP = 15.0, 1.0
 """Seconds after which an agent of another job whose link is over is not waited for; where its
@@ -32,7 +69,7 @@ LEFT = "it has left the run"
 class PoolLauncher(AgentLauncher):
     """Takes in nodes of other jobs, which come and go as their own jobs do.
 
-    Slurm knows nothing of them in this job: what srun would do, their agents do, or nobody. They
+    Slurm knows nothing of them in this job, so srun cannot be used there, only their agents. They
     get ranks at the next start. `fits` says with how many ranks the program can be started.
     """
 
@@ -48,7 +85,7 @@ class PoolLauncher(AgentLauncher):
         self._invited: tuple[Path, Invitation] | None = None
 
     def invite(self, invitation: Path) -> None:
-        """Write the invitation. Without it nobody can join, and all else goes on."""
+        """Write the invitation. If that fails no node can join, and all else goes on."""
         if self._by_srun or self._program is None:
             return
         program, token = node_agent.program_text(self._program), self._agents.secret.token
@@ -61,7 +98,7 @@ class PoolLauncher(AgentLauncher):
             logger().warning("no other job can join this run", reason=error.strerror)
 
     def close(self) -> None:
-        """As `AgentLauncher`; nobody is invited any more."""
+        """As `AgentLauncher`, and remove the invitation."""
         invited, self._invited = self._invited, None
         super().close()
         if invited is not None:
@@ -105,7 +142,7 @@ class PoolLauncher(AgentLauncher):
         return replace(own, nodes=(*own.nodes, *sound[:added]), spare=(*own.spare, *rest))
 
     def _most(self, others: int, own: int) -> int:
-        """The most nodes that can be used, of so many `own` ones and at most so many others."""
+        """The most nodes that can be used: `own` nodes of the job, and at most `others` more."""
         counts = range(own + others, own, -1)
         return next((count for count in counts if self._allows(count)), own)
 
@@ -115,7 +152,7 @@ class PoolLauncher(AgentLauncher):
     def prepare_again(
         self, lost: Sequence[str], stuck: Mapping[str, Sequence[int]]
     ) -> CannotRestart | None:
-        """As `AgentLauncher`; those that want to leave are let go."""
+        """As `AgentLauncher`, and release the nodes that want to leave."""
         unable = super().prepare_again(lost, stuck)
         for node, joined in self.joined.items():
             if joined.leaves_by is not None:
@@ -123,7 +160,7 @@ class PoolLauncher(AgentLauncher):
         return unable
 
     def look(self, node: str, pids: Sequence[int]) -> Sequence[str]:
-        """By the node's agent, if it answers; nobody else can look at a node of another job."""
+        """By the node's agent, if it answers: srun cannot look at a node of another job."""
         return () if node in self._joined and not self._is_well(node) else super().look(node, pids)
 
     @property
@@ -136,7 +173,7 @@ class PoolLauncher(AgentLauncher):
         return min(used, self._section.min_nodes or len(self._given.nodes))
 
     def _allows(self, nodes: int) -> bool:
-        """Whether the program can be started on so many nodes; those of the job it was made for."""
+        """Whether the program can be started on `nodes` nodes: always on up to those of the job."""
         return nodes <= len(self._given.nodes) or self._fits(
             nodes * self._allocation.tasks_per_node
         )
@@ -152,22 +189,22 @@ class PoolLauncher(AgentLauncher):
         known = {*self._allocation.nodes, *self._allocation.spare}
         return [node for node in self._there() if node not in known]
 
-    def _refusal(self, here: Here) -> str:
-        allocation, joins = self._allocation, here.joins
-        if here.node in self._own_nodes:
-            return f"{here.node} belongs to job {allocation.job}, which trains there already"
+    def _refusal(self, hello: AgentHello) -> str:
+        allocation, joins = self._allocation, hello.joins
+        if hello.node in self._own_nodes:
+            return f"{hello.node} belongs to job {allocation.job}, which trains there already"
         if allocation.uneven:
             return f"the nodes of job {allocation.job} have different numbers of GPUs"
         if joins is not None and joins.ranks < allocation.tasks_per_node:
             needed, room = allocation.tasks_per_node, joins.ranks
-            return f"a node needs room for {needed} ranks, and {here.node} has it for {room}"
+            return f"a node needs room for {needed} ranks, and {hello.node} has it for {room}"
         return ""
 
     def _hear(self, node: str, news: FleetNews) -> None:
-        if isinstance(news, Came) and news.joins is not None:
+        if isinstance(news, AgentConnected) and news.joins is not None:
             if self._joined.come(node, news.pid, news.joins):
                 self._ranks.lose(node, None, self._was_killed())  # with the agent before
-        elif isinstance(news, Departs):
+        elif isinstance(news, DepartureRequest):
             self._joined.depart(node, news)
             if node not in self._allocation.nodes:
                 self._agents.dismiss(node)
@@ -207,9 +244,9 @@ class PoolLauncher(AgentLauncher):
             return seen is None
         return time.monotonic() - seen.went_at > (HUNG_UP if seen.hung_up else AWAY)
 
-    def _be_rid_of(self, node: str) -> None:
+    def _remove_agent(self, node: str) -> None:
         if node not in self._joined:
-            super()._be_rid_of(node)
+            super()._remove_agent(node)
 
     def _give_up(self, node: str) -> None:
         """An agent of another job is sent away, and not waited for; whatever it still runs has no

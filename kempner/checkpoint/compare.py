@@ -1,0 +1,319 @@
+"""Compares two checkpoints tensor by tensor, a few in memory at a time.
+
+Each side is a checkpoint of kempner, a stock one, or a folder of safetensors files.
+
+Opens what is compared: a checkpoint of kempner, a stock one, or a folder of safetensors files.
+
+Each gives its tensors one at a time, under names that the other side can have, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kempner.checkpoint.convert.export import MODEL
+from kempner.checkpoint.convert.import_dcp import StockCheckpoint
+from kempner.checkpoint.convert.import_safetensors import find_tensors
+from kempner.checkpoint.convert.tensor_copy import Source, dtype_of, length
+from kempner.checkpoint.format.contents import Saved
+from kempner.run.process.exit_codes import DataError
+
+_SLAB_ELEMENTS = 1 << 22
+"""Elements that are compared at once: what that takes beside the tensors is some 200 MB at most."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """How far two tensors are apart.
+
+    Of `elements`, `different` have other bits once both tensors are of the dtype `compared_in`, and
+    the first of them in row-major order is at the index `first`. Rounding to that dtype changed
+    `rounded` elements of the wider tensor. `max_abs` is the largest |a - b|, `max_rel` the largest
+    |a - b| / max(|a|, |b|), both computed in float64 from the values in `compared_in`; the
+    `not_finite` elements of which one is infinite or no number count in neither.
+    """
+
+    elements: int
+    compared_in: str
+    different: int = 0
+    rounded: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    not_finite: int = 0
+    first: tuple[int, ...] | None = None
+
+
+def common_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype | None:
+    """The dtype in which tensors of these two are compared: the narrower one.
+
+    That is the one with fewer bits of mantissa, or with the smaller range where both have as many.
+    None if the two are different and one of them is no floating-point type: then no element of one
+    stands for an element of the other.
+    """
+    if a == b:
+        return a
+    if not (a.is_floating_point and b.is_floating_point):
+        return None
+    return max(a, b, key=lambda dtype: (torch.finfo(dtype).eps, -torch.finfo(dtype).max))
+
+
+def difference(a: Tensor, b: Tensor) -> TensorDifference:
+    """Compare two tensors of one shape, with a `common_dtype`.
+
+    Elements of one dtype are equal if their bits are: 0 and -0 differ, and a NaN equals the same
+    NaN. Elements of two dtypes are equal if they are after rounding to the narrower one, where any
+    NaN equals any other.
+    """
+    dtype = common_dtype(a.dtype, b.dtype)
+    assert dtype is not None
+    found = TensorDifference(a.numel(), str(dtype).removeprefix("torch."))
+    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
+    for start in range(0, a.numel(), _SLAB_ELEMENTS):
+        piece = slice(start, start + _SLAB_ELEMENTS)
+        found = _with_slab(found, flat_a[piece], flat_b[piece], dtype, start, a.shape)
+    return found
+
+
+def _with_slab(
+    found: TensorDifference, a: Tensor, b: Tensor, dtype: torch.dtype, start: int, shape: torch.Size
+) -> TensorDifference:
+    one, other = a.to(dtype), b.to(dtype)
+    differs = _differs(one, other)
+    if a.dtype != b.dtype:
+        differs &= ~(_is_nan(one) & _is_nan(other))
+        found = replace(found, rounded=found.rounded + _changed(a, one) + _changed(b, other))
+    count = int(differs.sum())
+    if not count:
+        return found
+    first = found.first
+    if first is None:
+        position = start + int(differs.to(torch.uint8).argmax())
+        first = tuple(int(index) for index in np.unravel_index(position, tuple(shape)))
+    x, y = _numbers(one[differs]), _numbers(other[differs])
+    finite = x.isfinite() & y.isfinite()
+    x, y = x[finite], y[finite]
+    apart = (x - y).abs()
+    size = torch.maximum(x.abs(), y.abs()).clamp_min(torch.finfo(torch.float64).tiny)
+    return replace(
+        found,
+        different=found.different + count,
+        max_abs=max(found.max_abs, _largest(apart)),
+        max_rel=max(found.max_rel, _largest(apart / size)),
+        not_finite=found.not_finite + count - len(x),
+        first=first,
+    )
+
+
+def _differs(a: Tensor, b: Tensor) -> Tensor:
+    """Where two tensors of one dtype have other bits."""
+    if a.dtype == torch.complex128:  # which no integer is as wide as
+        return _differs(torch.view_as_real(a), torch.view_as_real(b)).any(-1)
+    bits = _BITS[a.element_size()]
+    return a.view(bits) != b.view(bits)
+
+
+def _changed(before: Tensor, after: Tensor) -> int:
+    """How many elements are not what they were before they were rounded."""
+    if before.dtype == after.dtype:
+        return 0
+    return int(((after.to(before.dtype) != before) & ~_is_nan(before)).sum())
+
+
+def _is_nan(tensor: Tensor) -> Tensor:
+    return tensor.float().isnan() if tensor.element_size() == 1 else tensor.isnan()
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.max()) if len(values) else 0.0
+
+
+Read = Callable[[Iterable[str]], Iterator[tuple[str, Tensor]]]
+
+SAFETENSORS = "safetensors"
+"""The kind of a folder of Hugging Face."""
+
+_TABLES = (f"{MODEL}embed.weight", f"{MODEL}output.weight")
+"""The tensors with a row for each token id, and maybe rows of no token after them."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """What is compared. `kind` says in a word or two what it is.
+
+    `read` gives whole tensors by their names in `tensors`, in the order that it is given, and holds
+    256 MiB of them, or the largest one. `rows` is how many rows of a table stand for tokens, where
+    that is known.
+    """
+
+    path: Path
+    kind: str
+    tensors: Mapping[str, Saved]
+    read: Read
+    rows: Mapping[str, int] = field(default_factory=dict)
+
+
+def own(checkpoint: Path) -> Side:
+    """A checkpoint of kempner; each block is verified when it is read."""
+    source = Source.open(checkpoint)
+    tokens = source.manifest.identity.model.get("vocab_size")
+    rows = dict.fromkeys(_TABLES, tokens) if isinstance(tokens, int) else {}
+    return Side(checkpoint, "kempner", source.contents.tensors, source.read, rows)
+
+
+def stock(path: Path) -> Side:
+    """A checkpoint that `torch.distributed.checkpoint` wrote, under kempner's names."""
+    foreign = StockCheckpoint.open(path)
+    tensors = {spec.key: Saved(spec.shape, spec.dtype) for spec in foreign.specs()}
+    return Side(path, "torch.distributed.checkpoint", tensors, foreign.read)
+
+
+def safetensors(folder: Path) -> Side:
+    """A folder as Hugging Face has them, under its own names."""
+    located = find_tensors(folder)
+    if not located:
+        raise DataError(f"{folder} has no tensors")
+    tensors = {name: Saved(found.shape, found.dtype) for name, found in located.items()}
+    return Side(
+        folder,
+        SAFETENSORS,
+        tensors,
+        lambda names: ((name, located[name].read()) for name in names),
+    )
+
+
+def model_of(side: Side) -> Side:
+    """The model's tensors alone."""
+    return without(side, {name for name in side.tensors if not name.startswith(MODEL)})
+
+
+def without(side: Side, names: Collection[str]) -> Side:
+    """All tensors except those with these names."""
+    left = {name: saved for name, saved in side.tensors.items() if name not in names}
+    return replace(side, tensors=left)
+
+
+def renamed(side: Side, names: Mapping[str, str]) -> Side:
+    """A side whose tensors are called as `names` says, by their names until now; others stay."""
+    before = {names.get(name, name): name for name in side.tensors}
+    tensors = {name: side.tensors[theirs] for name, theirs in before.items()}
+
+    def read(wanted: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        wanted = list(wanted)
+        found = side.read([before[name] for name in wanted])
+        return ((name, next(found)[1]) for name in wanted)  # no tensor is kept here
+
+    return replace(side, tensors=tensors, read=read)
+
+
+class TensorVerdict(StrEnum):
+    """What two tensors of one name are to each other."""
+
+    IDENTICAL = "identical"
+    """Equal to the bit, and of one dtype."""
+    EQUAL = "equal"
+    """Of two dtypes, and equal once both are of the narrower one."""
+    DIFFERENT = "different"
+    ONLY_A = "only in A"
+    ONLY_B = "only in B"
+    SHAPE = "shape"
+    """Of two shapes; the values were not compared."""
+    DTYPE = "dtype"
+    """Of two dtypes, one of them no floating-point type; the values were not compared."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A name, and what each side has under it; `difference` if the values were compared."""
+
+    name: str
+    a: Saved | None
+    b: Saved | None
+    difference: TensorDifference | None = None
+
+    @property
+    def verdict(self) -> TensorVerdict:
+        """What they are to each other."""
+        if self.a is None or self.b is None:
+            return TensorVerdict.ONLY_B if self.a is None else TensorVerdict.ONLY_A
+        if self.difference is None:
+            return TensorVerdict.SHAPE if self.a.shape != self.b.shape else TensorVerdict.DTYPE
+        if self.difference.different:
+            return TensorVerdict.DIFFERENT
+        return TensorVerdict.IDENTICAL if self.a.dtype == self.b.dtype else TensorVerdict.EQUAL
+
+    @property
+    def equal(self) -> bool:
+        """Whether no difference was found."""
+        return self.verdict in (TensorVerdict.IDENTICAL, TensorVerdict.EQUAL)
+
+    def to_json(self) -> dict[str, Any]:
+        """A table of plain values; what does not apply is None."""
+        compared = None if self.difference is None else asdict(self.difference)
+        sides = {
+            key: None if saved is None else {"shape": list(saved.shape), "dtype": saved.dtype}
+            for key, saved in (("a", self.a), ("b", self.b))
+        }
+        return {"name": self.name, "verdict": self.verdict.value, **sides, "difference": compared}
+
+
+def pairs(a: Side, b: Side, on_bytes: Callable[[int], None]) -> Iterator[Pair]:
+    """Every tensor of both sides: first what values say nothing about, then as they are read.
+
+    A table of tokens is compared without its rows of no token where they alone make the shapes
+    differ. `on_bytes` is told the bytes that were read. Raises as the sides' `read`.
+    """
+    names = dict.fromkeys([*a.tensors, *b.tensors])
+    found = {name: Pair(name, _shown(a, b, name), _shown(b, a, name)) for name in names}
+    alike = [name for name, pair in found.items() if _comparable(pair)]
+    yield from (pair for pair in found.values() if not _comparable(pair))
+    reads = a.read(alike), b.read(alike)
+    for name in alike:
+        compared, size = _compare_next(*reads)
+        yield replace(found[name], difference=compared)
+        on_bytes(size)
+
+
+Tensors = Iterator[tuple[str, Tensor]]
+
+
+def _compare_next(a: Tensors, b: Tensors) -> tuple[TensorDifference, int]:
+    """The next tensor's difference, and the bytes of both; neither is kept."""
+    (name, x), (same, y) = next(a), next(b)
+    assert name == same
+    rows = slice(min(len(x), len(y))) if x.ndim else ...
+    return difference(x[rows], y[rows]), x.nbytes + y.nbytes
+
+
+def bytes_to_read(a: Side, b: Side) -> int:
+    """Bytes of all tensors that both sides have."""
+    both = a.tensors.keys() & b.tensors.keys()
+    return sum(length(side.tensors[name]) for side in (a, b) for name in both)
+
+
+def _shown(side: Side, other: Side, name: str) -> Saved | None:
+    """What a side has under a name: of a table of another length than the other's, tokens' rows."""
+    saved, theirs = side.tensors.get(name), other.tensors.get(name)
+    if saved is None or theirs is None or saved.shape == theirs.shape:
+        return saved
+    tokens = side.rows.get(name)
+    return saved if tokens is None else replace(saved, shape=(tokens, *saved.shape[1:]))
+
+
+def _comparable(pair: Pair) -> bool:
+    if pair.a is None or pair.b is None or pair.a.shape != pair.b.shape:
+        return False
+    return common_dtype(dtype_of(pair.a), dtype_of(pair.b)) is not None

@@ -1,0 +1,307 @@
+"""Looks at the words of a command line before its command does, and says what is wrong.
+
+Paths, options, a forgotten `--`. A command that takes overrides lets every unknown option through,
+so it is here that one which is no override gets its sentence. typer does not export the classes of
+its errors, so they are told apart by their names and fields.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+from kempner.config.errors import DEMANDS, quote, shorten
+from kempner.config.section import expand_home
+from kempner.run.process.exit_codes import UsageError
+
+_MEANT = {
+    **dict.fromkeys(("run", "start", "launch", "resume", "restart", "continue"), "supervise"),
+    **dict.fromkeys(("ls", "list", "checkpoints"), "checkpoint list"),
+    **dict.fromkeys(("ps", "show", "info"), "status"),
+    **dict.fromkeys(("log", "tail", "output"), "logs"),
+    **dict.fromkeys(("kill", "cancel", "end", "abort"), "stop"),
+    **dict.fromkeys(("evaluate", "validate", "perplexity"), "eval"),
+}
+"""Commands of other tools, and the one of ours that does the same."""
+
+_MOVED = {"experts": "kempner plan MODEL --world N"}
+"""Commands of earlier versions, and what has taken their place."""
+_BELOW = dict.fromkeys(("schema", "keys", "describe"), "explain")
+"""The same for commands of a group; `config schema` was one of ours."""
+
+_PARSING = {
+    "int_parsing": "must be a whole number",
+    "int_parsing_size": "must be a whole number of at most 64 bits",
+    "float_parsing": "must be a number",
+    "bool_parsing": "must be true or false",
+}
+"""What pydantic's error types for text from a command line demand, beside those for TOML."""
+
+
+def help_asked_for(error: Any, arguments: Sequence[str]) -> str | None:
+    """The help of a group of commands that was called without one; None for a mistake."""
+    context, kind = getattr(error, "ctx", None), type(error).__name__
+    if kind != "UsageError" or context is None or not _is_group(context.command):
+        return None
+    return None if _words_given(context, arguments) else str(context.get_help())
+
+
+def explain(error: Any, arguments: Sequence[str]) -> str:
+    """A clause about one of typer's errors, in our words; `arguments` are those of the process."""
+    context, kind = getattr(error, "ctx", None), type(error).__name__
+    match kind:
+        case "NoSuchOption":
+            known = list(error.possibilities or ())
+            return unknown_option(error.option_name, known)
+        case "MissingParameter":
+            return f"{_name(error.param)} is missing{_meaning(error.param)}"
+        case "BadOptionUsage":
+            surplus = any(word.startswith(f"{error.option_name}=") for word in arguments)
+            return f"{error.option_name} {'takes no' if surplus else 'needs a'} value"
+        case "BadParameter" if error.param is not None:
+            return _bad_value(error)
+        case "UsageError" if context is not None and _is_group(context.command):
+            return _no_such_command(context, arguments)
+        case "UsageError" if found := re.search(r"unexpected extra .*\((.*)\)$", error.message):
+            return f"too many arguments: {shorten(found[1])}"
+    return str(error.format_message()).rstrip(".")
+
+
+def unknown_option(name: str, known: Sequence[str]) -> str:
+    """A clause about an option that there is not; `known` are those to suggest from."""
+    near = get_close_matches(name, known, n=1, cutoff=0.7)
+    return f"unknown option {shorten(name)}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _bad_value(error: Any) -> str:
+    """One of pydantic's errors about an option or an argument."""
+    name = _name(error.param)
+    cause = error.__cause__
+    if cause is None or not hasattr(cause, "errors"):
+        return f"{name}: {error.message.rstrip('.')}"
+    details = cause.errors(include_url=False)[0]
+    value, context = details["input"], details.get("ctx", {})
+    choices = getattr(getattr(error.param, "type_descriptor", None), "choices", None)
+    if choices:
+        names = [str(getattr(choice, "value", choice)) for choice in choices]
+        near = get_close_matches(str(value), names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        listed = " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+        return f"{name} must be {listed}, not {quote(value)}{hint}"
+    bounds = {name: f"{x:g}" if isinstance(x, float) else x for name, x in context.items()}
+    demand = (_PARSING.get(details["type"]) or DEMANDS.get(details["type"], "")).format(**bounds)
+    shown = quote(value) if details["type"] in _PARSING else shorten(str(value))
+    return f"{name} {demand}, not {shown}" if demand else f"{name} cannot be {quote(value)}"
+
+
+def _no_such_command(context: Any, arguments: Sequence[str]) -> str:
+    path, typed = context.command_path, _words_given(context, arguments)[0]
+    names = list(context.command.list_commands(context))
+    if typed in _MOVED and " " not in path:
+        return f"{path} {typed} is part of another command now: {_MOVED[typed]}"
+    below = _commands_below(context, names)
+    near = get_close_matches(typed, names, n=1)
+    if _BELOW.get(typed) in names:
+        near = [_BELOW[typed]]
+    if " " not in path:
+        exact = [meant for meant in (_MEANT.get(typed), below.get(typed)) if meant]
+        near = exact[:1] or near or [below[name] for name in get_close_matches(typed, below, n=1)]
+    hint = f"; did you mean {' or '.join(f'{path} {name}' for name in near)}?" if near else ""
+    all_names = "" if near else f"; the commands are {', '.join(names)}"
+    return f"there is no {path} {shorten(typed)}{hint}{all_names}"
+
+
+def _commands_below(context: Any, names: Sequence[str]) -> dict[str, str]:
+    """The commands in the groups of these names, by their last word."""
+    return {
+        inner: f"{name} {inner}"
+        for name in names
+        for inner in getattr(context.command.get_command(context, name), "commands", {})
+    }
+
+
+def _words_given(context: Any, arguments: Sequence[str]) -> Sequence[str]:
+    """What was given to a group, its command first: groups have no options of their own."""
+    return arguments[context.command_path.count(" ") :]
+
+
+def _is_group(command: Any) -> bool:
+    return hasattr(command, "list_commands")
+
+
+def _name(parameter: Any) -> str:
+    """An option or an argument as the help calls it."""
+    option = next((name for name in parameter.opts if name.startswith("-")), None)
+    return str(option or (parameter.metavar or parameter.name.upper()).replace("[STEP]", "STEP"))
+
+
+def _meaning(parameter: Any) -> str:
+    text = (getattr(parameter, "help", None) or "").partition(". ")[0].rstrip(".")
+    return f": {text[:1].lower()}{text[1:]}" if text else ""
+
+
+_NO_PATH = (errno.ELOOP, errno.ENAMETOOLONG)
+"""Error numbers of a path that nothing can be at."""
+
+_PROGRAMS = ("python", "python3", "bash", "sh", "torchrun", "accelerate", "deepspeed", "uv")
+
+_NEW_NAME = "a new --run.name=NAME starts a run anew"
+_SAME_COMMAND = "the same command continues from the newest checkpoint"
+_ADVICE: Mapping[str, str] = {
+    **dict.fromkeys(("--resume", "--continue", "--restart", "--auto-resume"), _SAME_COMMAND),
+    **dict.fromkeys(("--force", "--overwrite", "--fresh", "--from-scratch"), _NEW_NAME),
+    **dict.fromkeys(
+        ("--dry-run", "--check", "--validate"), "kempner config check CONFIG checks without a start"
+    ),
+    **dict.fromkeys(
+        ("--config", "--config-file", "-c", "--conf"), "name the file without an option"
+    ),
+    **dict.fromkeys(
+        ("--gpus", "--num-gpus", "--nproc-per-node", "--nproc_per_node", "--world-size", "-n"),
+        "kempner supervise --nproc N starts N ranks on this machine",
+    ),
+    **dict.fromkeys(("--nproc", "--launcher", "--jobid"), "it is one of kempner supervise"),
+    **dict.fromkeys(("--nodes", "--nnodes", "-N"), "ask Slurm for nodes: see docs/slurm.md"),
+    **dict.fromkeys(
+        ("--name", "--run-name", "--run_name"), "write --run.name=NAME after the configuration"
+    ),
+    **dict.fromkeys(
+        ("--output", "--output-dir", "--out", "--outdir"),
+        "write --run.dir=FOLDER after the configuration",
+    ),
+}
+"""What to say about options that other tools have."""
+
+
+def refuse_empty(arguments: Sequence[str]) -> None:
+    """Raise `UsageError` for an empty word: as a path it would mean the current folder."""
+    for position, word in enumerate(arguments, start=1):
+        if word == "--":
+            return
+        if not word:
+            before = f" after {shorten(arguments[position - 2])}" if position > 1 else ""
+            raise UsageError(f"an argument{before} is empty: is a variable of the shell not set?")
+        name, equals, value = word.partition("=")
+        if equals and not value and name.startswith("--") and "." not in name:
+            raise UsageError(f"{name}= has no value: is a variable of the shell not set?")
+
+
+def check_paths(command: Any) -> None:
+    """Let `command`, and those below it, expand `~` in paths, and refuse what can be none."""
+    for below in getattr(command, "commands", {}).values():
+        check_paths(below)
+    if command.callback is not None:
+        command.callback = _with_paths(command.callback)
+
+
+def overrides(
+    context: typer.Context, file: Path | str | None, has_command: bool = False
+) -> list[str]:
+    """The arguments after the configuration, or raise `UsageError` for one that cannot be for us.
+
+    `file` is what stands in the place of the configuration, if anything does; `has_command` is
+    whether a command follows a `--`.
+    """
+    if file is not None and not has_command:
+        _refuse_program(str(file), context)
+    for word in (str(file or ""), *context.args):
+        if word.startswith("-"):
+            _refuse_option(word, context)
+    return context.args
+
+
+def _with_paths(callback: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(callback)
+    def call(*args: Any, **values: Any) -> Any:
+        return callback(*args, **{name: _checked(value) for name, value in values.items()})
+
+    return call
+
+
+def _checked(value: Any) -> Any:
+    if isinstance(value, Path):
+        return usable_path(value)
+    if isinstance(value, str) and re.match(r"~\w*/", value):
+        return str(usable_path(Path(value)))
+    if isinstance(value, list):
+        return [_checked(item) for item in value]
+    return value
+
+
+def usable_path(path: Path) -> Path:
+    """`path`, with `~` expanded. Raises `UsageError` if nothing can be there."""
+    try:
+        path = Path(expand_home(str(path)))
+        path.stat()
+    except OSError as error:
+        if error.errno in _NO_PATH:
+            raise UsageError(
+                f"{shorten(str(path))} cannot be a path: {os.strerror(error.errno)}"
+            ) from None
+    except ValueError as error:  # a null character, or `~name` of an unknown user
+        raise UsageError(f"{shorten(str(path))} cannot be a path: {error}") from None
+    return path
+
+
+def _refuse_option(word: str, context: typer.Context) -> None:
+    """Raise `UsageError` if the word is an option that the command has not, and no override."""
+    name, equals, _ = word.partition("=")
+    if word.strip("-") == "" or "." in name:
+        return
+    path = context.command_path
+    if name in _ADVICE and name not in _options(context):
+        raise UsageError(f"there is no option {name}: {_ADVICE[name]} (see {path} -h)")
+    from kempner.config.loading import known_keys  # imports all sections
+
+    keys = known_keys()
+    if name.lstrip("-").replace("-", "_") in {part for key in keys for part in key.split(".")}:
+        _refuse_bare_key(word, keys, path)
+        return
+    sentence = unknown_option(name, _options(context))
+    if "did you mean" in sentence or not equals:
+        raise UsageError(f"{sentence} (see {path} -h)")
+
+
+def _refuse_bare_key(word: str, keys: Sequence[str], path: str) -> None:
+    """Raise `UsageError` for a key without its section, unless the overrides' parser says more."""
+    name, equals, value = word.partition("=")
+    bare = name.lstrip("-").replace("-", "_")
+    found = [key for key in keys if key.rpartition(".")[2] == bare]
+    if found and not (equals and name == f"--{bare}"):
+        meant = " or ".join(f"--{key}={value or 'VALUE'}" for key in found)
+        raise UsageError(f"unknown option {shorten(name)}; did you mean {meant}? (see {path} -h)")
+
+
+def _options(context: typer.Context) -> list[str]:
+    return [name for parameter in context.command.params for name in parameter.opts if "-" in name]
+
+
+def _refuse_program(file: str, context: typer.Context) -> None:
+    """Raise `UsageError` if a program stands where a configuration should."""
+    name = Path(file).name
+    script = name.endswith((".py", ".sh"))
+    if not script and (name not in _PROGRAMS or Path(file).is_file()):
+        return
+    command = [*(["python"] if name.endswith(".py") else []), file, *context.args]
+    raise UsageError(
+        f"{quote(file)} is a program, not a configuration; write -- before a command of your own: "
+        f"kempner supervise -- {shorten(' '.join(command))}"
+    )
+
+
+class TakesCommand(TyperCommand):
+    """Everything after `--` is a command; its arguments are not options of kempner."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        at = args.index("--") if "--" in args else len(args)
+        ctx.obj = tuple(args[at + 1 :])
+        return super().parse_args(ctx, args[:at])

@@ -1,0 +1,346 @@
+"""Joins a run from another job: keeps an agent on this node, for as long as its job has time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TypeAlias
+
+from kempner.cluster.slurm.job import JobState
+from kempner.cluster.slurm.scontrol import RequeueDecision, put_back
+from kempner.run.control.protocol import Phase
+from kempner.run.output.console import say
+from kempner.run.output.logs import logger
+from kempner.run.process.exit_codes import ExitCode, UsageError
+from kempner.run.process.signals import ReceivedSignal, SignalInbox, insists
+from kempner.run.process.stop_reason import reason_of_signal
+from kempner.run.process.threads import keep_running, start_thread
+from kempner.run.process.worker_process import SAFE_MODULE
+from kempner.run.record.events import AttemptEnded, PhaseDurationsLearned
+from kempner.run.record.gave_up import refuse_if_given_up
+from kempner.run.record.history import RunHistory
+from kempner.run.record.run_dir import RunDirectory
+from kempner.supervisor.launchers.agents import node_agent
+from kempner.supervisor.launchers.agents.joined.invitation import Departure, Invitation, JoinTerms
+from kempner.supervisor.launchers.agents.messages import ADDRESSES, PORT, STEP, TOKEN
+from kempner.supervisor.monitors.phase_stats import PhaseStats
+from kempner.supervisor.monitors.run_times import RunTimes
+from kempner.supervisor.policy.outcome import Decision
+from kempner.supervisor.policy.requeue import decide_requeue
+from kempner.supervisor.policy.stop import StandingStop, StopOrder
+from kempner.supervisor.slurm.job_monitor import JobMonitor, JobSeen, JobView
+
+ENDS_WITHIN = 15.0
+"""Seconds for an agent to end its ranks."""
+
+
+@dataclass(frozen=True)
+class AgentEnded:
+    """An agent has ended, with this exit code or minus the number of a signal."""
+
+    agent: Agent
+    code: int
+
+
+class Agent:
+    """An agent of this node, in a session of its own: it is told by its input when to leave, and
+    ends with this process. `post` is called with its end, from a thread."""
+
+    def __init__(
+        self, invitation: Invitation, terms: JoinTerms, post: Callable[[AgentEnded], None]
+    ) -> None:
+        self.invitation, self.began = invitation, time.monotonic()
+        at = {ADDRESSES: ",".join(invitation.addresses), PORT: str(invitation.port)}
+        step = {STEP: str(time.time_ns() // 1_000_000)}  # higher than that of any agent before it
+        self._process = subprocess.Popen(
+            [sys.executable, *SAFE_MODULE, node_agent.__name__, invitation.program],
+            stdin=subprocess.PIPE,
+            cwd=invitation.folder,
+            env=os.environ | at | {TOKEN: invitation.token} | step | terms.environment(),
+            start_new_session=True,
+        )
+        start_thread("agent's end", lambda: post(AgentEnded(self, self._process.wait())))
+
+    def depart(self, departure: Departure) -> None:
+        """Have it ask the supervisor to let it go."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(departure.line())
+            self._process.stdin.flush()
+
+    def end(self) -> None:
+        """End it, and its ranks with it."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(ENDS_WITHIN)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+LOOK_AT_INVITATION = 1.0
+"""Seconds between two looks."""
+
+
+@dataclass(frozen=True)
+class InvitationSeen:
+    """It is another one than before, or none any more."""
+
+    invitation: Invitation | None
+
+
+class InvitationWatch:
+    """Looks at a file, and posts what has changed."""
+
+    def __init__(self, path: Path, post: Callable[[InvitationSeen], None]) -> None:
+        self._path, self._post = path, post
+        self._seen: Invitation | None = None
+
+    def start(self) -> Invitation | None:
+        """The invitation that is there now; changes are posted from a thread. Raises `UsageError`
+        for one of another user."""
+        self._look_once()
+        found = self._seen
+        keep_running("invitation", self._look)
+        return found
+
+    def _look(self) -> None:
+        """For as long as this process lives."""
+        while True:
+            time.sleep(LOOK_AT_INVITATION)
+            try:
+                self._look_once()
+            except UsageError as error:
+                logger().warning(str(error))
+
+    def _look_once(self) -> None:
+        try:
+            found = Invitation.read(self._path)
+        except OSError as error:
+            logger().info("the invitation cannot be read now", reason=error.strerror)
+            return
+        if found != self._seen:
+            self._seen = found
+            self._post(InvitationSeen(found))
+
+
+class StopTimes:
+    """`times` is what is known of the run, whatever its number of ranks, which changes."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run, self.times = run, RunTimes()
+        self._read_with: float | None = None
+        self._reader: threading.Thread | None = None
+
+    def update(self, left: float | None) -> None:
+        """Have the ledger read when half of the time is over that was `left` when it was read last,
+        in seconds (None: without end): a run learns, and a long ledger is not read often.
+
+        By a thread: storage that does not answer must not keep the agent from leaving in time.
+        """
+        now = inf if left is None else left
+        before = self._read_with
+        due = before is None or (now < inf and now <= before / 2)
+        if due and (self._reader is None or not self._reader.is_alive()):
+            self._reader = start_thread("stop times", partial(self._read, now))
+
+    def _read(self, left: float) -> None:
+        try:
+            history = RunHistory.read(self._run.ledger)
+        except OSError as error:
+            logger().info("the ledger cannot be read now", reason=error.strerror)
+            return
+        phases = PhaseStats()
+        for event in history.events(PhaseDurationsLearned)[-1:]:
+            if (steps := event.phases.get(Phase.STEP)) is not None:
+                phases.took(Phase.STEP, steps.median + steps.spread)
+        self.times.saves, self.times.phases = history.durations, phases
+        self._read_with = left
+
+
+LOOK = 1.0
+"""Seconds between two looks at what there is to do."""
+
+SLURM_ANSWERS = 10.0
+"""Seconds for Slurm to say until when this job runs."""
+
+UNTOLD = 30.0
+"""Seconds in which to leave after a signal of unknown cause: Slurm's usual KillWait."""
+
+EXPLAINED_WITHIN = 2.0
+"""Seconds for Slurm to say it."""
+
+AGAIN_AFTER = 1.0
+"""Seconds before an agent that has ended is followed by another one."""
+
+WORKED = 2 * node_agent.ALONE
+"""Seconds after which an agent must have been connected: it does not stay alone for as long."""
+
+OVER = "the run is complete"
+
+
+_Event: TypeAlias = ReceivedSignal | JobSeen | InvitationSeen | AgentEnded
+
+
+class Joiner:
+    """Has room for `ranks` ranks, and waits for a supervisor for `patience` seconds."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        ranks: int,
+        job: JobMonitor | None,
+        signals: SignalInbox,
+        patience: float,
+    ) -> None:
+        self._run, self._ranks, self._job, self._signals = run, ranks, job, signals
+        self._patience = patience
+        self._incoming: SimpleQueue[_Event] = SimpleQueue()
+        self._view, self._stop_times = JobView(job), StopTimes(run)
+        self._invitation: Invitation | None = None
+        self._agent: Agent | None = None
+        self._leaving: StandingStop | None = None
+        self._alone_since = time.monotonic()
+
+    def run(self) -> ExitCode:
+        """Until the run or this job's time is over, or the run has no supervisor for too long.
+
+        Raises `UsageError` if the run takes no node of another job, or not this one.
+        """
+        self._signals.react_with(self._incoming.put)
+        if self._job is not None:
+            self._job.watch(self._incoming.put)
+        self._invitation = InvitationWatch(self._run.invitation, self._incoming.put).start()
+        if self._invitation is None and self._is_complete():
+            return self._is_over()
+        try:
+            return self._follow()
+        finally:
+            if self._agent is not None:
+                self._agent.end()
+
+    def _follow(self) -> ExitCode:
+        began = time.monotonic()
+        while True:
+            with suppress(Empty):
+                if (end := self._take_in(self._incoming.get(timeout=LOOK))) is not None:
+                    return end
+            if insists(self._signals.received):
+                return ExitCode.INTERRUPTED
+            self._leave_in_time()
+            if self._leaving is not None:
+                if self._agent is None:
+                    return self._part(self._leaving)
+                if time.monotonic() > self._leaving.by:
+                    self._agent.end()  # the supervisor has not released it; the job can go back
+                continue
+            slurm_silent = self._job is not None and self._view.at_first is None
+            if slurm_silent and time.monotonic() - began < SLURM_ANSWERS:
+                continue
+            self._join()
+            if self._agent is None and time.monotonic() - self._alone_since > self._patience:
+                logger().warning(
+                    f"{self._run.path} has had no supervisor for {self._patience:.0f} s"
+                )
+                return ExitCode.STOPPED
+
+    def _take_in(self, event: _Event) -> ExitCode | None:
+        """Act on what has happened; how this ends, if it does."""
+        match event:
+            case ReceivedSignal():
+                if self._job is not None:
+                    self._job.look()  # it knows why
+            case JobSeen():
+                times = self._stop_times.times
+                self._view.take_in(event, times.now())
+                self._stop_times.update(self._view.seconds_left(times.now()))
+            case InvitationSeen(invitation):
+                self._invitation = invitation
+                if self._agent is not None and invitation not in (None, self._agent.invitation):
+                    logger().warning("another supervisor has taken over the run")
+                    self._agent.end()
+            case AgentEnded(agent, code):
+                return self._note_end(agent, code)
+        return None
+
+    def _note_end(self, agent: Agent, code: int) -> ExitCode | None:
+        self._agent = None
+        if code == node_agent.REFUSED_CODE:
+            return ExitCode.USAGE
+        now = time.monotonic()
+        if code == 0 and self._is_complete():
+            return self._is_over()
+        if code == 0 or now - agent.began > WORKED:
+            self._alone_since = now
+        if code == 0 and self._invitation == agent.invitation:
+            self._invitation = None  # it is about to be withdrawn
+        if self._leaving is None:
+            logger().info("waiting for a supervisor", agent_ended_with=code)
+        time.sleep(AGAIN_AFTER)
+        return None
+
+    def _join(self) -> None:
+        """Start an agent if there is none, and a supervisor to connect to."""
+        invitation = self._invitation
+        if self._agent is not None or invitation is None:
+            return
+        left = self._view.seconds_to_train(self._stop_times.times)
+        until = None if left is None else time.monotonic() + left
+        job = "" if self._job is None else self._job.id
+        say(f"joining {self._run.path} at {invitation.addresses[0]}:{invitation.port}")
+        self._agent = Agent(invitation, JoinTerms(job, self._ranks, until), self._incoming.put)
+
+    def _leave_in_time(self) -> None:
+        """Ask to be released when the end of this job is near, or a signal has asked for it."""
+        signals = self._signals.received
+        order = self._view.stop_order(self._stop_times.times, signals)
+        if order is None and signals:
+            silent_for = time.monotonic() - signals[0].at
+            if self._job is None or silent_for > EXPLAINED_WITHIN:
+                first = signals[0].signal
+                order = StopOrder(reason_of_signal(first), first.name, UNTOLD)
+        if order is None or self._leaving is not None:
+            return
+        by = time.monotonic() + order.seconds_left
+        self._leaving = StandingStop(order.reason, order.sentence, by)
+        logger().warning(f"{order.sentence}: leaving the run")
+        if self._agent is not None:
+            self._agent.depart(Departure(order.seconds_left, order.sentence))
+
+    def _part(self, order: StandingStop) -> ExitCode:
+        """After the agent was released: requeue the job, to join again, if that is due."""
+        job, decision = self._job, Decision(ExitCode.STOPPED, order.sentence)
+        if job is not None and job.batch:
+            job.close()
+            decide = partial(self._decide, decision)
+            end = put_back(job.id, decide, job.try_until(), job.note_silence)
+            logger().warning(end.reason)
+        return ExitCode.STOPPED
+
+    def _decide(self, decision: Decision, state: JobState) -> RequeueDecision:
+        return decide_requeue(decision, self._view.at_first, state, True, fruitless=0)
+
+    def _is_over(self) -> ExitCode:
+        say(OVER)
+        return ExitCode.COMPLETED
+
+    def _is_complete(self) -> bool:
+        """Whether the run has made all its steps. Raises `GaveUpError` if it was given up."""
+        try:
+            refuse_if_given_up(self._run)
+            ended = RunHistory.read(self._run.ledger).events(AttemptEnded)
+        except OSError as error:
+            logger().info("the ledger cannot be read now", reason=error.strerror)
+            return False
+        return bool(ended) and ended[-1].code == ExitCode.COMPLETED

@@ -119,7 +119,7 @@ class Cluster(Services):
         )
 
     def end_in_minutes(self, job: str, minutes: int) -> None:
-        """Have a job's time be over in so many minutes, to the next full one of its run time."""
+        """End a job's time limit in `minutes`, rounded up to a full minute of its run time."""
         hours, gone, _ = self.job(job)["RunTime"].rpartition("-")[2].split(":")
         limit = 60 * int(hours) + int(gone) + 1 + minutes
         self.scontrol("update", f"jobid={job}", f"TimeLimit={limit}")

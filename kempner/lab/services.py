@@ -112,7 +112,7 @@ class Services:
         self.wait_until(answers, f"{host} answers on port {port}")
 
     def wait_until(self, condition: Callable[[], object], what: str, seconds: float = 120) -> None:
-        """Wait for what takes at most so many seconds on a quiet machine. Raises `RunError`."""
+        """Wait for what takes at most `seconds` on a quiet machine. Raises `RunError`."""
         what = f"{what}; the logs are in {self.folder}/log"
         wait_until(condition, what, seconds * self.patience)
 

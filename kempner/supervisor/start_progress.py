@@ -1,4 +1,4 @@
-"""What happens between the launch of the ranks and their first step, for whoever watches."""
+"""What happens between the launch of the ranks and their first step, as the user sees it."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _SLURMD_TIMEOUT = 300
 """Seconds after which Slurm calls a node down, as on most clusters."""
 
 
-class Interface(Enum):
+class NodeNetwork(Enum):
     """The networks of a node."""
 
     IB0 = "ib0"
@@ -145,13 +145,13 @@ def limit(
     minutes: Annotated[int, typer.Argument(min=1, help="From now, rounded up to a full minute.")],
     folder: Folder = None,
 ) -> None:
-    """The time of JOB is over in so many minutes."""
+    """The time limit of JOB ends in MINUTES."""
     place.find(_folder(folder)).end_in_minutes(job, minutes)
     typer.echo(f"job {job} reaches its time limit in {minutes} to {minutes + 1} minutes")
 
 
 def lose(node: Node, folder: Folder = None) -> None:
-    """NODE loses its power: its processes end, and nobody hears from it."""
+    """NODE loses its power: its processes end without a word to the controller."""
     lab = _with_node(folder, node)
     lab.power_off(node)
     typer.echo(
@@ -162,11 +162,11 @@ def lose(node: Node, folder: Folder = None) -> None:
 def cut(
     node: Node,
     interface: Annotated[
-        Interface, typer.Option(help="ib0 carries what ranks say, em4 what Slurm says.")
-    ] = Interface.IB0,
+        NodeNetwork, typer.Option(help="ib0 carries what ranks say, em4 what Slurm says.")
+    ] = NodeNetwork.IB0,
     folder: Folder = None,
 ) -> None:
-    """The cable of NODE is pulled: its processes live, and reach nobody."""
+    """The cable of NODE is pulled: its processes live, and reach no other machine."""
     _with_node(folder, node).cut(node, interface.value)
     typer.echo(f"{interface.value} of {node} is cut")
 

@@ -25,8 +25,7 @@ from old_runs import (
     steps_of,
 )
 
-from kempner.checkpoint import compare
-from kempner.checkpoint.compare import TensorVerdict, own, stock
+from kempner.checkpoint.compare import TensorVerdict, own, pairs, stock
 from kempner.checkpoint.format.names import METADATA
 from kempner.run.record.ledger import read_lines
 
@@ -95,7 +94,7 @@ def assert_saved_state_is_read(folder: Path, run: OldRun, saved: int) -> None:
     checkpoint = folder / run.record / "checkpoints" / f"step-{saved:08}"
     if not (checkpoint / METADATA).exists():
         return
-    found = list(compare(own(checkpoint), stock(checkpoint), lambda _: None))
+    found = list(pairs(own(checkpoint), stock(checkpoint), lambda _: None))
     assert found
     assert {pair.verdict for pair in found} == {TensorVerdict.IDENTICAL}
 

@@ -210,8 +210,8 @@ def test_one_that_was_let_go_waits_for_another_invitation(
 PATIENT = """
 import sys
 from kempner.cli.entry import main
-from kempner.supervisor.joining import joiner
-joiner.UNTOLD = 1e6
+from kempner.supervisor import joining
+joining.UNTOLD = 1e6
 main()
 """
 """A `kempner` that leaves at its leisure when it is told to, if it does not leave at once."""

@@ -27,8 +27,8 @@ ODD = Interface("odd7", 1, True, "10.9.8.7/24")
 
 PATCH = f"""
 import kempner.supervisor.launchers.rank_network as network
-from kempner.cluster.network.interfaces import Choice, Interface
-network.network_of_rank = lambda *_: Choice({ODD!r}, "by the one function")
+from kempner.cluster.network.interfaces import Interface, InterfaceChoice
+network.network_of_rank = lambda *_: InterfaceChoice({ODD!r}, "by the one function")
 """
 """Imported as any Python begins: whoever asks the function is told of an interface that is none."""
 

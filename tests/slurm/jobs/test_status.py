@@ -162,7 +162,9 @@ def test_status_agrees_with_what_is_done_to_a_run(project: Project, cluster: Clu
     cluster.wait_for(preemptor, "COMPLETED")
     told = login.sees_training(4)
     assert told["interruptions"][-1]["cause"] == "stopped: preemption"
-    assert told["job"]["restarts"] == {"launch": 1, "controller": 1, "accounting": None}
+    times = int(cluster.job(job)["Restarts"])  # on a busy machine it may be preempted twice
+    assert times >= 1
+    assert told["job"]["restarts"] == {"launch": times, "controller": times, "accounting": None}
 
     # Slurm warns 120 s before the end, or up to a minute earlier: long before the supervisor would
     # have to stop by itself.

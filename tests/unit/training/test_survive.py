@@ -15,9 +15,10 @@ from kempner.run.process.exit_codes import UsageError
 from kempner.training.survive import LoopRequest
 
 LOOP = """
-import os, signal, socket, sys, threading
+import os, signal, socket, sys, threading, time
 import torch
 from kempner import survive
+from kempner.run.process.signals import inbox
 
 def keep(number, frame): print("mine again", flush=True)
 
@@ -67,6 +68,7 @@ except KeyboardInterrupt:
 try:
     for _ in loop():
         os.kill(os.getpid(), signal.SIGTERM)
+        while not inbox().received: time.sleep(0.001)  # a thread reads it
 except SystemExit as error:
     print("exit", error.code)
 assert installed() == before, "after a stop"

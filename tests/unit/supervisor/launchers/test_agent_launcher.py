@@ -258,7 +258,7 @@ def test_one_agent_that_does_not_connect_costs_one_start_its_forks(
 ) -> None:
     job.launcher.close()
     (job.folder / "cut off").write_text("node2")
-    monkeypatch.setattr(launcher, "COME_WITHIN", 5.0)
+    monkeypatch.setattr(launcher, "COME_WITHIN", scaled(5.0))  # for node1, too
     job.start()
     by_srun = {psutil.Process(pid).parent() for pid in job.running().values()}
     assert len(by_srun) == 1  # of both ranks

@@ -80,7 +80,7 @@ class Machine:
             raise
 
     def _start(self, script: IO[bytes], log: IO[bytes]) -> subprocess.Popen[str]:
-        # A process that is killed takes the next one along: a bound session, unshare, node.sh, the node.
+        # What is killed takes the next along: a bound session, unshare, node.sh, the node.
         make = ["unshare", "--fork", "--kill-child", *NAMESPACES]
         if self.host is not None:
             command = [*_enter(self.host.init, "--pid"), *make]

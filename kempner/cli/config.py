@@ -12,7 +12,7 @@ from kempner.cli.usage import overrides
 from kempner.config.fault_spec import refuse_absent_ranks
 from kempner.config.loading import dumps, load
 from kempner.config.sections import Config
-from kempner.data.order.global_batches import micro_steps
+from kempner.data.order.batch_slices import micro_steps
 from kempner.model.spec.communication_choice import (
     USUAL_GPU,
     Situation,

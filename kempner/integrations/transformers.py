@@ -34,7 +34,7 @@ except ModuleNotFoundError as error:
 
 from kempner.integrations.trainer.progress import restore_callbacks
 from kempner.integrations.trainer.run import StepEnd, TrainerRun, refuse_inexact
-from kempner.run.control.launch_env import place_of
+from kempner.run.control.rehearsal import place_of
 from kempner.run.process.exit_codes import UsageError
 from kempner.training.session import RunEntry, run_beside
 

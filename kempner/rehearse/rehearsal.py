@@ -17,7 +17,7 @@ import xxhash
 
 from kempner.rehearse.compare import RankRecord, read_record
 from kempner.rehearse.stage import Stage
-from kempner.run.control.launch_env import RehearsalPart
+from kempner.run.control.rehearsal import RehearsalPart
 from kempner.run.process.exit_codes import ExitCode, UsageError
 
 OF_TENSORS = {".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".npy", ".npz"}

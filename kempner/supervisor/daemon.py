@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-from kempner.cluster.machine.limits import raise_open_file_limit
+from kempner.cluster.machine.rlimits import raise_open_file_limit
 from kempner.cluster.slurm.job import restart_count
 from kempner.config.sections import Config
 from kempner.run.control.launch_env import BuddyTerms, Control, Launch

@@ -23,7 +23,7 @@ from kempner.config.loading import digest, dumps
 from kempner.config.sections import CheckpointSection, Config
 from kempner.data.files.index import check_held_out, fingerprint, vocabulary
 from kempner.data.files.token_file import Corpus
-from kempner.data.order.global_batches import Slicing
+from kempner.data.order.batch_slices import Slicing
 from kempner.data.serve.loader import Feed
 from kempner.model.compilation import compile_blocks
 from kempner.model.factory import create, place

@@ -15,13 +15,14 @@ import torch
 
 from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format.manifest import Identity, Origin
-from kempner.cluster.machine.limits import raise_open_file_limit
+from kempner.cluster.machine.rlimits import raise_open_file_limit
 from kempner.config.resilience import ResilienceSection
 from kempner.config.sections import SuperviseSection
 from kempner.config.site import DistributedSection
 from kempner.run.control.heartbeat import Progress
-from kempner.run.control.launch_env import Launch, LaunchTerms, place_of
+from kempner.run.control.launch_env import Launch, LaunchTerms
 from kempner.run.control.protocol import Phase
+from kempner.run.control.rehearsal import place_of
 from kempner.run.control.trackers import begin_next_loop, note_mlflow_run
 from kempner.run.output import logs
 from kempner.run.output.console import protect

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 from kempner.checkpoint.format.manifest import Rollback, TrainState
-from kempner.data.order.global_batches import Slicing
+from kempner.data.order.batch_slices import Slicing
 from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import DataError, DivergedError, ExitCode, RunError
 from kempner.run.record.attempts import Attempt

@@ -11,7 +11,7 @@ a tensor being its key, shape, dtype, device mesh, the dimension that is cut alo
 of the mesh, or null, and the dimensions of the mesh as they cut, if not from the first to the last;
 and a container the dtype and sizes of a part, the bytes of its data and all of its bytes. If any
 tensor is frozen, `"base": [0]` has the numbers of those that are. Tensors that another library has
-cut are listed; see `listed_index`.
+cut are listed, as follows.
 
 The index of a checkpoint whose tensors another library has cut: it lists the parts.
 

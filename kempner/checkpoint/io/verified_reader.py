@@ -1,7 +1,4 @@
-"""Reads ranges of a data file, verifying the checksum of every block that they touch.
-
-Reads files that a manifest lists: whether one is damaged, or only cannot be read now.
-"""
+"""Reads ranges of a data file, verifying the checksum of every block that they touch."""
 
 from __future__ import annotations
 
@@ -19,35 +16,9 @@ import numpy as np
 import xxhash
 
 from kempner.checkpoint.format.manifest import FileEntry, FileSums, decode_sidecar, whole_sum
-from kempner.checkpoint.format.names import MANIFEST
+from kempner.checkpoint.io.patient_reads import read_listed
 from kempner.run.process.exit_codes import DataError
-from kempner.run.process.retry import empty, read_filled, storage_waits
-
-R = TypeVar("R")
-
-
-def read_listed(path: Path, work: Callable[[], R]) -> R:
-    """What `work` returns, which opens and reads a file that its checkpoint's manifest lists.
-
-    The file was there when the manifest was written. So it is missing only if the manifest can
-    still be seen beside it; otherwise the folder is away. Raises `DataError` if it is missing, or
-    empty and stays so, and as `StorageWaits.retry` where it cannot be read now.
-    """
-
-    def once() -> R:
-        try:
-            return work()
-        except FileNotFoundError as error:
-            if os.access(path.with_name(MANIFEST), os.F_OK):
-                raise DataError(f"cannot be read: {error.strerror}") from error
-            raise
-
-    try:
-        return storage_waits().retry(once, worked=True, path=path)
-    except OSError as error:
-        words = "" if error.errno == errno.ENODATA else "cannot be read: "
-        raise DataError(f"{words}{error.strerror}") from error
-
+from kempner.run.process.retry import empty, read_filled
 
 T = TypeVar("T")
 

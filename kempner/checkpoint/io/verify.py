@@ -30,7 +30,7 @@ from kempner.checkpoint.format.manifest import (
     whole_sum,
 )
 from kempner.checkpoint.format.names import MANIFEST, VERIFIED
-from kempner.checkpoint.io.verified_reader import read_listed
+from kempner.checkpoint.io.patient_reads import read_listed
 from kempner.run.process.durable_io import append_line
 from kempner.run.process.exit_codes import DataError
 from kempner.run.process.retry import empty

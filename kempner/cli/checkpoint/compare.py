@@ -17,7 +17,7 @@ from kempner.cli.checkpoint import inspect
 from kempner.cli.checkpoint.convert import warn_unmarked
 from kempner.cli.checkpoint.hugging_face import has_weights, matching_names, needless
 from kempner.cli.progress import busy, counter
-from kempner.cluster.machine.limits import raise_open_file_limit
+from kempner.cluster.machine.rlimits import raise_open_file_limit
 from kempner.run.process.exit_codes import ExitCode
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from kempner.cli.checkpoint.hugging_face import (
 )
 from kempner.cli.checkpoint.trained_on import Data
 from kempner.cli.progress import busy, counter
-from kempner.cluster.machine.limits import raise_open_file_limit
+from kempner.cluster.machine.rlimits import raise_open_file_limit
 from kempner.run.process.exit_codes import UsageError, cannot_write
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kempner.cli.insight.target import RUN, RUN_METAVAR, run_of
-from kempner.cluster.machine.limits import raise_open_file_limit
+from kempner.cluster.machine.rlimits import raise_open_file_limit
 from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import SlurmError
 from kempner.insight.attempt_lines import AttemptLines, shown

@@ -10,7 +10,8 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from kempner.cli.insight.status_words import line, rows, table_row, terminal_columns
+from kempner.cli.insight.rows import table_row, terminal_columns
+from kempner.cli.insight.status_words import line, rows
 from kempner.cli.insight.target import is_job, named_run
 from kempner.insight.status.job import find_run
 from kempner.insight.status.read import JobWatch

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kempner.cli.insight.status_words import table_row, terminal_columns
+from kempner.cli.insight.rows import table_row, terminal_columns
 from kempner.cli.progress import busy
 from kempner.insight.triage.first_failure import triage_logs, triage_run
 from kempner.insight.triage.verdict import Verdict

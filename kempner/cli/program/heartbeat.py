@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kempner.run.control.heartbeat import HEARTBEAT_FILE, Heartbeat, path_in, write
+from kempner.run.control.heartbeat_file import HEARTBEAT_FILE, Heartbeat, path_in, write
 from kempner.run.process.exit_codes import UsageError
 
 

@@ -9,7 +9,6 @@ Which GPUs a process may see, by its environment.
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,25 +98,6 @@ def _kills_v1(file: Path) -> int:
 def _entries(file: Path) -> dict[str, int]:
     """A file of lines `KEY NUMBER`."""
     return {key: int(number) for key, number in map(str.split, file.read_text().splitlines())}
-
-
-_RESERVE = 256  # for connections, checkpoints and logs that come later
-
-
-def raise_open_file_limit() -> None:
-    """A connection per rank: the usual soft limit of 1,024 is soon reached."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def files_to_spare() -> int:
-    """How many files this process may open and keep open, with some left for all else; at least 1.
-
-    It counts what is open now.
-    """
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = soft - len(list(Path("/proc/self/fd").iterdir()))
-    return max(1, free // 2, free - _RESERVE)
 
 
 MEMORY = 0.02

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128
 
-from kempner.cluster.machine.limits import files_to_spare
+from kempner.cluster.machine.rlimits import files_to_spare
 from kempner.data.files.index import INDEX_FILE, Dtype, Index, Shard, read_index, sample_count
 from kempner.run.process.exit_codes import DataError
 from kempner.run.process.retry import empty, storage_waits

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from kempner.data.files.token_file import Corpus
-from kempner.data.order.global_batches import PADDING, MicroSlice, Slicing
+from kempner.data.order.batch_slices import PADDING, MicroSlice, Slicing
 from kempner.data.order.shuffle import SampleOrder
 from kempner.run.process.exit_codes import DataError, RunError, UsageError
 from kempner.run.process.retry import WaitStoppedError

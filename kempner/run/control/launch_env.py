@@ -2,20 +2,16 @@
 
 The rank's place in the world travels under torch's own names (RANK, WORLD_SIZE, ...); these are
 the rest.
-
-What a rank is told that takes part in a rehearsal: `kempner rehearse`.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Mapping, MutableMapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from kempner.run.control.heartbeat import HEARTBEAT_FILE
+from kempner.run.control.heartbeat_file import HEARTBEAT_FILE
 from kempner.run.control.protocol import Secret
 from kempner.run.control.trackers import TRACKERS, Trackers
 from kempner.run.record.attempts import Attempt
@@ -212,39 +208,3 @@ def forget_secret(environ: MutableMapping[str, str] = os.environ) -> None:
 def keeps_no_steps(environ: Mapping[str, str]) -> bool:
     """Whether there is a supervisor, and it has decided to keep no steps in memory."""
     return _ATTEMPT in environ and IN_MEMORY not in environ
-
-
-_VARIABLE = "KEMPNER_REHEARSE"
-
-
-@dataclass(frozen=True)
-class RehearsalPart:
-    """One start of a rehearsed program.
-
-    Its ranks write what they see into `folder`, and have their run below `run`. In step `at` rank 0
-    gets a SIGTERM, or a SIGKILL if it `kills`. The program runs in `cwd`.
-    """
-
-    folder: str
-    run: str
-    at: int
-    kills: bool = False
-    cwd: str = "."
-
-    def environment(self) -> dict[str, str]:
-        """The variable that tells a rank of it."""
-        return {_VARIABLE: json.dumps(asdict(self))}
-
-    @classmethod
-    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> RehearsalPart | None:
-        """The part that this process belongs to; None where nothing is rehearsed."""
-        told = environ.get(_VARIABLE)
-        return None if told is None else cls(**json.loads(told))
-
-
-def place_of(path: str | Path, environ: Mapping[str, str] = os.environ) -> Path:
-    """The directory that stands for `path`: itself, or in a rehearsal one that is its own."""
-    part = RehearsalPart.from_environment(environ)
-    if part is None:
-        return Path(path)
-    return Path(part.run) / re.sub(r"[^\w.-]+", "-", str(path)).strip("-")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import select
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 from typing import TypeVar
 
 from kempner.run.output.logs import logger
@@ -100,15 +100,19 @@ def unless(stop: Callable[[], bool], work: Callable[[], T], name: str) -> T | No
     return results[0]
 
 
-def thread_states(pid: int | str, proc: Path = Path("/proc"), name: str = "") -> list[str]:
-    """The letters of proc(5), such as `D`, of all threads whose names begin with `name`.
+def call_at_end_of(pid: int, react: Callable[[], object]) -> None:
+    """Call `react` once a process of this machine has ended, from a thread; now if it is gone."""
+    try:
+        ended = os.pidfd_open(pid)
+    except ProcessLookupError:
+        react()
+        return
 
-    Empty if there is no such process. `pid` may be "self".
-    """
-    states = []
-    for thread in proc.glob(f"{pid}/task/*/stat"):
-        with suppress(OSError):  # it has just ended
-            before, _, after = thread.read_text().rpartition(") ")
-            if before.partition("(")[2].startswith(name):
-                states.append(after[:1])
-    return states
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(ended, select.POLLIN)
+        while not poll.poll():
+            pass
+        react()
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()

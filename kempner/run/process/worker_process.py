@@ -2,25 +2,22 @@
 
 A stop signal usually reaches every process of a job. A child that dies of it takes its parent's
 last step or checkpoint along, so children leave the decision to the parent.
-
-Notices the end of a process that is not the parent, as a forked rank's supervisor is not.
 """
 
 from __future__ import annotations
 
 import os
-import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from multiprocessing import active_children, process, resource_tracker
 from multiprocessing.process import BaseProcess
 
 from kempner.run.process.signals import STOP_SIGNALS, follow_parent
-from kempner.run.process.threads import thread_states
+from kempner.run.process.thread_states import thread_states
 
 BLOCKED_SIGNALS = frozenset({*STOP_SIGNALS, signal.SIGQUIT})
 """SIGQUIT, too: a rank answers it with its stacks, and its children must survive that."""
@@ -158,21 +155,3 @@ def kill(children: Collection[BaseProcess], patience: float = 2.0) -> None:
         if child.is_alive():
             # multiprocessing waits without limit, at exit, for every child that it still knows.
             process._children.discard(child)  # type: ignore[attr-defined]
-
-
-def call_at_end_of(pid: int, react: Callable[[], object]) -> None:
-    """Call `react` once a process of this machine has ended, from a thread; now if it is gone."""
-    try:
-        ended = os.pidfd_open(pid)
-    except ProcessLookupError:
-        react()
-        return
-
-    def wait() -> None:
-        poll = select.poll()
-        poll.register(ended, select.POLLIN)
-        while not poll.poll():
-            pass
-        react()
-
-    threading.Thread(target=wait, name="parent", daemon=True).start()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kempner.config.program import ProgramSection
-from kempner.run.control.heartbeat import LONGEST, Heartbeat, parse
+from kempner.run.control.heartbeat_file import LONGEST, Heartbeat, parse
 from kempner.run.control.protocol import Moves, Phase, Report
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode

@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 import psutil
 
-from kempner.run.control.heartbeat import Heartbeat, path_in, write
+from kempner.run.control.heartbeat_file import Heartbeat, path_in, write
 from kempner.run.control.launch_env import FORK_SERVER, Launch
 from kempner.run.control.leftovers import processes_to_signal
 from kempner.run.output.logs import logger

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kempner.cluster.slurm.hostlist import node_name
-from kempner.run.process.threads import thread_states
+from kempner.run.process.thread_states import thread_states
 
 
 def still_runs(pid: int, proc: Path = Path("/proc")) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from kempner.run.process.threads import thread_states
+from kempner.run.process.thread_states import thread_states
 
 _FIELDS = ("State", "Threads", "VmRSS", "SigBlk")
 

@@ -43,7 +43,7 @@ class RankExit:
     that is gone. `oom_kills` counts the out-of-memory kills in the job's control group on its node
     by then, where its launcher sees that; else it is 0. `asked` says that its launcher had passed a
     signal on to it. `means` is what the exit of a program that knows nothing of kempner's codes
-    stands for, `final` that no restart can help: see `program_exit`.
+    stands for, `final` that no restart can help: see `interpret`.
     """
 
     rank: int

@@ -118,7 +118,7 @@ def as_it_worked_before(decision: Decision, worked: bool) -> Decision:
 
 def failures(history: RunHistory) -> list[Failure]:
     """The failures since the run was last given up, or a program that does not report got further
-    than ever; without those of storage: see `storage_restart`.
+    than ever; without those of storage.
     """
     found: list[Failure] = []
     for event in history.events(AttemptFailed, RunGivenUp, ProgramAdvanced):

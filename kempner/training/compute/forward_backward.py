@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kempner.config.sections import Config
-from kempner.data.order.global_batches import micro_steps
+from kempner.data.order.batch_slices import micro_steps
 from kempner.data.serve.loader import IGNORE, MicroBatch
 from kempner.model.loss import cross_entropy
 from kempner.model.sharding import compute_dtype

@@ -25,7 +25,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from kempner.cluster.machine.limits import own_part, raise_open_file_limit
+from kempner.cluster.machine.limits import own_part
+from kempner.cluster.machine.rlimits import raise_open_file_limit
 from kempner.cluster.network.interfaces import Interface, InterfaceChoice, disagreement
 from kempner.cluster.network.ports import (
     ExportedMaster,

@@ -233,7 +233,7 @@ def plan(
         config: the run's configuration.
         world: number of ranks, one for each GPU.
         nodes: on which they are; by default as `slurm` says, or 8 ranks on each.
-        gpu: name of one that `hardware.GPUS` knows.
+        gpu: name of one that `step_time.GPUS` knows.
         vocab_size: of the data, where the configuration does not say.
         assumptions: on what is not traced.
 

@@ -50,7 +50,7 @@ from kempner.run.process.exit_codes import ExitCode, RunError, UnfitNodeError, U
 from kempner.run.process.retry import StorageWait
 from kempner.run.process.signals import signal_at_end_of
 from kempner.run.process.stop_reason import StopReason
-from kempner.run.process.worker_process import call_at_end_of
+from kempner.run.process.threads import call_at_end_of
 from kempner.run.record.attempts import Attempt, read_current
 from kempner.run.record.events import LedgerEvent, NodeSuspected, Requeued, Signalled, StorageWaited
 from kempner.run.record.history import RunHistory

@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from kempner.run.control.launch_env import RehearsalPart
+from kempner.run.control.rehearsal import RehearsalPart
 from kempner.run.process.signals import STOP_SIGNALS, signal_at_end_of
 from kempner.training.rehearsal.switch import recorder
 

@@ -48,7 +48,7 @@ from torch.optim.optimizer import (
 from torch.utils.data import DataLoader
 
 import kempner
-from kempner.run.control.launch_env import RehearsalPart
+from kempner.run.control.rehearsal import RehearsalPart
 from kempner.training.rehearsal.digest import of_rows, of_state, of_tensor, tensors_in
 
 

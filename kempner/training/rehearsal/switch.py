@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from kempner.run.control.launch_env import RehearsalPart
+from kempner.run.control.rehearsal import RehearsalPart
 
 if TYPE_CHECKING:
     from kempner.training.rehearsal.recorder import Recorder

@@ -22,7 +22,7 @@ import warm
 from harness import Job, drills
 from patience import scaled
 
-from kempner.data.order.global_batches import Slicing
+from kempner.data.order.batch_slices import Slicing
 from kempner.data.prepare import sources
 from kempner.data.prepare.pipeline import prepare
 from kempner.data.serve.loader import Feed, StepBatch
@@ -36,7 +36,7 @@ RANK = """
 import json, os, signal, sys, threading, time
 from multiprocessing import resource_tracker
 import psutil
-from kempner.data.order.global_batches import Slicing
+from kempner.data.order.batch_slices import Slicing
 from kempner.data.serve.loader import Feed
 
 

@@ -24,7 +24,7 @@ from saved import open_manager
 from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.tensors.state import capture
 from kempner.config.sections import Config, ModelSection, OptimizerSection, TrainSection
-from kempner.data.order.global_batches import PADDING, Slicing
+from kempner.data.order.batch_slices import PADDING, Slicing
 from kempner.data.serve.loader import IGNORE, MicroBatch
 from kempner.model.sharding import build_model
 from kempner.model.spec.memory import Checkpointing

@@ -9,7 +9,7 @@ import pytest
 
 from kempner.cli.config import PlannedJob
 from kempner.config.loading import load
-from kempner.data.order.global_batches import micro_steps
+from kempner.data.order.batch_slices import micro_steps
 from kempner.model.spec.communication_choice import Situation, choose, needed_memory, step_traffic
 from kempner.model.spec.mesh import resolve_mesh
 from kempner.model.spec.shape import Shape

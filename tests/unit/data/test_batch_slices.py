@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kempner.data.order.global_batches import PADDING, Slicing, micro_steps, rank_slice
+from kempner.data.order.batch_slices import PADDING, Slicing, micro_steps, rank_slice
 
 SIZES = st.integers(1, 70)
 

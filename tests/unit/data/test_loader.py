@@ -17,7 +17,7 @@ import torch
 from patience import scaled
 
 from kempner.data.files.token_file import Corpus
-from kempner.data.order.global_batches import Slicing
+from kempner.data.order.batch_slices import Slicing
 from kempner.data.order.shuffle import SampleOrder
 from kempner.data.prepare import sources
 from kempner.data.prepare.pipeline import prepare

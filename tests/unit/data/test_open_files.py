@@ -14,7 +14,7 @@ import pytest
 from harness import wait_until, write_tokens
 
 from kempner.data.files.token_file import Corpus
-from kempner.data.order.global_batches import Slicing
+from kempner.data.order.batch_slices import Slicing
 from kempner.data.serve.loader import Feed, shards_per_reader
 from kempner.run.process.exit_codes import UsageError
 

@@ -15,7 +15,7 @@ from harness import wait_until, write_tokens
 from patience import scaled
 
 from kempner.data.files.token_file import Corpus, verify
-from kempner.data.order.global_batches import Slicing
+from kempner.data.order.batch_slices import Slicing
 from kempner.data.serve.loader import IGNORE, Feed, eval_batches
 from kempner.run.process.retry import StorageUnavailableError, StorageWaits, storage_waits
 

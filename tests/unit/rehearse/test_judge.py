@@ -12,7 +12,7 @@ from rank_lines import STEPS, lines
 from kempner.rehearse.compare import parse
 from kempner.rehearse.rehearsal import Disturbance, ObservedStart, RehearsalRecord
 from kempner.rehearse.report import report
-from kempner.run.control.launch_env import RehearsalPart
+from kempner.run.control.rehearsal import RehearsalPart
 from kempner.run.process.exit_codes import ExitCode
 
 TELLS = "for step in survive(model, optimizer):\n    best = min(best, 1)\n    print(best)\n"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from kempner.run.control.launch_env import RehearsalPart, place_of
+from kempner.run.control.rehearsal import RehearsalPart, place_of
 from kempner.training.rehearsal.digest import of_rows, of_state, of_tensor
 from kempner.training.rehearsal.recorder import ExternalAccess, Seen, Walk, look
 from kempner.training.rehearsal.switch import recorder

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kempner.config.errors import ConfigError
 from kempner.config.fault_spec import refuse_absent_ranks
 from kempner.config.sections import Config
-from kempner.data.order.global_batches import micro_steps
+from kempner.data.order.batch_slices import micro_steps
 from kempner.insight.doctor.facts.node import NodeAnswer
 from kempner.insight.doctor.facts.plan import JobPlan
 from kempner.insight.doctor.facts.slurm import SlurmFacts

@@ -31,7 +31,8 @@ from typing import Literal, TypeAlias
 
 from kempner.checkpoint.slots.memory import CopyHolder, LentSlots, SlotHolder
 from kempner.checkpoint.slots.requests import SlotKeeper, reply_text
-from kempner.cluster.machine.limits import memory_group, raise_open_file_limit
+from kempner.cluster.machine.limits import memory_group
+from kempner.cluster.machine.rlimits import raise_open_file_limit
 from kempner.cluster.network.ports import exported_master
 from kempner.cluster.slurm.hostlist import node_name
 from kempner.cluster.world import OF_AGENT, World

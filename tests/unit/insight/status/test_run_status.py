@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from kempner.checkpoint.store.retention import locate
-from kempner.cli.insight.status_words import checkpoint, table_row
+from kempner.cli.insight.rows import table_row
+from kempner.cli.insight.status_words import checkpoint
 from kempner.insight.owner import judge_lease
 from kempner.insight.status.facts import CheckpointFacts, RankPlace
 from kempner.insight.status.read import ATTEMPTS, KEPT, RunReader

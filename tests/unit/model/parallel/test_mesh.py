@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kempner.config.sections import Config, ModelSection, ParallelismSection, TrainSection
-from kempner.data.order.global_batches import Slicing
+from kempner.data.order.batch_slices import Slicing
 from kempner.model.spec.mesh import (
     MeshDegrees,
     check_tensor_degree,

@@ -14,7 +14,7 @@ from harness import wait_until
 from pydantic import ValidationError
 
 from kempner.config.program import ProgramSection
-from kempner.run.control.heartbeat import HEARTBEAT_FILE, Heartbeat, parse, write
+from kempner.run.control.heartbeat_file import HEARTBEAT_FILE, Heartbeat, parse, write
 from kempner.run.control.protocol import Phase
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.control.program_reports import FileSeen, ProgramReports

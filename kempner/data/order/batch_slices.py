@@ -1,0 +1,90 @@
+"""Computes each rank's positions in a step from the cursor; the same on every rank.
+
+A step over a global batch of G sequences consumes the positions [cursor, cursor + G). Ranks take
+contiguous slices, which may differ by one in length. All ranks run the same number of micro
+steps; what a rank lacks is filled with PADDING, rows that weigh nothing in the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+PADDING = -1
+"""In place of a position: a row without a sample."""
+
+
+def rank_slice(cursor: int, global_batch_size: int, rank: int, world: int) -> range:
+    """The positions of one rank; empty for some where the world exceeds the batch.
+
+    Raises ValueError unless 0 <= rank < world and the batch has a sequence.
+    """
+    if not 0 <= rank < world or global_batch_size < 1:
+        raise ValueError(f"no slice of {global_batch_size} for rank {rank} of {world}")
+    start, stop = (cursor + global_batch_size * bound // world for bound in (rank, rank + 1))
+    return range(start, stop)
+
+
+def micro_steps(global_batch_size: int, world: int, micro_batch_size: int) -> int:
+    """Forward and backward passes per step: as many as the longest slice needs, on all ranks."""
+    longest = -(-global_batch_size // world)
+    return -(-longest // micro_batch_size)
+
+
+class MicroSlice(NamedTuple):
+    """What one rank takes in one forward and backward pass."""
+
+    positions: list[int]
+    """Ascending, then PADDING."""
+    last: bool
+    """Whether the step ends with it."""
+    cursor_after: int
+    """The first position of the next step, on every rank."""
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """How the steps of one rank are cut."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    rank: int = 0
+    world: int = 1
+    skips: tuple[tuple[int, int], ...] = ()
+    """Ranges of positions, end excluded, in which no step begins."""
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro batches per step, the same on every rank."""
+        return micro_steps(self.global_batch_size, self.world, self.micro_batch_size)
+
+    def positions(self, cursor: int) -> list[int]:
+        """The positions of this rank in the step at `cursor`, ascending."""
+        return list(rank_slice(cursor, self.global_batch_size, self.rank, self.world))
+
+    def rows(self, cursor: int) -> list[list[int]]:
+        """The micro batches of that step: lists of `micro_batch_size` positions or PADDING."""
+        size, mine = self.micro_batch_size, self.positions(cursor)
+        rows = [*mine, *[PADDING] * (self.micro_steps * size - len(mine))]
+        return [rows[at : at + size] for at in range(0, len(rows), size)]
+
+    def first(self, cursor: int) -> int:
+        """The cursor itself, or the first one behind it that no skipped range holds."""
+        for start, end in sorted(self.skips):
+            if start <= cursor < end:
+                cursor = end
+        return cursor
+
+    def next(self, cursor: int) -> int:
+        """The cursor after the step."""
+        return self.first(cursor + self.global_batch_size)
+
+    def slices_from(self, cursor: int) -> Iterator[MicroSlice]:
+        """What micro batch after micro batch takes, step after step, without end."""
+        cursor = self.first(cursor)
+        while True:
+            rows, after = self.rows(cursor), self.next(cursor)
+            for number, positions in enumerate(rows, 1):
+                yield MicroSlice(positions, number == len(rows), after)
+            cursor = after

@@ -1,0 +1,45 @@
+"""What a rank is told that takes part in a rehearsal: `kempner rehearse`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_VARIABLE = "KEMPNER_REHEARSE"
+
+
+@dataclass(frozen=True)
+class RehearsalPart:
+    """One start of a rehearsed program.
+
+    Its ranks write what they see into `folder`, and have their run below `run`. In step `at` rank 0
+    gets a SIGTERM, or a SIGKILL if it `kills`. The program runs in `cwd`.
+    """
+
+    folder: str
+    run: str
+    at: int
+    kills: bool = False
+    cwd: str = "."
+
+    def environment(self) -> dict[str, str]:
+        """The variable that tells a rank of it."""
+        return {_VARIABLE: json.dumps(asdict(self))}
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> RehearsalPart | None:
+        """The part that this process belongs to; None where nothing is rehearsed."""
+        told = environ.get(_VARIABLE)
+        return None if told is None else cls(**json.loads(told))
+
+
+def place_of(path: str | Path, environ: Mapping[str, str] = os.environ) -> Path:
+    """The directory that stands for `path`: itself, or in a rehearsal one that is its own."""
+    part = RehearsalPart.from_environment(environ)
+    if part is None:
+        return Path(path)
+    return Path(part.run) / re.sub(r"[^\w.-]+", "-", str(path)).strip("-")

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 
 from kempner.config.sections import MetricsSection
 from kempner.run.control.launch_env import EXPORT_FOR
+from kempner.run.output.console import say
 from kempner.run.output.logs import logger
 from kempner.run.process.signals import stop_signals_blocked
 from kempner.run.process.worker_process import SAFE_MODULE
@@ -23,6 +24,10 @@ from kempner.run.record.run_dir import RunDirectory
 LEFT_WITHIN, LEFT_AT_LAST = 5.0, 60.0
 """Seconds at the end of a job in which all exporters hand on what is left; then they are killed.
 The second is for a run that is complete: no later start hands on what is missing."""
+
+
+SILENT = 2.0
+"""Seconds of it after which the user is told what is waited for."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +86,21 @@ class MetricsExports:
         for process in self._running.values():
             process.terminate()
         end = time.monotonic() + (LEFT_AT_LAST if complete else LEFT_WITHIN)
-        for process in self._running.values():
+        for name, process in self._running.items():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(min(SILENT, max(0.0, end - time.monotonic())))
+            if complete and process.poll() is None:
+                say(f"metrics.{name}: handing on the last metrics, for up to {LEFT_AT_LAST:.0f} s")
             try:
                 process.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 with suppress(ProcessLookupError):  # with all that it has started
                     os.killpg(process.pid, signal.SIGKILL)
+                if complete:
+                    logger().warning(
+                        f"metrics.{name}: not all metrics of the run were handed on; "
+                        "`kempner metrics` goes on from there"
+                    )
 
     def _follow(self, name: str) -> None:
         """Wait for the end of an exporter, and log it if it failed."""

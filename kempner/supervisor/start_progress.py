@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 
 import psutil
 
@@ -53,13 +54,12 @@ def describe_start(size: int, phases: Collection[Phase], last_step: int | None) 
 def written_below() -> int | None:
     """Bytes that the processes below this one have written, to whatever; None: that is unknown."""
     total = 0
-    for process in psutil.Process().children(recursive=True):
-        try:
-            total += max(0, process.io_counters().write_chars - _PROBE)
-        except psutil.NoSuchProcess:  # it has just ended
-            continue
-        except psutil.Error:
-            return None
+    try:
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                total += max(0, process.io_counters().write_chars - _PROBE)
+    except (psutil.Error, OSError):  # another user's, or no descriptor is free
+        return None
     return total
 
 
@@ -112,10 +112,13 @@ class StartProgress:
         head, seconds = self._head, int(self._now() - self._began)
         if len(phases) >= self._size:
             head = describe_start(self._size, phases, self._last_step)
-        written, text = self._written(), f"{head}, {seconds} s"
-        if not head or seconds > _LONGEST or written is None or not can_rewrite():
+        if not head or seconds > _LONGEST or not can_rewrite():
             self._over = True
             return line
+        if (written := self._written()) is None:
+            self._over = True
+            return line
+        text = f"{head}, {seconds} s"
         pauses, self._before = written == self._before, written
         if not seconds or text == self._shown:
             return line

@@ -264,6 +264,22 @@ def test_an_exporter_that_hangs_is_left_behind_and_goes_on_later(
     assert exports._running["tensorboard"].returncode == 0
 
 
+def test_the_user_of_a_complete_run_is_told_what_is_waited_for_and_what_is_missing(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(metrics_export, "SILENT", 0.1)
+    monkeypatch.setattr(metrics_export, "LEFT_AT_LAST", 0.5)
+    exports = MetricsExports()
+    exports.start(run, MetricsSection(tensorboard=True))
+    (process,) = exports._running.values()
+    os.kill(process.pid, signal.SIGSTOP)
+    exports.close(complete=True)
+    assert process.wait(scaled(60)) == -signal.SIGKILL
+    told = "".join(capfd.readouterr())
+    assert "handing on the last metrics" in told
+    assert "`kempner metrics` goes on from there" in told
+
+
 STOPPED_WITHIN_A_WAIT = """
 import os, signal, sys, threading
 from kempner.cli import entry

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from kempner.run.control.protocol import Phase
@@ -129,3 +131,16 @@ def test_what_the_processes_below_have_written_is_counted() -> None:
         assert len(below.stdout.read(100)) == 100
         assert (written_below() or 0) - before == 96
         below.stdin.close()
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, "Too many open files"), psutil.AccessDenied()]
+)
+def test_processes_that_cannot_be_seen_end_no_start(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(psutil.Process, "children", fail)
+    assert written_below() is None

@@ -9,8 +9,9 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 UV := build/uv/bin/uv --no-python-downloads
 # The first release of each, which is the strictest; 3.11.2 is Debian 12's.
 LOCKED_PYTHONS := 3.11.0 3.11.2 3.12.0 3.13.0 3.14.0
-# A file's tests stay together: they share what is dear to make.
-TOGETHER := --dist=loadfile --no-loadscope-reorder --durations=8
+# A file's tests stay together: they share what is dear to make. A worker that dies ends the session:
+# pytest-xdist 3.8 waits for ever for another one to go on with its files.
+TOGETHER := --dist=loadfile --no-loadscope-reorder --max-worker-restart=0 --durations=8
 CLUSTERS := $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
 NEWER_SLURMS := 24.11 26.05
 PARTS := tests/unit tests/matrix $(sort $(wildcard tests/d*/*/) $(wildcard tests/slurm/*/))
@@ -55,15 +56,24 @@ pytest: $(READY)
 	$(MAKE) --jobs=2 --output-sync=target pytest-slurm pytest-others
 
 pytest-slurm: $(READY)
-	$(BIN)/python -m pytest tests/slurm --numprocesses=$(CLUSTERS) $(TOGETHER) $(OPTIONS)
+	$(call run_tests,tests/slurm,$(CLUSTERS),slurm)
 
 pytest-others: $(READY)
-	$(BIN)/python -m pytest --ignore=tests/slurm --numprocesses=auto $(TOGETHER) $(OPTIONS)
+	$(call run_tests,--ignore=tests/slurm,auto,others)
+
+# With ONCE_MORE, tests that fail beside others on a busy machine are run again, one after the other,
+# and are named: what fails twice has failed. Nothing is forgiven that ends the session early.
+define run_tests
+$(BIN)/python -m pytest $(1) --numprocesses=$(2) $(TOGETHER) $(OPTIONS) -o cache_dir=build/pytest/$(3) \
+	|| { test $$? -eq 1 -a -n "$(ONCE_MORE)" && echo "Once more, one after the other:" \
+	&& $(BIN)/python -m pytest $(1) -o cache_dir=build/pytest/$(3) --verbose --maxfail=1 \
+		--last-failed --last-failed-no-failures=none; }
+endef
 
 newer-slurms: $(addprefix pytest-slurm-,$(NEWER_SLURMS))
 
 pytest-slurm-%: $(READY)
-	$(BIN)/python -m pytest tests/slurm --slurm=$* --numprocesses=$(CLUSTERS) $(TOGETHER) $(OPTIONS)
+	$(call run_tests,tests/slurm --slurm=$*,$(CLUSTERS),slurm-$*)
 
 # Do the tests notice bugs? They are planted one after the other: tests/planted/run.py.
 planted: $(READY)

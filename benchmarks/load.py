@@ -50,7 +50,7 @@ from kempner.checkpoint.format.manifest import encode as encode_manifest
 from kempner.checkpoint.format.names import MANIFEST, METADATA
 from kempner.checkpoint.format.shard_plan import TensorSpec, chunk_of, data_file, place
 from kempner.checkpoint.io.file_writer import write_stream
-from kempner.checkpoint.io.verified_reader import MemoryCopy
+from kempner.checkpoint.io.verify import MemoryCopy
 from kempner.checkpoint.tensors import load
 from kempner.checkpoint.tensors.dcp_metadata import build_metadata, metadata_of
 from kempner.checkpoint.tensors.file_buffer import FileBuffer, container, tensor_specs

@@ -34,16 +34,17 @@ from kempner.run.process.signals import inbox
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.daemon import supervise
 from kempner.supervisor.launchers.base import Program
-from kempner.supervisor.launchers.local import LocalLauncher
+from kempner.supervisor.launchers.launcher import Launcher
+from kempner.supervisor.launchers.local import this_machine
 from kempner.training import build, loop
 from kempner.training import main as rank_main
-from kempner.training.compute.forward_backward import accumulate
+from kempner.training.compute.forward_backward import StepGradient
 from kempner.training.compute.optimizer import build_optimizer, clip_gradients
 from kempner.training.groups.process_groups import Ranks, connect
 from kempner.training.loop import Training
 from kempner.training.rank_link.rank_link import open_rank_link
 from kempner.training.rank_link.shutdown import StopListener
-from kempner.training.vote.vote import Ballot, Vote, VoteResult
+from kempner.training.vote import Ballot, Vote, VoteResult
 
 NAME = "TWO_LOOPS_NAME"
 """Variable of a supervisor and its ranks: what the benchmark calls them."""
@@ -178,14 +179,9 @@ class Plain:
         self._step += 1
         batch = self._feed.take()
         assert batch is not None  # it does not give up
-        return accumulate(
-            self._model,
-            batch.micro,
-            device=self._ranks.device,
-            seed=self._config.train.seed,
-            step=self._step,
-            rank=self._ranks.world.rank,
-        )
+        seed, rank = self._config.train.seed, self._ranks.world.rank
+        gradient = StepGradient(self._model, self._ranks.device, seed, rank)
+        return gradient.add(batch.micro, self._step)
 
 
 def be_plain(file: Path, program: str, place: int, size: int) -> None:
@@ -206,9 +202,10 @@ def be_supervisor(file: Path, size: int) -> None:
     config = load(file, [])
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
     ranks = Program((sys.executable, __file__, "rank", str(file)), ours=True)
-    launcher = LocalLauncher(run, size)
     if config.checkpoint.buddy:
-        launcher = BuddyHere(run, size, config.checkpoint.buddy_share)
+        launcher: Launcher = BuddyHere(run, size, config.checkpoint.buddy_share)
+    else:
+        launcher = Launcher(*this_machine(run, size))
     sys.exit(supervise(run, launcher, ranks, config, inbox()))
 
 

@@ -1,6 +1,6 @@
 """How many functions and files of kempner an event passes through on its way.
 
-    python benchmarks/ways.py [--record docs/performance.jsonl]
+    python benchmarks/ways.py [--list FOLDER] [--record docs/performance.jsonl]
 
 A tiny run is played with `sys.setprofile` in every thread of the process that is looked at:
 
@@ -9,8 +9,8 @@ A tiny run is played with `sys.setprofile` in every thread of the process that i
 - a rank's death to the next start: until the ledger has the next attempt.
 
 Counted are the functions that are called at least once on the way, lambdas and comprehensions not,
-and the files that they are in; of the steps, the median. The look makes everything slower, so times
-are not reported.
+and the files that they are in; of the steps, the median. `--list` writes a page per way, with its
+functions by file. The look makes everything slower, so times are not reported.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import argparse
 import atexit
 import os
 import signal
-import statistics
 import sys
 import tempfile
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +39,9 @@ sys.path.append(str(ROOT / "tests"))
 
 Call = tuple[float, str, str]
 """When a function was called (seconds since the epoch), its file and its place in it."""
+
+Way = dict[str, Counter[str]]
+"""How often each function was called, by file."""
 
 
 def trace(out: Path, arguments: list[str]) -> None:
@@ -76,18 +79,34 @@ def read_calls(file: Path) -> list[Call]:
     return [(float(at), path, name) for at, path, name in lines]
 
 
-def count(calls: Iterable[Call], begin: float, end: float) -> tuple[int, int]:
-    """Functions, and files, that were called between two moments."""
-    passed = {(path, name) for at, path, name in calls if begin <= at <= end}
-    return len(passed), len({path for path, _ in passed})
+def between(calls: Iterable[Call], begin: float, end: float) -> Way:
+    """The functions that were called between two moments, and how often, by file."""
+    passed: Way = defaultdict(Counter)
+    for at, path, name in calls:
+        if begin <= at <= end:
+            passed[path][name] += 1
+    return passed
+
+
+def functions_of(way: Way) -> int:
+    return sum(map(len, way.values()))
+
+
+def page(way: Way) -> str:
+    """The functions of a way, by file, and how often each was called."""
+    lines = []
+    for path, functions in sorted(way.items(), key=lambda item: (-len(item[1]), item[0])):
+        lines.append(f"{path}: {len(functions)}")
+        lines += [f"    {name} {times}" for name, times in functions.items()]
+    return "\n".join([*lines, ""])
 
 
 def traced(out: Path, *command: str) -> list[str]:
     return [sys.executable, __file__, "--trace", str(out), *command]
 
 
-def step(run: Run, folder: Path) -> tuple[int, int]:
-    """Of rank 0: the median over steps that neither save nor evaluate."""
+def step(run: Run, folder: Path) -> Way:
+    """Of rank 0: the median of steps that neither save nor evaluate."""
     place = {
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
@@ -111,12 +130,11 @@ def step(run: Run, folder: Path) -> tuple[int, int]:
         assert rank.wait() == 0, rank.output()
     times = [line["time"] for line in run.metrics()][10:30]
     calls = read_calls(files[0])
-    counted = [count(calls, begin, end) for begin, end in pairwise(times)]
-    functions, passed = zip(*counted, strict=True)
-    return round(statistics.median(functions)), round(statistics.median(passed))
+    ways = [between(calls, begin, end) for begin, end in pairwise(times)]
+    return sorted(ways, key=functions_of)[len(ways) // 2]
 
 
-def stop_and_death(run: Run, folder: Path) -> dict[str, tuple[int, int]]:
+def stop_and_death(run: Run, folder: Path) -> dict[str, Way]:
     """Of one supervisor: a rank is killed, and after the restart a SIGTERM comes."""
     out = folder / "supervisor"
     job = run.start(traced(out, "supervise", "--nproc", "2"), "--train.max_steps=1000000")
@@ -133,14 +151,15 @@ def stop_and_death(run: Run, folder: Path) -> dict[str, tuple[int, int]]:
     (started,) = [e["time"] for e in run.events("attempt_started") if e["attempt"] == 2]
     calls = read_calls(out)
     return {
-        "a SIGTERM to the supervisor's exit": count(calls, asked, left),
-        "a rank's death to the next start": count(calls, died, started),
+        "a SIGTERM to the supervisor's exit": between(calls, asked, left),
+        "a rank's death to the next start": between(calls, died, started),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     records.add_option(parser)
+    parser.add_argument("--list", type=Path, metavar="FOLDER", help="for a page per way")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -148,9 +167,13 @@ def main() -> None:
         alone, supervised = (Run(folder / kind, folder / "tokens") for kind in ("alone", "daemon"))
         ways = {"one step of one rank": step(alone, folder)}
         ways |= stop_and_death(supervised, folder)
+    if arguments.list is not None:
+        arguments.list.mkdir(parents=True, exist_ok=True)
+        for name, way in ways.items():
+            (arguments.list / f"{name}.txt").write_text(page(way))
     rows = [
-        {"way": way, "functions": functions, "files": files}
-        for way, (functions, files) in ways.items()
+        {"way": name, "functions": functions_of(way), "files": len(way)}
+        for name, way in ways.items()
     ]
     records.result(arguments.record, "ways", ("kempner",), rows)
 

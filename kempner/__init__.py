@@ -61,10 +61,43 @@ else:
     def __getattr__(name: str) -> object:
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from importlib import import_module
-
-        value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        value = globals()[name] = getattr(_import_apart(_HOMES[name]), name)
         return value
+
+    def _import_apart(module: str) -> object:
+        """Import a module for which, and for all that it imports, Python's own modules are meant by
+        their names: the folder of the script may have a `statistics.py`, which stays the script's.
+        """
+        import os
+        import sys
+        from importlib import import_module
+        from types import ModuleType
+
+        head = os.path.realpath(sys.path[0] if sys.path else ".")
+        beside = os.listdir(head) if os.path.isdir(head) else []  # noqa: PTH208, PTH112 - light
+        names = {file.removesuffix(".py") for file in beside} & sys.stdlib_module_names
+        if not names:
+            return import_module(module)
+
+        def named_so() -> dict[str, ModuleType]:
+            return {n: m for n, m in sys.modules.items() if n.partition(".")[0] in names}
+
+        def is_of_script(found: ModuleType) -> bool:
+            file = getattr(found, "__file__", None) or "/"
+            return os.path.realpath(file).startswith(head + os.sep)
+
+        before, path = set(sys.modules), list(sys.path)
+        of_script = {name: found for name, found in named_so().items() if is_of_script(found)}
+        for known in of_script:
+            del sys.modules[known]
+        sys.path[:] = [*path[1:], path[0]]
+        try:
+            return import_module(module)
+        finally:
+            sys.path[:] = path
+            for new in named_so().keys() - (before - of_script.keys()):
+                del sys.modules[new]
+            sys.modules.update(of_script)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from kempner.cli.entry import main
+import os
+import sys
 
 if __name__ == "__main__":
+    # Files there may have the names of modules of Python's own.
+    if sys.path[:1] == [os.getcwd()]:  # noqa: PTH109 - it imports nothing
+        sys.path.append(sys.path.pop(0))
+    from kempner.cli.entry import main
+
     main()

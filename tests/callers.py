@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import queue
 import socket
 import termios
 import threading
 from array import array
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,33 +17,62 @@ from typing import Any
 from harness import wait_until
 from patience import scaled
 
-from kempner.run.control.client import ControlClient, Reactions
+from kempner.run.control.client import ControlClient, Reactions, caller_of
 from kempner.run.control.heartbeat import Progress
-from kempner.run.control.launch_env import Control, Launch
+from kempner.run.control.launch_env import Launch
 from kempner.run.control.protocol import (
-    Challenge,
-    FromRank,
     FromSupervisor,
-    Secret,
+    News,
+    RankNews,
     Stop,
-    decode_from_supervisor,
+    SummedReports,
+    TellRanks,
+)
+from kempner.run.link.auth import Door, Secret, new_nonce, ranks_at
+from kempner.run.link.messages import (
+    Alive,
+    Caller,
+    Challenge,
+    Hello,
+    Message,
+    Role,
+    Welcome,
+    decoder,
     encode,
 )
+from kempner.run.link.wire import Connection, connect_here, listen, listen_here
 from kempner.run.output import logs
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.ledger import read_lines
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.control.events import News
-from kempner.supervisor.control.file_transport import FileTransport
-from kempner.supervisor.control.peers import Membership, listen
-from kempner.supervisor.control.server import ControlServer
+from kempner.supervisor.control.channel import RankChannel
+from kempner.supervisor.launchers.agents.fleet import AgentDisconnected, Fleet, FleetNews
+from kempner.supervisor.launchers.agents.messages import ToAgent
+from kempner.supervisor.launchers.agents.node_agent import AgentLink, SupervisorPlace
 
 SIZE = 4
 LOOPBACK = "127.0.0.1"
+NODE = "node1"
+_DECODE = decoder(FromSupervisor | Challenge | Welcome)
+
+
+def door_of(launch: Launch) -> Door:
+    """Where a rank calls."""
+    return Door(launch.secret, ranks_at(launch.socket))
+
+
+def introduce(launch: Launch, rank: int, challenge: str) -> Hello:
+    """What a rank answers to a challenge."""
+    return door_of(launch).introduce(caller_of(launch, rank), challenge)
+
+
+def open_wire(launch: Launch, rank: int) -> Connection:
+    """A rank's connection to its agent."""
+    return door_of(launch).open(connect_here(launch.socket), caller_of(launch, rank))
 
 
 class Supervisor:
-    """A channel of attempt 3 over four ranks, and what it hands on."""
+    """A channel of attempt 3 over four ranks, by way of one agent, and what it hands on."""
 
     def __init__(self, folder: Path) -> None:
         self.run = RunDirectory(folder / "run")
@@ -50,24 +81,43 @@ class Supervisor:
         logs.open_log(self.run.supervisor_log(3))
         self.secret = Secret.new()
         self.news: queue.SimpleQueue[News] = queue.SimpleQueue()
-        members = Membership(self.secret, attempt=3, size=SIZE)
-        files = FileTransport(self.run, 3, SIZE)
-        self.channel = ControlServer(listen([LOOPBACK], None), members, files, self.news.put)
-        self.channel.start()
+        self.fleet = Fleet(listen([LOOPBACK], None), 1, self._hear)
+        self.channel = RankChannel(3, SIZE, self.news.put, self.fleet.tell_ranks)
+        place = SupervisorPlace((LOOPBACK,), self.fleet.port, self.fleet.secret)
+        caller = Caller(Role.AGENT, 0, 0, NODE, os.getpid())
+        self.agent = AgentLink(place, lambda: caller, self._pass_on)
+        self.socket = self.agent.ranks.begin(3, SIZE, self.secret)
+        self.agent.start()
+        wait_until(lambda: self.agent.ranks._server, "the agent")
         self.links: list[ControlClient] = []
+
+    def _hear(self, node: str, news: FleetNews) -> None:
+        match news:
+            case RankNews() | SummedReports():
+                self.channel.hear(node, news)
+            case AgentDisconnected(reason, hung_up):
+                self.channel.cut_off(node, reason, hung_up)
+
+    def _pass_on(self, message: ToAgent) -> None:
+        if isinstance(message, TellRanks | Alive):
+            self.agent.ranks.pass_on(message)
 
     def close(self) -> None:
         """End both sides; nobody is left to call at a port that somebody else may get."""
         for link in self.links:
             link.leave(0, "")
-        self.channel.close()
+        self.agent.ranks.end()
+        self.fleet.close()
+        self.agent.close()
 
     def launch(self, **changes: Any) -> Launch:
-        control = Control((LOOPBACK,), self.channel.port, self.secret)
-        return Launch(Attempt(3, "abcd"), replace(control, **changes))
+        return replace(Launch(Attempt(3, "abcd"), self.secret, self.socket), **changes)
 
-    def link(self, rank: int, patience: float = 60.0, **changes: Any) -> LinkedRank:
-        return LinkedRank(self, rank, patience, **changes)
+    def link(
+        self, rank: int, patience: float = 60.0, through: str | None = None, **changes: Any
+    ) -> LinkedRank:
+        """A rank's link; `through` a relay to its agent."""
+        return LinkedRank(self, rank, patience, through, **changes)
 
     def expect(self, kind: type[News]) -> Any:
         """The next news, which must be of this kind."""
@@ -83,7 +133,14 @@ class Supervisor:
 class LinkedRank:
     """A rank's link in this process, and what it was told."""
 
-    def __init__(self, supervisor: Supervisor, rank: int, patience: float, **changes: Any) -> None:
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        rank: int,
+        patience: float,
+        through: str | None,
+        **changes: Any,
+    ) -> None:
         self.progress = Progress()
         self.stops: queue.SimpleQueue[Stop] = queue.SimpleQueue()
         self.silences: queue.SimpleQueue[float] = queue.SimpleQueue()
@@ -93,6 +150,9 @@ class LinkedRank:
         )
         launch = supervisor.launch(**changes)
         self.link = ControlClient(launch, supervisor.run, rank, self.progress, react)
+        if through is not None:
+            caller = caller_of(launch, rank)
+            self.link._link._dial = lambda: door_of(launch).open(dial(through), caller)
         self.link.start()
         supervisor.links.append(self.link)
 
@@ -100,23 +160,25 @@ class LinkedRank:
 class Stranger:
     """A connection without manners."""
 
-    def __init__(self, port: int) -> None:
-        self.socket = socket.create_connection((LOOPBACK, port), timeout=scaled(20))
+    def __init__(self, target: int | str) -> None:
+        self.socket = dial(target)
+        self.socket.settimeout(scaled(20))
         self.stream = self.socket.makefile("rb")
 
-    def hear(self) -> FromSupervisor:
-        return decode_from_supervisor(self.stream.readline())
+    def hear(self) -> Message:
+        message: Message = _DECODE(self.stream.readline())
+        return message
 
     def challenge(self) -> str:
         message = self.hear()
         assert isinstance(message, Challenge)
         return message.nonce
 
-    def say(self, content: bytes | FromRank) -> None:
+    def say(self, content: bytes | Message) -> None:
         self.socket.sendall(content if isinstance(content, bytes) else encode(content))
 
     def wait_until_all_is_sent(self) -> None:
-        """Until the other side's kernel has all that was said: no reset can take it back."""
+        """Until the other side has all that was said: no reset can take it back."""
         wait_until(lambda: not self._unsent(), "all that was said to be with the other side")
 
     def _unsent(self) -> int:
@@ -132,13 +194,23 @@ class Stranger:
             return True
 
 
-class Relay:
-    """Stands between a rank and its supervisor, for as long as it likes."""
+def dial(target: int | str) -> socket.socket:
+    """To a port of this machine, or a Unix socket."""
+    if isinstance(target, str):
+        return connect_here(target)
+    return socket.create_connection((LOOPBACK, target))
 
-    def __init__(self, port: int) -> None:
-        self._target = port
-        self._listener = socket.create_server((LOOPBACK, 0))
-        self.port = self._listener.getsockname()[1]
+
+class Relay:
+    """Stands before a port or a Unix socket, for as long as it likes, and is one of the same
+    kind."""
+
+    def __init__(self, target: int | str) -> None:
+        self._target = target
+        self.name = f"relay-{new_nonce()}"
+        local = isinstance(target, str)
+        self._listener = listen_here(self.name) if local else socket.create_server((LOOPBACK, 0))
+        self.place = self.name if local else self._listener.getsockname()[1]
         self.swallow = threading.Event()
         self._ends: list[socket.socket] = []
 
@@ -152,7 +224,8 @@ class Relay:
 
     def cut(self) -> None:
         for end in self._ends:
-            end.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError):  # over already
+                end.shutdown(socket.SHUT_RDWR)
         self._ends.clear()
         self.swallow.clear()
 
@@ -160,7 +233,8 @@ class Relay:
         while True:
             try:
                 near, _ = self._listener.accept()
-                far = socket.create_connection((LOOPBACK, self._target))
+                far = dial(self._target)
+                far.settimeout(None)
             except OSError:
                 return
             self._ends += [near, far]
@@ -173,5 +247,6 @@ class Relay:
             while content := source.recv(65536):
                 if not (answers and self.swallow.is_set()):
                     target.sendall(content)
+            target.shutdown(socket.SHUT_WR)
         except OSError:
             return

@@ -23,7 +23,8 @@ from harness import KEMPNER, Run, end_jobs, made_once, wait_until
 from hypothesis import settings
 from warm import ending
 
-from kempner.cluster.machine.limits import MemoryGroup, memory_group
+from kempner.cluster.machine import MemoryGroup, memory_group
+from kempner.run.process.signals import inbox
 from kempner.supervisor.launchers.children import PR_SET_CHILD_SUBREAPER
 
 DRILLS = Path(__file__).with_name("drills")
@@ -84,8 +85,10 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Setting
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
     """A command that a test runs in this process may make it a sub-reaper, for good: what later
-    tests leave behind would become its children, and never be gone."""
+    tests leave behind would become its children, and never be gone. It may also have trapped the
+    stop signals, and the signal of a later test would end this process."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+    inbox().uninstall()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -33,6 +33,7 @@ PROVES = {
         "kempner/project/wrap",
         "kempner/supervisor",
     ),
+    "tests/unit/supervisor/watchdog": ("kempner/cluster", "kempner/run", "kempner/supervisor"),
     "tests/slurm": ("kempner/cluster", "kempner/run", "kempner/supervisor"),
 }
 """The code that the tests of a folder prove."""

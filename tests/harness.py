@@ -28,9 +28,9 @@ from warm import Process
 from kempner.cluster.network.ports import free_port
 from kempner.data.files.index import INDEX_FILE, Index, Shard, ShardSource, TokenizerIdentity
 from kempner.data.files.token_file import TokenWriter
-from kempner.insight.status.facts import LiveState, RunFacts
+from kempner.insight.run_reader import LiveState, RunFacts
 from kempner.insight.status.summary import summarise
-from kempner.run.process.stop_reason import StopReason
+from kempner.run.process.exit_codes import StopReason
 from kempner.run.record.attempts import read_current
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import parse_lines, read_lines

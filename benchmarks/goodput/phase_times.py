@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from kempner.insight.report.attempts import InterruptionKind, cause_of
+from kempner.insight.attempts import InterruptionKind, cause_of
 from kempner.insight.report.summary import RunData, read_run
 from kempner.insight.report.timeline import AttemptTime, Category
 from kempner.run.record.events import CheckpointCommitted

@@ -1,48 +1,36 @@
-"""A launcher of local ranks that sends what they pin to itself, as agents do between two nodes."""
+"""A launcher of local ranks whose agent sends what they pin to itself, as two nodes' agents do."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, MutableMapping
+from collections.abc import Sequence
 
-from kempner.checkpoint.slots.memory import CopyHolder, LentSlots, SlotHolder
-from kempner.run.control.launch_env import Launch
-from kempner.run.control.protocol import Secret
+from kempner.checkpoint.slots.memory import CopyHolder
+from kempner.run.control.launch_env import BuddyTerms
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.launchers.agents.buddy.receiver import CopyReceiver
-from kempner.supervisor.launchers.agents.buddy.sender import Buddy, CopySender
-from kempner.supervisor.launchers.base import Program
-from kempner.supervisor.launchers.local import LocalLauncher
-from kempner.supervisor.policy.outcome import RankExit
+from kempner.supervisor.launchers.agents.buddy.copies import CopyReceiver
+from kempner.supervisor.launchers.agents.fleet import SlotsAway
+from kempner.supervisor.launchers.agents.messages import Buddy
+from kempner.supervisor.launchers.launcher import Launcher
+from kempner.supervisor.launchers.local import this_machine
 
 
-class Lender(SlotHolder):
-    """Lends each rank slots with a board."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lent: dict[int, LentSlots] = {}
-
-    def lend(
-        self, rank: int, environ: MutableMapping[str, str], with_buddy: bool = True
-    ) -> LentSlots:
-        """As if there were a buddy."""
-        self.lent[rank] = super().lend(rank, environ, with_buddy)
-        return self.lent[rank]
-
-
-class BuddyHere(LocalLauncher):
+class BuddyHere(Launcher):
     """Sends and receives over loopback, in threads of this process."""
 
     def __init__(self, run: RunDirectory, size: int, share: float) -> None:
-        super().__init__(run, size)
-        self._slots = self._lender = Lender()
+        super().__init__(*this_machine(run, size))
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        secret, self.copies = Secret.new(), CopyHolder()
-        where = CopyReceiver(self.copies, secret, "127.0.0.1").listen("")
-        self._buddy, self._sender = Buddy(*where, share), CopySender(secret)
+        self.copies = CopyHolder()
+        here = self
 
-    def start(self, launch: Launch, program: Program, post: Callable[[RankExit], None]) -> None:
-        """Start the ranks, and wait for what they pin."""
-        super().start(launch, program, post)
-        self._sender.begin(self._buddy, self._lender.lent)
+        class Slots(SlotsAway):
+            """All nodes have the same buddy."""
+
+            def pair(self, nodes: Sequence[str], terms: BuddyTerms | None) -> dict[str, Buddy]:
+                """One that listens here."""
+                secret = here._fleet.secret
+                where = CopyReceiver(here.copies, secret, ("127.0.0.1",), "here").listen("")
+                return dict.fromkeys(nodes, Buddy("here", *where, share))
+
+        self._slots = Slots(self._ask_for_slots)

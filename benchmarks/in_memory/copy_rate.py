@@ -27,10 +27,9 @@ from kempner.checkpoint.slots.memory import (
     SlotHolder,
     SlotMemory,
 )
-from kempner.run.control.protocol import Secret
-from kempner.supervisor.launchers.agents.buddy.receiver import CopyReceiver
-from kempner.supervisor.launchers.agents.buddy.sender import Buddy, CopySender
-from kempner.supervisor.launchers.agents.buddy.wire import CHUNK
+from kempner.run.link.auth import Secret
+from kempner.supervisor.launchers.agents.buddy.copies import CHUNK, CopyReceiver, CopySender
+from kempner.supervisor.launchers.agents.messages import Buddy
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 import records
@@ -45,14 +44,16 @@ class ToBuddy:
     def __init__(self, size: int) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         self.copies, secret = CopyHolder(), Secret.new()
-        address, port = CopyReceiver(self.copies, secret, "127.0.0.1").listen("")
-        self.lent = SlotHolder().lend(1, {}, with_buddy=True)
-        assert self.lent.board is not None
-        self.board, self.step, self.size = Board(self.lent.board), 0, size
-        self.slots = [SlotMemory.grown(slot, size) for slot in self.lent.slots[:2]]
+        address, port = CopyReceiver(self.copies, secret, ("127.0.0.1",), "here").listen("")
+        lent = SlotHolder().lend(1, {}, with_buddy=True)
+        assert lent is not None
+        assert lent.board is not None
+        self.lent = lent
+        self.board, self.step, self.size = Board(lent.board), 0, size
+        self.slots = [SlotMemory.grown(slot, size) for slot in lent.slots[:2]]
         for slot in self.slots:
             slot.image[:] = os.urandom(1 << 20) * (size >> 20)
-        CopySender(secret).begin(Buddy(address, port, 1.0), {1: self.lent})
+        CopySender(secret).begin(Buddy("here", address, port, 1.0), {1: self.lent})
 
     def __call__(self) -> None:
         while not self.board.may_pin:

@@ -37,6 +37,7 @@ def fill(holder: SlotHolder, ranks: int, size: int, nonce: str) -> list[memoryvi
     images = []
     for rank in range(ranks):
         lent = holder.lend(rank, {})
+        assert lent is not None
         memory = SlotMemory.grown(lent.slots[0], size)
         for at in range(0, size, PIECE):
             memory.image[at : at + PIECE] = os.urandom(min(PIECE, size - at))

@@ -169,7 +169,7 @@ def _step(library: str, size: Size, how: str) -> tuple[Callable[[], Tensor], Cal
 
     loss_of = plain_loss
     if how == "best" and library == "kempner":
-        from kempner.model.compilation import compile_blocks, keep_compiled
+        from kempner.model.sharding import compile_blocks, keep_compiled
 
         keep_compiled(Path(tempfile.mkdtemp(prefix="compare-")))
         compile_blocks(model)

@@ -33,11 +33,12 @@ from kempner.config.sections import Config, ModelSection, TrainSection
 from kempner.data.serve.loader import MicroBatch
 from kempner.model.sharding import build_model
 from kempner.model.spec.memory import estimate_memory
+from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.spec.shape import Shape, flops_per_token
 from kempner.model.transformer import Transformer
 from kempner.run.record.attempts import Fence, begin_attempt
 from kempner.run.record.run_dir import RunDirectory
-from kempner.training.compute.forward_backward import accumulate
+from kempner.training.compute.forward_backward import StepGradient
 from kempner.training.compute.optimizer import build_optimizer, update
 from kempner.training.observe.metrics import AsyncMetrics, peak_flops
 
@@ -95,7 +96,7 @@ class Trained:
         """Forward and backward; the loss."""
         batches = [batch or self.batch(step)]
         device = self.bench.device
-        return accumulate(self.model, batches, device=device, seed=0, step=step, rank=0)
+        return StepGradient(self.model, device, seed=0, rank=0).add(batches, step)
 
     def step(self, step: int, batch: MicroBatch | None = None) -> Tensor:
         """A whole step; its loss."""
@@ -207,15 +208,8 @@ def memory(bench: Bench) -> str:
     torch.cuda.reset_peak_memory_stats()
     trained.step(2)
     most = torch.cuda.max_memory_allocated() - before
-    expected = estimate_memory(
-        Shape.of(bench.config.model, VOCABULARY),
-        world=1,
-        micro_batch_size=train.micro_batch_size,
-        seq_len=train.seq_len,
-        compute_bytes=2,
-        optimizer=bench.config.optimizer,
-        loss_chunk=train.loss_chunk,
-    )
+    shape = Shape.of(bench.config.model, VOCABULARY)
+    expected = estimate_memory(bench.config, shape, MeshDegrees(), compute_bytes=2)
     assert most <= 1.1 * expected.total, f"{most / 2**20:.0f}, not {expected.total / 2**20:.0f} MiB"
     return f"{most / 2**20:.0f} of {expected.total / 2**20:.0f} MiB ({train.micro_batch_size} rows)"
 

@@ -170,14 +170,16 @@ def supervisor(config: str, ranks: int) -> None:
     from kempner.run.record.run_dir import RunDirectory
     from kempner.supervisor.daemon import supervise
     from kempner.supervisor.launchers.base import Program
-    from kempner.supervisor.launchers.local import LocalLauncher
+    from kempner.supervisor.launchers.launcher import Launcher
+    from kempner.supervisor.launchers.local import this_machine
 
     inbox().install()
     logs.configure()
     loaded = load(Path(config), [])
     run = RunDirectory(Path(loaded.run.dir) / str(loaded.run.name))
     program = Program((sys.executable, __file__, "rank", config), ours=True)
-    sys.exit(supervise(run, LocalLauncher(run, ranks), program, loaded, inbox()))
+    launcher = Launcher(*this_machine(run, ranks))
+    sys.exit(supervise(run, launcher, program, loaded, inbox()))
 
 
 def bare(ranks: int) -> float:

@@ -1,10 +1,7 @@
 """Compares two checkpoints tensor by tensor, a few in memory at a time.
 
-Each side is a checkpoint of kempner, a stock one, or a folder of safetensors files.
-
-Opens what is compared: a checkpoint of kempner, a stock one, or a folder of safetensors files.
-
-Each gives its tensors one at a time, under names that the other side can have, too.
+Each side is a checkpoint of kempner, a stock one, or a folder of safetensors files. It gives its
+tensors one at a time, under names that the other side can have, too.
 """
 
 from __future__ import annotations
@@ -54,12 +51,10 @@ class TensorDifference:
 
 
 def common_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype | None:
-    """The dtype in which tensors of these two are compared: the narrower one.
-
-    That is the one with fewer bits of mantissa, or with the smaller range where both have as many.
-    None if the two are different and one of them is no floating-point type: then no element of one
-    stands for an element of the other.
-    """
+    """The dtype in which tensors of these two are compared: the narrower one. That is the one with
+    fewer bits of mantissa, or with the smaller range where both have as many. None if the two are
+    different and one of them is no floating-point type: then no element of one stands for an
+    element of the other."""
     if a == b:
         return a
     if not (a.is_floating_point and b.is_floating_point):
@@ -68,12 +63,9 @@ def common_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype | None:
 
 
 def difference(a: Tensor, b: Tensor) -> TensorDifference:
-    """Compare two tensors of one shape, with a `common_dtype`.
-
-    Elements of one dtype are equal if their bits are: 0 and -0 differ, and a NaN equals the same
-    NaN. Elements of two dtypes are equal if they are after rounding to the narrower one, where any
-    NaN equals any other.
-    """
+    """Compare two tensors of one shape, with a `common_dtype`. Elements of one dtype are equal if
+    their bits are: 0 and -0 differ, and a NaN equals the same NaN. Elements of two dtypes are equal
+    if they are after rounding to the narrower one, where any NaN equals any other."""
     dtype = common_dtype(a.dtype, b.dtype)
     assert dtype is not None
     found = TensorDifference(a.numel(), str(dtype).removeprefix("torch."))
@@ -115,7 +107,6 @@ def _with_slab(
 
 
 def _differs(a: Tensor, b: Tensor) -> Tensor:
-    """Where two tensors of one dtype have other bits."""
     if a.dtype == torch.complex128:  # which no integer is as wide as
         return _differs(torch.view_as_real(a), torch.view_as_real(b)).any(-1)
     bits = _BITS[a.element_size()]
@@ -143,21 +134,16 @@ def _largest(values: Tensor) -> float:
 
 Read = Callable[[Iterable[str]], Iterator[tuple[str, Tensor]]]
 
-SAFETENSORS = "safetensors"
-"""The kind of a folder of Hugging Face."""
-
+SAFETENSORS = "safetensors"  # the kind of a folder of Hugging Face
 _TABLES = (f"{MODEL}embed.weight", f"{MODEL}output.weight")
 """The tensors with a row for each token id, and maybe rows of no token after them."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """What is compared. `kind` says in a word or two what it is.
-
-    `read` gives whole tensors by their names in `tensors`, in the order that it is given, and holds
-    256 MiB of them, or the largest one. `rows` is how many rows of a table stand for tokens, where
-    that is known.
-    """
+    """What is compared. `kind` says in a word or two what it is. `read` gives whole tensors by
+    their names in `tensors`, in the order that it is given, and holds 256 MiB of them, or the
+    largest one. `rows` is how many rows of a table stand for tokens, where that is known."""
 
     path: Path
     kind: str
@@ -188,20 +174,15 @@ def safetensors(folder: Path) -> Side:
         raise DataError(f"{folder} has no tensors")
     tensors = {name: Saved(found.shape, found.dtype) for name, found in located.items()}
     return Side(
-        folder,
-        SAFETENSORS,
-        tensors,
-        lambda names: ((name, located[name].read()) for name in names),
+        folder, SAFETENSORS, tensors, lambda names: ((name, located[name].read()) for name in names)
     )
 
 
 def model_of(side: Side) -> Side:
-    """The model's tensors alone."""
     return without(side, {name for name in side.tensors if not name.startswith(MODEL)})
 
 
 def without(side: Side, names: Collection[str]) -> Side:
-    """All tensors except those with these names."""
     left = {name: saved for name, saved in side.tensors.items() if name not in names}
     return replace(side, tensors=left)
 
@@ -220,17 +201,12 @@ def renamed(side: Side, names: Mapping[str, str]) -> Side:
 
 
 class TensorVerdict(StrEnum):
-    """What two tensors of one name are to each other."""
-
-    IDENTICAL = "identical"
-    """Equal to the bit, and of one dtype."""
-    EQUAL = "equal"
-    """Of two dtypes, and equal once both are of the narrower one."""
+    IDENTICAL = "identical"  # equal to the bit, and of one dtype
+    EQUAL = "equal"  # of two dtypes, and equal once both are of the narrower one
     DIFFERENT = "different"
     ONLY_A = "only in A"
     ONLY_B = "only in B"
-    SHAPE = "shape"
-    """Of two shapes; the values were not compared."""
+    SHAPE = "shape"  # of two shapes; the values were not compared
     DTYPE = "dtype"
     """Of two dtypes, one of them no floating-point type; the values were not compared."""
 
@@ -246,7 +222,6 @@ class Pair:
 
     @property
     def verdict(self) -> TensorVerdict:
-        """What they are to each other."""
         if self.a is None or self.b is None:
             return TensorVerdict.ONLY_B if self.a is None else TensorVerdict.ONLY_A
         if self.difference is None:
@@ -257,7 +232,6 @@ class Pair:
 
     @property
     def equal(self) -> bool:
-        """Whether no difference was found."""
         return self.verdict in (TensorVerdict.IDENTICAL, TensorVerdict.EQUAL)
 
     def to_json(self) -> dict[str, Any]:
@@ -271,11 +245,9 @@ class Pair:
 
 
 def pairs(a: Side, b: Side, on_bytes: Callable[[int], None]) -> Iterator[Pair]:
-    """Every tensor of both sides: first what values say nothing about, then as they are read.
-
-    A table of tokens is compared without its rows of no token where they alone make the shapes
-    differ. `on_bytes` is told the bytes that were read. Raises as the sides' `read`.
-    """
+    """Every tensor of both sides: first what values say nothing about, then as they are read. A
+    table of tokens is compared without its rows of no token where they alone make the shapes
+    differ. `on_bytes` is told the bytes that were read. Raises as the sides' `read`."""
     names = dict.fromkeys([*a.tensors, *b.tensors])
     found = {name: Pair(name, _shown(a, b, name), _shown(b, a, name)) for name in names}
     alike = [name for name, pair in found.items() if _comparable(pair)]
@@ -299,7 +271,6 @@ def _compare_next(a: Tensors, b: Tensors) -> tuple[TensorDifference, int]:
 
 
 def bytes_to_read(a: Side, b: Side) -> int:
-    """Bytes of all tensors that both sides have."""
     both = a.tensors.keys() & b.tensors.keys()
     return sum(length(side.tensors[name]) for side in (a, b) for name in both)
 

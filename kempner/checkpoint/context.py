@@ -33,8 +33,8 @@ class CheckpointContext:
     `identity` says what a checkpoint must have in common with the run, `fence` which attempt is
     writing. `group` is a Gloo group of its own over all ranks. `record` takes events for the
     ledger. `waiting` is entered while a load waits for other ranks. `known` is the step of the
-    newest checkpoint that the ledger knows of: there must be some, then. `local_ranks` share this
-    node's memory.
+    newest checkpoint that the ledger knows of: there must be some, then; `known_here` says that
+    they were in `path`, which may be away for now. `local_ranks` share this node's memory.
     """
 
     path: Path
@@ -44,6 +44,7 @@ class CheckpointContext:
     record: EventRecorder = record_nothing
     waiting: Waiting = untimed
     known: int | None = None
+    known_here: bool = True
     local_ranks: int = 1
 
     @cached_property
@@ -52,19 +53,15 @@ class CheckpointContext:
 
     @cached_property
     def rank(self) -> int:
-        """This process's place in the group."""
         return dist.get_rank(self.group)
 
     @cached_property
     def world(self) -> int:
-        """How many ranks there are."""
         return dist.get_world_size(self.group)
 
     def broadcast_from_rank0(self, answer: Callable[[], T]) -> T:
-        """What only one process may ask of the file system, asked by rank 0 for all.
-
-        It asks again where storage fails. A `RunError` of rank 0 is raised on every rank.
-        """
+        """What only one process may ask of the file system, asked by rank 0 for all. It asks again
+        where storage fails. A `RunError` of rank 0 is raised on every rank."""
         box: list[object] = [self._answer_or_error(answer) if self.rank == 0 else None]
         with self.waiting("the word of rank 0"):
             dist.broadcast_object_list(box, group_src=0, group=self.group)

@@ -28,37 +28,33 @@ _EVERY_DAY: dict[str, tuple[str, ...]] = {
     "report": ("insight.report",),
     "triage": ("insight.triage",),
     "checkpoint": ("checkpoint.inspect", "checkpoint.convert", "checkpoint.compare"),
-    "eval": ("evaluate",),
-    "sample": ("sample",),
+    "eval": ("checkpoint.trained_on",),
+    "sample": ("checkpoint.trained_on",),
 }
 _NOW_AND_THEN: dict[str, tuple[str, ...]] = {
     "wrap": ("program.wrap",),
-    "rehearse": ("program.rehearse",),
+    "rehearse": ("program.wrap",),
     "lab": ("program.lab_commands",),
     "heartbeat": ("program.heartbeat",),
     "train": ("train",),
-    "join": ("program.join",),
+    "join": ("supervise",),
     "metrics": ("insight.metrics",),
     "profile": ("insight.profile",),
     "config": ("config",),
     "download": ("checkpoint.download",),
-    "prune": ("prune",),
-    "completion": ("completion",),
+    "prune": ("checkpoint.inspect",),
+    "completion": ("usage",),
 }
 _GROUPS = {"Every day": _EVERY_DAY, "Now and then": _NOW_AND_THEN}
 """Commands in the order of `kempner --help`."""
 
-_MODULES = _EVERY_DAY | _NOW_AND_THEN
-"""Commands, and the modules that add them."""
+_MODULES = _EVERY_DAY | _NOW_AND_THEN  # commands, and the modules that add them
 
 
 @cache
 def load_command(name: str) -> Any:
-    """A command, from its modules."""
-    loaded = typer.Typer(rich_markup_mode=None)
-    for module in _MODULES[name]:
-        import_module(f"kempner.cli.{module}").register(loaded)
-    command = typer.main.get_group(loaded).commands[name]
+    first, *_ = [import_module(f"kempner.cli.{module}") for module in _MODULES[name]]
+    command = typer.main.get_group(first.app).commands[name]
     check_paths(command)
     return command
 

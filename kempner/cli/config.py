@@ -9,17 +9,11 @@ from typing import Annotated
 import typer
 
 from kempner.cli.usage import overrides
-from kempner.config.fault_spec import refuse_absent_ranks
 from kempner.config.loading import dumps, load
+from kempner.config.resilience import refuse_absent_ranks
 from kempner.config.sections import Config
 from kempner.data.order.batch_slices import micro_steps
-from kempner.model.spec.communication_choice import (
-    USUAL_GPU,
-    Situation,
-    choose,
-    needed_memory,
-    step_traffic,
-)
+from kempner.model.spec.memory import USUAL_GPU, Situation, choose, estimate_memory, step_traffic
 from kempner.model.spec.mesh import ranks_on_a_node, resolve_mesh
 from kempner.model.spec.shape import Shape, count_parameters
 from kempner.run.output.logs import logger
@@ -32,16 +26,13 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Configuratio
 TAKES_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 """`context_settings` of such a command; `overrides` gives `load` what it read."""
 
+app = typer.Typer(rich_markup_mode=None)
 commands = typer.Typer(
     help="Show, check or convert a configuration, or explain its keys.",
     rich_markup_mode=None,
     add_completion=False,
 )
-
-
-def register(app: typer.Typer) -> None:
-    """Adds `config show`, `check`, `explain` and `convert` to `app`."""
-    app.add_typer(commands, name="config")
+app.add_typer(commands, name="config")
 
 
 @commands.command(context_settings=TAKES_OVERRIDES)
@@ -50,24 +41,28 @@ def show(context: typer.Context, file: ConfigFile) -> None:
     typer.echo(dumps(load(file, overrides(context, file))), nl=False)
 
 
+WorldOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Say how this many ranks are divided, what each needs and what they send."
+    ),
+]
+NodesOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="With --world: nodes that they are on; by default 8 on each."),
+]
+GpuMemoryOption = Annotated[
+    float, typer.Option(min=0, help="With --world: memory of a GPU in GB; 0 for ranks on CPUs.")
+]
+
+
 @commands.command(context_settings=TAKES_OVERRIDES)
 def check(
     context: typer.Context,
     file: ConfigFile,
-    world: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Say how this many ranks are divided, what each needs and what they send."
-        ),
-    ] = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option(min=1, help="With --world: nodes that they are on; by default 8 on each."),
-    ] = None,
-    gpu_memory: Annotated[
-        float,
-        typer.Option(min=0, help="With --world: memory of a GPU in GB; 0 for ranks on CPUs."),
-    ] = USUAL_GPU / 1e9,
+    world: WorldOption = None,
+    nodes: NodesOption = None,
+    gpu_memory: GpuMemoryOption = USUAL_GPU / 1e9,
 ) -> None:
     """Check a configuration and what it needs: data, run directory, disk space.
 
@@ -130,7 +125,6 @@ def convert_file(
 
 
 def summary(config: Config, vocab_size: int) -> str:
-    """Where the run goes, how long it is and how large its model, in one line."""
     train = config.train
     return ", ".join(
         [
@@ -149,10 +143,8 @@ class PlannedJob:
 
     world: int
     ranks_per_node: int
-    gpu_memory: int | None
-    """Bytes; None on CPUs."""
-    assumed: bool = False
-    """Whether nothing says how many ranks a node has."""
+    gpu_memory: int | None  # bytes; None on CPUs
+    assumed: bool = False  # whether nothing says how many ranks a node has
 
     @classmethod
     def of(cls, config: Config, world: int, nodes: int | None, gpu_memory: int) -> PlannedJob:
@@ -163,7 +155,6 @@ class PlannedJob:
 
 
 def needs(config: Config, vocab_size: int, job: PlannedJob) -> str:
-    """What a rank needs on its device, and what the ranks send each other, in a line each."""
     if config.model.factory is not None:
         return f"what model.factory={config.model.factory} needs is not known before it is called"
     train, shape = config.train, Shape.of(config.model, vocab_size)
@@ -178,7 +169,7 @@ def needs(config: Config, vocab_size: int, job: PlannedJob) -> str:
         gpu_memory=job.gpu_memory,
     )
     choice = choose(config, situation)
-    memory = needed_memory(config, situation, shape, choice)
+    memory = estimate_memory(config, shape, mesh, situation.compute_bytes, choice)
     parts = ", ".join(f"{name} {size_text(size)}" for name, size in asdict(memory).items() if size)
     rank = "the rank" if job.world == 1 else f"one of {job.world:,} ranks"
     lines = [f"{rank} needs about {size_text(memory.total)} on its device: {parts}"]

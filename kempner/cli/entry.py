@@ -11,6 +11,7 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             comes after the last step must not change the code.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["supervise"] and arguments is None and "SLURM_JOB_ID" in os.environ:
+        from kempner.supervisor.watchdog.keeper import split_batch
+
+        split_batch(os.environ)
     armed = _arm(given)
     if given[:1] == ["train"]:
         # A rank imports a million objects, which all stay: to look for garbage among them would
@@ -69,11 +74,14 @@ def _run_and_leave(arguments: Sequence[str]) -> NoReturn:
     """Runs the command; the interpreter is not torn down, as that would untrap the signals."""
     from kempner.run.output.console import leave
     from kempner.run.process.exit_codes import ExitCode
+    from kempner.supervisor.watchdog.board import board
 
     try:
         code = _run(arguments)
+        board().settle()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else ExitCode.CRASHED
+        board().settle()
     except BaseException:  # noqa: BLE001 - shown as Python shows it; then the process ends
         sys.excepthook(*sys.exc_info())
         code = ExitCode.CRASHED
@@ -108,14 +116,14 @@ def _call(arguments: Sequence[str]) -> int:
     from kempner.config.errors import ConfigError
     from kempner.run.process.exit_codes import ExitCode
 
-    if "_KEMPNER_COMPLETE" in os.environ:
-        from kempner.cli.completion import prepare
-
-        prepare()
     refuse_empty(arguments)
-    arguments = _plain(arguments)
+    ours = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
+    if "--version" in ours:
+        arguments = ["--version"]
+    elif ours[:1] == ["help"]:
+        arguments = [*ours[1:], "--help"]
     try:
-        outcome = app(args=arguments, prog_name="kempner", standalone_mode=False)
+        outcome = app(args=list(arguments), prog_name="kempner", standalone_mode=False)
         sys.stdout.flush()
     except ConfigError as error:
         return _complain(str(error), ExitCode.USAGE)
@@ -130,20 +138,12 @@ def _call(arguments: Sequence[str]) -> int:
     return ExitCode.COMPLETED if outcome is None else outcome
 
 
-def _plain(arguments: Sequence[str]) -> list[str]:
-    """The arguments, where `help COMMAND` and `COMMAND --version` are written in the usual way."""
-    ours = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
-    if "--version" in ours:
-        return ["--version"]
-    return [*ours[1:], "--help"] if ours[:1] == ["help"] else list(arguments)
-
-
 _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 """What a standard output that takes nothing any more fails with."""
 
 
 def _stop_printing(error: OSError) -> ExitCode:
-    """Drop further output, as its reader is gone (`| head`) or its disk full; the exit code."""
+    """Drop further output, as its reader is gone (`| head`) or its disk is full."""
     from kempner.run.process.exit_codes import CannotWriteError, ExitCode
 
     nothing = os.open(os.devnull, os.O_WRONLY)  # for what Python flushes as it ends
@@ -155,19 +155,8 @@ def _stop_printing(error: OSError) -> ExitCode:
 
 
 def _complain(sentence: str, code: ExitCode) -> ExitCode:
-    line = "".join(c if c.isprintable() else _escape(c) for c in _as_utf8(sentence))
-    print(f"kempner: {line}", file=sys.stderr)
+    with suppress(UnicodeEncodeError):  # words that Python could not decode, in a plain C locale
+        sentence = sentence.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
+    shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in sentence)
+    print(f"kempner: {''.join(shown)}", file=sys.stderr)
     return code
-
-
-def _as_utf8(text: str) -> str:
-    """Words of the command line that Python could not decode, because the locale is plain C."""
-    try:
-        return text.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        return text
-
-
-def _escape(character: str) -> str:
-    """A line break, a control character or a byte that is no text, as Python writes it."""
-    return character.encode("unicode_escape").decode()

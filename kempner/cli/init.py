@@ -15,11 +15,10 @@ from kempner.project.site import Request, Site, choose
 from kempner.project.write import CONFIG, project_files
 from kempner.run.output.units import count
 
-
-def register(app: typer.Typer) -> None:
-    app.command("init")(_init)
+app = typer.Typer(rich_markup_mode=None)
 
 
+@app.command("init")
 def _init(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Folder to write to; new or empty.")
@@ -44,7 +43,7 @@ def _init(
 def report(folder: Path, texts: Collection[str], kept: Sequence[str], site: Site) -> list[str]:
     """What was written, for which cluster, and what to do next, a line each."""
     names = sorted(texts, key=lambda name: (name != CONFIG, name))
-    tops = dict.fromkeys(_top(name) for name in names if name not in kept)
+    tops = dict.fromkeys("".join(name.partition("/")[:2]) for name in names if name not in kept)
     request = choose(site)
     left = [f"left as it was: {', '.join(kept)}"] if kept else []
     return [
@@ -80,15 +79,7 @@ def _scripts(site: Site, request: Request | None) -> str:
 
 def _environment(site: Site) -> str:
     found = site.environment
-    if found.container:
-        return (
-            f"{found.kinds[0]} for the ranks, in {CONFIG}; kempner itself must also be installed "
-            "outside of it"
-        )
-    return ", ".join([*found.kinds, found.python])
-
-
-def _top(name: str) -> str:
-    """A file, or the folder that it is in."""
-    head, slash, _ = name.partition("/")
-    return head + slash
+    if not found.container:
+        return ", ".join([*found.kinds, found.python])
+    outside = "kempner itself must also be installed outside of it"
+    return f"{found.kinds[0]} for the ranks, in {CONFIG}; {outside}"

@@ -19,42 +19,48 @@ from kempner.training.observe.progress_bar import SteadyConsole
 if TYPE_CHECKING:
     from kempner.data.prepare.pipeline import PreparedData
 
-
-def register(app: typer.Typer) -> None:
-    app.command("prepare")(_prepare)
+app = typer.Typer(rich_markup_mode=None)
 
 
+FilesArgument = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="FILE...",
+        help="Texts, .jsonl and .parquet files, also .gz and .zst, or folders of them.",
+    ),
+]
+OutOption = Annotated[
+    Path, typer.Option(help="Directory to write; new, or from an interrupted run of this command.")
+]
+TokenizerOption = Annotated[
+    str, typer.Option(metavar="byte|PATH", help="Plain bytes, or a tokenizer.json.")
+]
+WorkersOption = Annotated[
+    int | None, typer.Option(min=1, help="Processes; one per available core by default.")
+]
+TextKeyOption = Annotated[
+    str, typer.Option(metavar="KEY", help="Key, or column, of the text in .jsonl, or .parquet.")
+]
+MaxBadShareOption = Annotated[
+    float,
+    typer.Option(
+        min=0, max=1, metavar="SHARE", help="Largest share of lines without text to leave out."
+    ),
+]
+EotOption = Annotated[
+    str | None, typer.Option(metavar="TOKEN", help="The tokenizer's end-of-document token.")
+]
+
+
+@app.command("prepare")
 def _prepare(
-    files: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="FILE...",
-            help="Texts, .jsonl and .parquet files, also .gz and .zst, or folders of them.",
-        ),
-    ],
-    out: Annotated[
-        Path,
-        typer.Option(help="Directory to write; new, or from an interrupted run of this command."),
-    ],
-    tokenizer: Annotated[
-        str, typer.Option(metavar="byte|PATH", help="Plain bytes, or a tokenizer.json.")
-    ] = "byte",
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes; one per available core by default.")
-    ] = None,
-    text_key: Annotated[
-        str, typer.Option(metavar="KEY", help="Key, or column, of the text in .jsonl, or .parquet.")
-    ] = "text",
-    max_bad_share: Annotated[
-        float,
-        typer.Option(
-            min=0, max=1, metavar="SHARE", help="Largest share of lines without text to leave out."
-        ),
-    ] = 0.001,
-    eot: Annotated[
-        str | None,
-        typer.Option(metavar="TOKEN", help="The tokenizer's end-of-document token."),
-    ] = None,
+    files: FilesArgument,
+    out: OutOption,
+    tokenizer: TokenizerOption = "byte",
+    workers: WorkersOption = None,
+    text_key: TextKeyOption = "text",
+    max_bad_share: MaxBadShareOption = 0.001,
+    eot: EotOption = None,
 ) -> ExitCode:
     """Turn text into token files; after an interruption, run it again to continue."""
     with busy("starting"):
@@ -85,24 +91,16 @@ def _prepare(
 @contextmanager
 def _reporter(console: Console) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on a terminal, elsewhere a line for every tenth."""
-    if not console.is_terminal:
-        yield _lines(console)
-        return
-    with bar(console, "preparing") as update:
-        yield update
-
-
-def _lines(console: Console) -> Callable[[int, int], None]:
     told = 0
 
     def tell(done: int, total: int) -> None:
         nonlocal told
-        tenths = 10 * done // total
-        if tenths > told:
+        if (tenths := 10 * done // total) > told:
             told = tenths
             console.print(f"preparing: {done:,} of {total:,} bytes", highlight=False)
 
-    return tell
+    with bar(console, "preparing") as update:
+        yield update if console.is_terminal else tell
 
 
 def _summary(out: Path, prepared: PreparedData) -> str:

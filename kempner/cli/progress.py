@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -53,13 +54,14 @@ def busy(doing: str) -> Iterator[None]:
 
 @contextmanager
 def counter(doing: str, in_all: int) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes, on the standard error, that counts what it is told."""
-    done = 0
+    """A bar of bytes, on the standard error, that counts what any thread tells it."""
+    done, lock = 0, threading.Lock()
     with bar(SteadyConsole(stderr=True), doing) as show:
 
         def count(length: int) -> None:
             nonlocal done
-            done += length
+            with lock:
+                done += length
             show(done, in_all)
 
         yield count

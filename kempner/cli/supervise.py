@@ -1,11 +1,16 @@
-"""`kempner supervise`: the daemon that launches, supervises and restarts the ranks."""
+"""`kempner supervise`: the daemon that launches, supervises and restarts the ranks.
+
+`kempner join`: a node of another job takes part in a run.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -15,61 +20,76 @@ import typer
 
 from kempner.cli.config import TAKES_OVERRIDES
 from kempner.cli.usage import TakesCommand, overrides
-from kempner.cluster.slurm.job import element, restart_count
-from kempner.config.fault_spec import refuse_absent_ranks
-from kempner.config.loading import load
+from kempner.cluster.slurm.job import element, job_id, restart_count
+from kempner.cluster.slurm.resources import detect
+from kempner.config.errors import ConfigError
+from kempner.config.loading import dumps, load
+from kempner.config.resilience import refuse_absent_ranks
 from kempner.config.sections import Config
 from kempner.model.spec.mesh import resolve_mesh
 from kempner.run.output import logs
 from kempner.run.output.console import say
 from kempner.run.output.logs import logger
-from kempner.run.process.exit_codes import ExitCode, UsageError
+from kempner.run.process.exit_codes import DataError, ExitCode, UsageError
+from kempner.run.process.retry import StorageUnavailableError, WaitStoppedError
 from kempner.run.process.signals import inbox
-from kempner.run.record.identity import accepted_names
-from kempner.run.record.naming import choose_run, refuse_other_command
+from kempner.run.process.threads import unless
+from kempner.run.record.identity import accepted_names, choose_run, refuse_other_command
 from kempner.run.record.program import identity_of_words
+from kempner.run.record.recorded_config import last_config
 from kempner.run.record.run_dir import RUN_LINE, RunDirectory, name_of_command
 
 if TYPE_CHECKING:
+    from kempner.cluster.slurm.allocation import Allocation
     from kempner.supervisor.launchers.base import Program
+    from kempner.supervisor.launchers.launcher import Launcher
+    from kempner.supervisor.launchers.surroundings import Surroundings
+    from kempner.supervisor.slurm.job_monitor import JobMonitor
+
+app = typer.Typer(rich_markup_mode=None)
 
 
 class LauncherName(StrEnum):
-    """What starts the ranks."""
-
     LOCAL = "local"
     SRUN = "srun"
     TORCHRUN = "torchrun"
 
 
+LOOKED_WITHIN = 10.0
+"""Seconds for a look whether the run is complete. If storage hangs for longer the run is started:
+the start waits for storage by itself."""
+
 _NAMED = "kempner supervise --run.name=NAME -- COMMAND..."
 
 
-def register(app: typer.Typer) -> None:
-    app.command(cls=TakesCommand, context_settings=TAKES_OVERRIDES)(supervise)
+FileArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="CONFIG", help="Configuration in TOML; not needed for a COMMAND."),
+]
+NprocOption = Annotated[
+    int | None, typer.Option(min=1, help="Ranks on this machine (local; 1 by default).")
+]
+LauncherOption = Annotated[
+    LauncherName | None,
+    typer.Option(
+        help="Who starts the ranks: local, as children of this process; srun, by a Slurm step "
+        "with an agent per node; torchrun, by a step with a torchrun per node. By default "
+        "slurm.launcher: srun inside of a Slurm job, local elsewhere."
+    ),
+]
+JobidOption = Annotated[
+    str | None,
+    typer.Option(help="Slurm allocation to train in; by default the one this command runs in."),
+]
 
 
+@app.command(cls=TakesCommand, context_settings=TAKES_OVERRIDES)
 def supervise(
     context: typer.Context,
-    file: Annotated[
-        str | None,
-        typer.Argument(metavar="CONFIG", help="Configuration in TOML; not needed for a COMMAND."),
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(min=1, help="Ranks on this machine (local; 1 by default).")
-    ] = None,
-    launcher: Annotated[
-        LauncherName | None,
-        typer.Option(
-            help="Who starts the ranks: local, as children of this process; srun, by a Slurm step "
-            "with an agent per node; torchrun, by a step with a torchrun per node. By default "
-            "slurm.launcher: srun inside of a Slurm job, local elsewhere."
-        ),
-    ] = None,
-    jobid: Annotated[
-        str | None,
-        typer.Option(help="Slurm allocation to train in; by default the one this command runs in."),
-    ] = None,
+    file: FileArgument = None,
+    nproc: NprocOption = None,
+    launcher: LauncherOption = None,
+    jobid: JobidOption = None,
 ) -> ExitCode:
     """Launch and supervise the ranks of CONFIG; then --section.key=value.
 
@@ -85,9 +105,12 @@ def supervise(
     if jobid is None:
         from kempner.supervisor.slurm.setup import forget_other_jobs
 
-        forget_other_jobs(os.environ)  # it names the run
-    config, given = _load(file, overrides(context, file, bool(command)), command)
+        forget_other_jobs(os.environ)  # the name of a run may come from its job
+    words = overrides(context, file, bool(command))
+    config, given = _load_for_job(file, words, command, jobid)
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
+    if (done := _is_complete(run, config, command)) is not None:
+        return done
     chosen = launcher or choose_launcher(config.slurm.launcher, os.environ, nproc, jobid)
     if chosen is not LauncherName.LOCAL:
         if nproc is not None:
@@ -97,12 +120,11 @@ def supervise(
         raise UsageError("--jobid names a Slurm allocation: use it with --launcher srun")
     refuse_absent_ranks(config.resilience.faults, nproc or 1)
     resolve_mesh(config, nproc or 1)
-    return _here(run, command, config, given, nproc or 1)
+    return _here(run, command, config, nproc or 1)
 
 
 @contextmanager
 def _never_paused() -> Iterator[bool]:
-    """For ranks on other nodes, which would miss this process."""
     logger().warning("Ctrl-Z has no effect, since the ranks run on other nodes; Ctrl-C stops them")
     yield False
 
@@ -129,22 +151,20 @@ def choose_launcher(
     return LauncherName.SRUN
 
 
-def _here(
-    run: RunDirectory, command: Sequence[str], config: Config, given: Sequence[str], nproc: int
-) -> ExitCode:
+def _here(run: RunDirectory, command: Sequence[str], config: Config, nproc: int) -> ExitCode:
     say(f"{RUN_LINE}{run.path}")  # before the imports, which take a while
     from kempner.supervisor.daemon import supervise as follow
-    from kempner.supervisor.launchers.local import LocalLauncher
+    from kempner.supervisor.launchers.launcher import Launcher
+    from kempner.supervisor.launchers.local import this_machine
 
-    local = LocalLauncher(run, nproc)
-    inbox().pause_within(local.paused)
-    return follow(run, local, _program(command, given, config), config, inbox())
+    nodes, agent = this_machine(run, nproc)
+    inbox().pause_within(agent.paused)
+    return follow(run, Launcher(nodes, agent), _program(command, run, config), config, inbox())
 
 
 def _program(
-    command: Sequence[str], given: Sequence[str], config: Config, python: str = sys.executable
+    command: Sequence[str], run: RunDirectory, config: Config, python: str = sys.executable
 ) -> Program:
-    """What each rank runs."""
     from kempner.supervisor.launchers.base import Program
 
     section = config.supervise
@@ -152,7 +172,7 @@ def _program(
         modules = section.fork_imports if section.fork else ()
         pattern = config.program.progress_pattern or ""
         return Program.of_user(command, modules, python, pattern)
-    return Program.train(given, section.fork, python)
+    return Program.train([str(run.accepted)], section.fork, python)
 
 
 def _in_a_job(
@@ -163,65 +183,215 @@ def _in_a_job(
     given: Sequence[str],
     chosen: LauncherName,
 ) -> ExitCode:
-    """Find and print the resources of the Slurm job, then train in it."""
     from kempner.supervisor.daemon import supervise as follow
-    from kempner.supervisor.launchers.agents.affinity import why_no_agents
-    from kempner.supervisor.launchers.agents.joined.launcher import PoolLauncher
-    from kempner.supervisor.launchers.agents.launcher import AgentLauncher
-    from kempner.supervisor.launchers.srun import SrunLauncher, TorchrunLauncher
-    from kempner.supervisor.launchers.surroundings import Surroundings
-    from kempner.supervisor.slurm.job_monitor import JobMonitor
-    from kempner.supervisor.slurm.setup import (
-        bound_here,
-        check_surroundings,
-        enter,
-        find_job,
-        introduction,
-        meeting_place,
-    )
 
-    per_task = chosen is LauncherName.SRUN
+    find = partial(_find_place, run, command, jobid=jobid, given=given, chosen=chosen)
+    try:
+        step, program, monitor = find(config)
+    except (UsageError, DataError) as error:
+        if (before := _config_before(run, config, jobid, error)) is None:
+            raise
+        config = before
+        step, program, monitor = find(config)
+    return follow(run, step, program, config, inbox(), monitor)
+
+
+def _find_place(
+    run: RunDirectory,
+    command: Sequence[str],
+    config: Config,
+    *,
+    jobid: str | None,
+    given: Sequence[str],
+    chosen: LauncherName,
+) -> tuple[Launcher, Program, JobMonitor]:
+    from kempner.supervisor.launchers.surroundings import Surroundings
+    from kempner.supervisor.slurm import setup
+    from kempner.supervisor.slurm.job_monitor import JobMonitor
+
+    per_task, named = chosen is LauncherName.SRUN, jobid is not None
     if command and not per_task:
         raise UsageError("a command needs --launcher local or srun")
     if command and config.slurm.resubmit:
         raise UsageError("slurm.resubmit=true works with a configuration, not with a command")
-    job = find_job(os.environ, jobid)
-    allocation, resources = enter(
-        job, os.environ, config, given=jobid is not None, per_task=per_task
-    )
+    job = setup.find_job(os.environ, jobid)
+    allocation, resources = setup.enter(job, os.environ, config, given=named, per_task=per_task)
     around = Surroundings.of(config.slurm, config.distributed.interface)
-    program = _program(command, given, config, around.python)
-    launcher: type[SrunLauncher] = SrunLauncher if per_task else TorchrunLauncher
-    by_agents = program.modules or allocation.why_no_tasks or (command and config.supervise.fork)
-    if per_task and by_agents:
-        if why := why_no_agents(config.supervise, os.environ, around):
-            lacks = "forked" if program.modules else "watched by agents, nor what they print"
-            logger().warning(f"the ranks are not {lacks}: {why}")
-        else:
-            launcher = AgentLauncher
-    step = launcher(allocation, config.supervise, around)
-    if launcher is AgentLauncher and config.supervise.grow and not (command or around.contained):
-        step = PoolLauncher(allocation, config.supervise, around, partial(_fits, config))
-    step.bound |= bound_here(allocation, config, os.environ)
-    refuse_absent_ranks(config.resilience.faults, step.size)
-    resolve_mesh(config, step.size)
+    program = _program(command, run, config, around.python)
+    grows = per_task and config.supervise.grow and not (command or around.contained)
+    step = _launcher(config, allocation, around, per_task, grows)
+    meeting = setup.meeting_place(allocation, config, os.environ)
     restarts = restart_count(os.environ)
-    meeting = meeting_place(allocation, config, os.environ)
-    say(introduction(allocation, resources, run, given, restarts, meeting))
+    say(setup.introduction(allocation, resources, run, given, restarts, meeting))
     inbox().pause_within(_never_paused)
     stopped = lambda: bool(inbox().received)  # noqa: E731
-    check_surroundings(around, config.slurm.setup, allocation, stopped)
+    setup.check_surroundings(around, config.slurm.setup, allocation, stopped)
+    if allocation.batch:
+        _check_changed(run, config, job, step.size)
     monitor = JobMonitor(job, allocation.batch, given if config.slurm.resubmit else None)
-    return follow(run, step, program, config, inbox(), monitor)
+    return step, program, monitor
 
 
-def _fits(config: Config, size: int) -> bool:
-    """Whether `size` ranks can form the mesh of a configuration."""
+def _launcher(
+    config: Config, allocation: Allocation, around: Surroundings, per_task: bool, grows: bool
+) -> Launcher:
+    """Of an agent on each node; it `grows` onto others that join."""
+    from kempner.supervisor.launchers.agents.step import SlurmAgents
+    from kempner.supervisor.launchers.launcher import Launcher
+    from kempner.supervisor.launchers.run_nodes import RunNodes
+    from kempner.supervisor.slurm.setup import bound_here
+
+    def fits(size: int) -> bool:
+        try:
+            resolve_mesh(config, size)
+        except UsageError:
+            return False
+        return True
+
+    nodes = RunNodes(allocation, config.supervise, fits if grows else None)
+    agents = SlurmAgents(nodes, config.supervise, around)
+    agents.bound |= bound_here(allocation, config, os.environ)
+    step = Launcher(nodes, agents, torchrun=not per_task, contained=around.contained)
+    refuse_absent_ranks(config.resilience.faults, step.size)
+    resolve_mesh(config, step.size)
+    return step
+
+
+def _is_complete(run: RunDirectory, config: Config, command: Sequence[str]) -> ExitCode | None:
+    """The exit code of a run that is complete, and is started again as it was; else None."""
+    from kempner.supervisor.hooks import MetricsExports
+    from kempner.supervisor.readiness import complete_before
+
+    over = time.monotonic() + LOOKED_WITHIN
+    look = partial(complete_before, config, run, command)
+    if not (told := unless(lambda: time.monotonic() > over, look, "complete")):
+        return None
+    say(told)
+    exports = MetricsExports()
+    exports.start(run, config.metrics)  # what they have missed
+    exports.close(complete=True)
+    return ExitCode.COMPLETED
+
+
+def _load_for_job(
+    file: str | None, words: list[str], command: Sequence[str], jobid: str | None
+) -> tuple[Config, list[str]]:
+    """As `_load`; a job that comes back to a configuration which cannot be used, or is not that of
+    its run, goes on with the one that worked before."""
+    comes_back = file is not None and jobid is None and _own_job() is not None
+    given = [*(() if file is None else (file,)), *words, *(("--", *command) if command else ())]
+    error: Exception
     try:
-        resolve_mesh(config, size)
-    except UsageError:
-        return False
-    return True
+        if file is not None and comes_back and restart_count(os.environ):
+            await_saved(Path(file).expanduser())
+        config, given = _load(file, words, command)
+        run = RunDirectory(Path(config.run.dir) / str(config.run.name))
+        if not comes_back or command or _comes_back(run, jobid) or not restart_count(os.environ):
+            return config, given
+        error = UsageError(f"{file} is the configuration of another run, {run.path}")
+    except (ConfigError, OSError) as failure:
+        if not comes_back:
+            raise
+        config, error = None, failure
+    known = None if file is None else _run_of_job(file, words)
+    before = None if known is None else _config_before(known, None, jobid, error)
+    if before is not None:
+        return before, given
+    if config is None:
+        raise error
+    return config, given
+
+
+UNCHANGED_FOR, SAVED_WITHIN = 5.0, 60.0
+"""Seconds for which a file must not change before it counts as saved, and for which to wait."""
+
+
+def await_saved(
+    file: Path, now: Callable[[], float] = time.time, pause: Callable[[float], object] = time.sleep
+) -> None:
+    """Wait for an editor that is about to save a configuration; of one that cannot be seen, `load`
+    says why. Raises `ConfigError` if it is empty after that."""
+    began, size = now(), 1
+    with suppress(OSError):
+        while now() - file.stat().st_mtime < UNCHANGED_FOR and now() - began < SAVED_WITHIN:
+            pause(1.0)
+        size = file.stat().st_size
+    if not size:
+        raise ConfigError(f"{file} is empty")
+
+
+def _run_of_job(file: str, words: Sequence[str]) -> RunDirectory | None:
+    from kempner.insight.status.job import find_run, knows_job
+    from kempner.insight.status.runs import find_runs, places
+
+    if (job := _own_job()) is None:
+        return None
+    named = [word.partition("=")[2] for word in words if word.startswith("--run.dir=")]
+    with suppress(OSError):
+        named += _DIR.findall(Path(file).read_text(errors="replace"))
+    runs = find_runs([*map(Path, named), *places(Path.cwd())])
+    if known := [run for run in runs if knows_job(run, job)]:
+        return known[0]
+    if not restart_count(os.environ):
+        return None
+    with suppress(UsageError):
+        return find_run(job, runs)
+    return None
+
+
+_DIR = re.compile(r"^\s*(?:run\.)?dir\s*=\s*[\"'](.+?)[\"']", re.MULTILINE)
+"""Finds `run.dir` in what is no TOML yet."""
+
+
+def _own_job() -> str | None:
+    try:
+        return job_id(os.environ)
+    except ValueError:  # it is refused with a sentence later
+        return None
+
+
+def _comes_back(run: RunDirectory, jobid: str | None) -> bool:
+    """Whether this job has run before, as the run's ledger says."""
+    from kempner.insight.status.job import knows_job
+
+    return jobid is None and (job := _own_job()) is not None and knows_job(run, job)
+
+
+def _config_before(
+    run: RunDirectory, now: Config | None, jobid: str | None, error: Exception
+) -> Config | None:
+    """The configuration that worked last in a run, where this job comes back to find another one,
+    `now`, that cannot be used because of an `error`."""
+    if not _comes_back(run, jobid):
+        return None
+    try:
+        path = last_config(run)
+        config = None if path is None else load(path)
+    except (ConfigError, OSError):
+        return None
+    if config is None or config == now:
+        return None
+    logger().warning(
+        f"{error}. This job has run before: it goes on with {path}, the configuration that worked "
+        "last. CHANGES SINCE THEN HAVE NO EFFECT until the file is repaired and the job starts "
+        "again"
+    )
+    return config
+
+
+def _check_changed(run: RunDirectory, config: Config, job: str, size: int) -> None:
+    """Check a configuration that has changed since the job ran before, while there is another.
+
+    Raises `UsageError` and `DataError`; storage that is away is waited for later.
+    """
+    from kempner.insight.status.job import knows_job
+    from kempner.supervisor.readiness import check_ready
+
+    before = last_config(run)
+    if before is None or not knows_job(run, job) or before.read_bytes() == dumps(config).encode():
+        return
+    with suppress(StorageUnavailableError, WaitStoppedError):
+        check_ready(config, run)
 
 
 def _load(
@@ -265,3 +435,55 @@ def _name_run(config: Config, command: Sequence[str]) -> str:
     if chosen.sentence:
         say(chosen.sentence)
     return chosen.path.name
+
+
+RanksOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Ranks that this node has room for; by default one per GPU, or task, of it."
+    ),
+]
+WaitOption = Annotated[
+    float, typer.Option(min=0, metavar="SECONDS", help="How long to wait for a supervisor.")
+]
+
+
+@app.command()
+def join(
+    directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's directory.")],
+    ranks: RanksOption = None,
+    wait: WaitOption = 600.0,
+) -> ExitCode:
+    """Have this node take part in a run that another Slurm job supervises.
+
+    The run starts again on more nodes, without losing a step, and on fewer before this job's time
+    is over. Then this job goes back into the queue, to join again; once the run is complete, it
+    ends.
+    """
+    inbox().install()
+    logs.configure()
+    from kempner.cluster.machine import JobPlace, find_place
+    from kempner.supervisor.joining import Joiner
+    from kempner.supervisor.slurm.job_monitor import JobMonitor
+    from kempner.supervisor.slurm.setup import forget_other_jobs
+
+    if not directory.is_dir():
+        raise UsageError(f"there is no run directory {directory}")
+    forget_other_jobs(os.environ)
+    try:
+        job = job_id(os.environ)
+        room = (
+            ranks
+            or detect(os.environ).gpus.value
+            or int(os.environ.get("SLURM_NTASKS_PER_NODE") or "1")
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    batch = job is not None and find_place(os.environ) is JobPlace.BATCH_SCRIPT
+    if batch and int(os.environ.get("SLURM_JOB_NUM_NODES") or "1") > 1:
+        raise UsageError(
+            f"job {job} has several nodes, and this is one of them: submit one job per node, or "
+            "start it on all of them with `srun --ntasks-per-node=1 kempner join RUN_DIR`"
+        )
+    monitor = None if job is None else JobMonitor(job, batch)
+    return Joiner(RunDirectory(directory), room, monitor, inbox(), wait).run()

@@ -9,8 +9,8 @@ import typer
 from kempner.cli.config import TAKES_OVERRIDES, ConfigFile
 from kempner.cli.progress import busy
 from kempner.cli.usage import overrides
-from kempner.config.fault_spec import refuse_absent_ranks
 from kempner.config.loading import load
+from kempner.config.resilience import refuse_absent_ranks
 from kempner.config.sections import Config
 from kempner.model.spec.mesh import resolve_mesh
 from kempner.run.output import logs
@@ -21,11 +21,10 @@ from kempner.run.record.run_dir import RUN_LINE, RunDirectory
 from kempner.training.rank_link.rank_link import RankLink, open_rank_link
 from kempner.training.rank_link.shutdown import StopListener
 
-
-def register(app: typer.Typer) -> None:
-    app.command(context_settings=TAKES_OVERRIDES)(train)
+app = typer.Typer(rich_markup_mode=None)
 
 
+@app.command(context_settings=TAKES_OVERRIDES)
 def train(context: typer.Context, file: ConfigFile) -> None:
     """Train as one rank: CONFIG, then --section.key=value.
 

@@ -3,6 +3,8 @@
 Paths, options, a forgotten `--`. A command that takes overrides lets every unknown option through,
 so it is here that one which is no override gets its sentence. typer does not export the classes of
 its errors, so they are told apart by their names and fields.
+
+`kempner completion` has the shell complete those words.
 """
 
 from __future__ import annotations
@@ -11,12 +13,14 @@ import errno
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+from typer import completion as by_typer
 from typer.core import TyperCommand
 
 from kempner.config.errors import DEMANDS, quote, shorten
@@ -24,18 +28,19 @@ from kempner.config.section import expand_home
 from kempner.run.process.exit_codes import UsageError
 
 _MEANT = {
-    **dict.fromkeys(("run", "start", "launch", "resume", "restart", "continue"), "supervise"),
-    **dict.fromkeys(("ls", "list", "checkpoints"), "checkpoint list"),
-    **dict.fromkeys(("ps", "show", "info"), "status"),
-    **dict.fromkeys(("log", "tail", "output"), "logs"),
-    **dict.fromkeys(("kill", "cancel", "end", "abort"), "stop"),
-    **dict.fromkeys(("evaluate", "validate", "perplexity"), "eval"),
+    "run start launch resume restart continue": "supervise",
+    "ls list checkpoints": "checkpoint list",
+    "ps show info": "status",
+    "log tail output": "logs",
+    "kill cancel end abort": "stop",
+    "evaluate validate perplexity": "eval",
 }
 """Commands of other tools, and the one of ours that does the same."""
 
 _MOVED = {"experts": "kempner plan MODEL --world N"}
 """Commands of earlier versions, and what has taken their place."""
-_BELOW = dict.fromkeys(("schema", "keys", "describe"), "explain")
+
+_BELOW = {"schema keys describe": "explain"}
 """The same for commands of a group; `config schema` was one of ours."""
 
 _PARSING = {
@@ -60,10 +65,11 @@ def explain(error: Any, arguments: Sequence[str]) -> str:
     context, kind = getattr(error, "ctx", None), type(error).__name__
     match kind:
         case "NoSuchOption":
-            known = list(error.possibilities or ())
-            return unknown_option(error.option_name, known)
+            return unknown_option(error.option_name, list(error.possibilities or ()))
         case "MissingParameter":
-            return f"{_name(error.param)} is missing{_meaning(error.param)}"
+            text = (getattr(error.param, "help", None) or "").partition(". ")[0].rstrip(".")
+            meaning = f": {text[:1].lower()}{text[1:]}" if text else ""
+            return f"{_name(error.param)} is missing{meaning}"
         case "BadOptionUsage":
             surplus = any(word.startswith(f"{error.option_name}=") for word in arguments)
             return f"{error.option_name} {'takes no' if surplus else 'needs a'} value"
@@ -77,13 +83,11 @@ def explain(error: Any, arguments: Sequence[str]) -> str:
 
 
 def unknown_option(name: str, known: Sequence[str]) -> str:
-    """A clause about an option that there is not; `known` are those to suggest from."""
     near = get_close_matches(name, known, n=1, cutoff=0.7)
     return f"unknown option {shorten(name)}" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def _bad_value(error: Any) -> str:
-    """One of pydantic's errors about an option or an argument."""
     name = _name(error.param)
     cause = error.__cause__
     if cause is None or not hasattr(cause, "errors"):
@@ -108,25 +112,24 @@ def _no_such_command(context: Any, arguments: Sequence[str]) -> str:
     names = list(context.command.list_commands(context))
     if typed in _MOVED and " " not in path:
         return f"{path} {typed} is part of another command now: {_MOVED[typed]}"
-    below = _commands_below(context, names)
+    below = {
+        inner: f"{name} {inner}"
+        for name in names
+        for inner in getattr(context.command.get_command(context, name), "commands", {})
+    }
     near = get_close_matches(typed, names, n=1)
-    if _BELOW.get(typed) in names:
-        near = [_BELOW[typed]]
+    if (meant := _named(typed, _BELOW)) in names:
+        near = [str(meant)]
     if " " not in path:
-        exact = [meant for meant in (_MEANT.get(typed), below.get(typed)) if meant]
+        exact = [meant for meant in (_named(typed, _MEANT), below.get(typed)) if meant]
         near = exact[:1] or near or [below[name] for name in get_close_matches(typed, below, n=1)]
     hint = f"; did you mean {' or '.join(f'{path} {name}' for name in near)}?" if near else ""
     all_names = "" if near else f"; the commands are {', '.join(names)}"
     return f"there is no {path} {shorten(typed)}{hint}{all_names}"
 
 
-def _commands_below(context: Any, names: Sequence[str]) -> dict[str, str]:
-    """The commands in the groups of these names, by their last word."""
-    return {
-        inner: f"{name} {inner}"
-        for name in names
-        for inner in getattr(context.command.get_command(context, name), "commands", {})
-    }
+def _named(word: str, table: Mapping[str, str]) -> str | None:
+    return next((meant for names, meant in table.items() if word in names.split()), None)
 
 
 def _words_given(context: Any, arguments: Sequence[str]) -> Sequence[str]:
@@ -139,45 +142,26 @@ def _is_group(command: Any) -> bool:
 
 
 def _name(parameter: Any) -> str:
-    """An option or an argument as the help calls it."""
     option = next((name for name in parameter.opts if name.startswith("-")), None)
     return str(option or (parameter.metavar or parameter.name.upper()).replace("[STEP]", "STEP"))
 
 
-def _meaning(parameter: Any) -> str:
-    text = (getattr(parameter, "help", None) or "").partition(". ")[0].rstrip(".")
-    return f": {text[:1].lower()}{text[1:]}" if text else ""
-
-
-_NO_PATH = (errno.ELOOP, errno.ENAMETOOLONG)
-"""Error numbers of a path that nothing can be at."""
+_NO_PATH = (errno.ELOOP, errno.ENAMETOOLONG)  # error numbers of a path that nothing can be at
 
 _PROGRAMS = ("python", "python3", "bash", "sh", "torchrun", "accelerate", "deepspeed", "uv")
 
-_NEW_NAME = "a new --run.name=NAME starts a run anew"
-_SAME_COMMAND = "the same command continues from the newest checkpoint"
-_ADVICE: Mapping[str, str] = {
-    **dict.fromkeys(("--resume", "--continue", "--restart", "--auto-resume"), _SAME_COMMAND),
-    **dict.fromkeys(("--force", "--overwrite", "--fresh", "--from-scratch"), _NEW_NAME),
-    **dict.fromkeys(
-        ("--dry-run", "--check", "--validate"), "kempner config check CONFIG checks without a start"
-    ),
-    **dict.fromkeys(
-        ("--config", "--config-file", "-c", "--conf"), "name the file without an option"
-    ),
-    **dict.fromkeys(
-        ("--gpus", "--num-gpus", "--nproc-per-node", "--nproc_per_node", "--world-size", "-n"),
-        "kempner supervise --nproc N starts N ranks on this machine",
-    ),
-    **dict.fromkeys(("--nproc", "--launcher", "--jobid"), "it is one of kempner supervise"),
-    **dict.fromkeys(("--nodes", "--nnodes", "-N"), "ask Slurm for nodes: see docs/slurm.md"),
-    **dict.fromkeys(
-        ("--name", "--run-name", "--run_name"), "write --run.name=NAME after the configuration"
-    ),
-    **dict.fromkeys(
-        ("--output", "--output-dir", "--out", "--outdir"),
-        "write --run.dir=FOLDER after the configuration",
-    ),
+_ADVICE = {
+    "--resume --continue --restart --auto-resume": "the same command continues from the newest "
+    "checkpoint",
+    "--force --overwrite --fresh --from-scratch": "a new --run.name=NAME starts a run anew",
+    "--dry-run --check --validate": "kempner config check CONFIG checks without a start",
+    "--config --config-file -c --conf": "name the file without an option",
+    "--gpus --num-gpus --nproc-per-node --nproc_per_node --world-size -n": "kempner supervise "
+    "--nproc N starts N ranks on this machine",
+    "--nproc --launcher --jobid": "it is one of kempner supervise",
+    "--nodes --nnodes -N": "ask Slurm for nodes: see docs/slurm.md",
+    "--name --run-name --run_name": "write --run.name=NAME after the configuration",
+    "--output --output-dir --out --outdir": "write --run.dir=FOLDER after the configuration",
 }
 """What to say about options that other tools have."""
 
@@ -199,8 +183,13 @@ def check_paths(command: Any) -> None:
     """Let `command`, and those below it, expand `~` in paths, and refuse what can be none."""
     for below in getattr(command, "commands", {}).values():
         check_paths(below)
-    if command.callback is not None:
-        command.callback = _with_paths(command.callback)
+    if (callback := command.callback) is not None:
+
+        @functools.wraps(callback)
+        def call(*args: Any, **values: Any) -> Any:
+            return callback(*args, **{name: _checked(value) for name, value in values.items()})
+
+        command.callback = call
 
 
 def overrides(
@@ -219,14 +208,6 @@ def overrides(
     return context.args
 
 
-def _with_paths(callback: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(callback)
-    def call(*args: Any, **values: Any) -> Any:
-        return callback(*args, **{name: _checked(value) for name, value in values.items()})
-
-    return call
-
-
 def _checked(value: Any) -> Any:
     if isinstance(value, Path):
         return usable_path(value)
@@ -239,34 +220,34 @@ def _checked(value: Any) -> Any:
 
 def usable_path(path: Path) -> Path:
     """`path`, with `~` expanded. Raises `UsageError` if nothing can be there."""
+    why = ""
     try:
         path = Path(expand_home(str(path)))
         path.stat()
     except OSError as error:
-        if error.errno in _NO_PATH:
-            raise UsageError(
-                f"{shorten(str(path))} cannot be a path: {os.strerror(error.errno)}"
-            ) from None
+        why = os.strerror(error.errno) if error.errno in _NO_PATH else ""
     except ValueError as error:  # a null character, or `~name` of an unknown user
-        raise UsageError(f"{shorten(str(path))} cannot be a path: {error}") from None
+        why = str(error)
+    if why:
+        raise UsageError(f"{shorten(str(path))} cannot be a path: {why}")
     return path
 
 
 def _refuse_option(word: str, context: typer.Context) -> None:
-    """Raise `UsageError` if the word is an option that the command has not, and no override."""
     name, equals, _ = word.partition("=")
     if word.strip("-") == "" or "." in name:
         return
     path = context.command_path
-    if name in _ADVICE and name not in _options(context):
-        raise UsageError(f"there is no option {name}: {_ADVICE[name]} (see {path} -h)")
+    advice, known = _named(name, _ADVICE), _options(context)
+    if advice is not None and name not in known:
+        raise UsageError(f"there is no option {name}: {advice} (see {path} -h)")
     from kempner.config.loading import known_keys  # imports all sections
 
     keys = known_keys()
     if name.lstrip("-").replace("-", "_") in {part for key in keys for part in key.split(".")}:
         _refuse_bare_key(word, keys, path)
         return
-    sentence = unknown_option(name, _options(context))
+    sentence = unknown_option(name, known)
     if "did you mean" in sentence or not equals:
         raise UsageError(f"{sentence} (see {path} -h)")
 
@@ -305,3 +286,29 @@ class TakesCommand(TyperCommand):
         at = args.index("--") if "--" in args else len(args)
         ctx.obj = tuple(args[at + 1 :])
         return super().parse_args(ctx, args[:at])
+
+
+app = typer.Typer(rich_markup_mode=None)
+
+# Makes typer know its shells, which it does only for applications with its own options.
+by_typer.get_completion_inspect_parameters()
+
+
+class Shell(StrEnum):
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+@app.command()
+def completion(
+    shell: Annotated[Shell, typer.Argument(help="The shell that is to complete.")],
+) -> int:
+    """Print a script that completes commands and options.
+
+    For bash: source <(kempner completion bash)
+    """
+    from kempner.cli.app import app as everything
+
+    command, variable = typer.main.get_command(everything), "_KEMPNER_COMPLETE"
+    return by_typer.shell_complete(command, {}, "kempner", variable, f"source_{shell}")

@@ -4,14 +4,24 @@ A login shell's stale `RANK=0 WORLD_SIZE=99` must not make a lone process wait f
 torch's variables count only if torchrun or a kempner supervisor set them. Nor do Slurm's outside of
 a step: a batch script and a shell under `salloc` see `SLURM_NTASKS=8`, yet are one process each.
 They have a step's variables, too, if the shell that submitted them was in one.
+
+
+The network of a rank, decided on its node: by this one function, however the rank is started.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kempner.cluster.machine.job_place import JobPlace, find_place
+from kempner.cluster.machine import JobPlace, find_place
+from kempner.cluster.network.interfaces import (
+    Interface,
+    InterfaceChoice,
+    choose,
+    read_interfaces,
+    route_address,
+)
 from kempner.cluster.slurm.hostlist import expand_counts
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -22,11 +32,9 @@ OF_AGENT = "KEMPNER_OF_AGENT"
 
 @dataclass(frozen=True)
 class World:
-    """A rank's place.
-
-    `local_rank` and `local_size` count the ranks of this node, whatever the others have. `launcher`
-    says who placed it; `warning` is a sentence for the log, empty if all is well.
-    """
+    """A rank's place. `local_rank` and `local_size` count the ranks of this node, whatever the
+    others have. `launcher` says who placed it; `warning` is a sentence for the log, empty if all is
+    well."""
 
     rank: int
     size: int
@@ -37,7 +45,6 @@ class World:
 
     @property
     def on_one_node(self) -> bool:
-        """Whether all ranks run on this machine."""
         return self.local_size == self.size
 
     def environment(self) -> dict[str, str]:
@@ -47,10 +54,8 @@ class World:
 
 
 def discover(environ: Mapping[str, str]) -> World:
-    """Read this process's place from its environment.
-
-    Raises `ValueError` with a sentence if a launcher's variables are incomplete or contradictory.
-    """
+    """Read this process's place from its environment. Raises `ValueError` with a sentence if a
+    launcher's variables are incomplete or contradictory."""
     if "TORCHELASTIC_RUN_ID" in environ:
         return _placed(environ, "torchrun")
     if "KEMPNER_SUPERVISOR_PID" in environ:
@@ -69,8 +74,7 @@ def _placed(environ: Mapping[str, str], launcher: str) -> World:
 
 def _task(environ: Mapping[str, str]) -> World:
     """A task of a Slurm step. Its place on the node is Slurm's word, not rank modulo GPUs: tasks
-    may be dealt out unevenly (`2(x3),1`) or in turns (`srun -m cyclic`).
-    """
+    may be dealt out unevenly (`2(x3),1`) or in turns (`srun -m cyclic`)."""
     names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")
     rank, size, local_rank, node = (_number(environ, name, "srun") for name in names)
     per_node = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
@@ -84,7 +88,6 @@ def _task(environ: Mapping[str, str]) -> World:
 
 
 def _stale(environ: Mapping[str, str], right: Mapping[str, str]) -> str:
-    """The warning about variables that say something else than what is `right`."""
     stale = [
         f"{name}={environ[name]}"
         for name in _NAMES
@@ -114,3 +117,21 @@ def _checked(world: World) -> World:
             f"LOCAL_RANK={world.local_rank} of {world.local_size}, which cannot be"
         )
     return world
+
+
+def network_of_rank(
+    environ: Mapping[str, str],
+    world: World,
+    configured: str | None,
+    master: str,
+    interfaces: Sequence[Interface] | None = None,
+) -> InterfaceChoice:
+    """The interface for a rank that meets the others at `master` (may be empty). `configured` is
+    distributed.interface, `interfaces` are this node's. Raises `ValueError` as `choose`."""
+    return choose(
+        read_interfaces() if interfaces is None else interfaces,
+        on_one_node=world.on_one_node,
+        configured=configured,
+        environ=environ,
+        route_address=route_address(master) if master else "",
+    )

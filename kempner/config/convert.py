@@ -68,7 +68,6 @@ class ConvertedConfig:
     remarks: list[str] = field(default_factory=list)
 
     def toml(self) -> str:
-        """The whole file, the remarks as comments at its end."""
         return tomli_w.dumps(self.table) + "".join(f"# {line}\n" for line in self.remarks)
 
 
@@ -95,10 +94,8 @@ _Loader.add_implicit_resolver(
 def convert(path: Path) -> ConvertedConfig:
     """The configuration in the YAML file at `path`, in the words of kempner.
 
-    Raises:
-        ConfigError: the file is not there, or no table in YAML.
-        OSError: the file is there, and its storage fails.
-    """
+    Raises `ConfigError` if the file is not there, or no table in YAML, `OSError` if storage
+    fails."""
     made, known = ConvertedConfig(), known_keys()
     for keys, value in _leaves(_parse(path), known):
         _convert_key(made, keys, value, known)

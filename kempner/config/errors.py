@@ -12,10 +12,7 @@ if TYPE_CHECKING:
 
 
 class ConfigError(Exception):
-    """The configuration is wrong: one sentence that says what, where and what to do.
-
-    It ends a command with exit code 2 and without a traceback.
-    """
+    """The configuration is wrong: one sentence that says what, where and what to do."""
 
 
 _LONGEST_QUOTE = 80
@@ -111,10 +108,8 @@ def describe_error(details: ErrorDetails, known: Sequence[str]) -> str:
 
 
 def unknown(keys: Sequence[str], inside: Sequence[str], known: Sequence[str]) -> str:
-    """Names an unknown key or section and the nearest known one.
-
-    `keys` leads to it, `inside` are the keys of the table it holds, `known` all dotted keys.
-    """
+    """Names an unknown key or section and the nearest known one. `keys` leads to it, `inside` are
+    the keys of the table it holds, `known` all dotted keys."""
     *table, key = keys
     if key in _OF_OTHER_TRAINERS:
         return f"unknown key {dotted(keys)}: {_OF_OTHER_TRAINERS[key]}; remove it"

@@ -32,17 +32,9 @@ _ONE_AND_MANY: Mapping[type, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class KeyExplanation:
-    """One key.
-
-    Attributes:
-        name: with its sections, such as `optimizer.lr`.
-        kind: its type and bounds, in words.
-        unit: of a number; `PURE` if it has none.
-        values: what each allowed value means; empty where values are not listed.
-        default: as TOML; empty if it is not set.
-        example: a value.
-        meaning: its docstring, in one line.
-    """
+    """One key: its `name` with its sections, its `kind` (type and bounds in words), the `unit` of a
+    number, what each listed value means, its default as TOML (empty if not set), and its docstring
+    on one line."""
 
     name: str
     kind: str
@@ -59,7 +51,6 @@ class KeyExplanation:
 
     @property
     def override(self) -> str:
-        """The example as it is typed in a shell."""
         value = self.example if isinstance(self.example, str) else toml_value(self.example)
         return shlex.quote(f"--{self.name}={value}")
 
@@ -81,15 +72,12 @@ class Table:
 
 
 def tables() -> list[Table]:
-    """All sections, in their order."""
     return list(_table("", Config).tables)
 
 
 def explain(name: str) -> str:
     """What is known of a key, of each key of that name, of a section, or (empty) of all sections.
-
-    Raises `ConfigError`, with the nearest name, if there is none.
-    """
+    Raises `ConfigError`, with the nearest name, if there is none."""
     every = [table for top in tables() for table in (top, *top.tables)]
     known = {name: table for table in every for name in (table.name.rpartition(".")[2], table.name)}
     if not name:
@@ -110,7 +98,6 @@ def explain(name: str) -> str:
 
 
 def toml_value(value: object) -> str:
-    """A value as TOML writes it, on one line."""
     if isinstance(value, Mapping):
         return f"{{ {', '.join(f'{key} = {toml_value(v)}' for key, v in value.items())} }}"
     return quote(value)

@@ -40,16 +40,11 @@ def load(
 ) -> Config:
     """Reads the TOML file at `path` and applies `--section.key=value` arguments to it.
 
-    `explain` hears how keys of other trainers are read (`[provisioner]`, `[actors]`).
-    `run.name` becomes the file's stem when neither sets it. Without a file all else is as it is
-    when left out.
+    `explain` hears how keys of other trainers are read (`[provisioner]`, `[actors]`). `run.name`
+    becomes the file's stem when neither sets it. A `~` in front of `path` is the user's home.
 
-    A `~` in front of `path` is the user's home.
-
-    Raises:
-        ConfigError: the file is not there or none, or it or an argument asks for something wrong.
-        OSError: the file is there, and its storage fails.
-    """
+    Raises `ConfigError` if the file is not there or none, or something wrong is asked for,
+    `OSError` if the file is there and its storage fails."""
     path = None if path is None else _expand(path)
     table = {} if path is None else _parse_toml(path, read_file(path))
     try:
@@ -75,19 +70,15 @@ def load(
 
 
 def dumps(config: Config) -> str:
-    """The configuration as TOML; `load` turns it into an equal `Config`.
-
-    Keys that are None are left out: TOML has no null, and None is their default.
-    """
+    """The configuration as TOML, which has no null: keys that are None, their default, are left
+    out."""
     return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
 def digest(config: Config) -> str:
     """SHA-256, in hexadecimal, of everything that `config` sets: the same wherever it is computed.
 
-    It covers the JSON of the non-null keys, sorted, so that neither the order of keys in a file
-    nor a later optional key changes it.
-    """
+    It covers the JSON of the non-null keys, sorted: a later optional key does not change it."""
     document = config.model_dump(mode="json", exclude_none=True)
     canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
@@ -165,7 +156,6 @@ def _syntax(error: tomli.TOMLDecodeError) -> str:
 
 
 def _named_after(path: Path, config: Config) -> Config:
-    """`config` with the file's stem as the name of the run."""
     try:
         run = RunSection.model_validate({**config.run.model_dump(), "name": path.stem})
     except ValidationError:
@@ -177,10 +167,8 @@ def _named_after(path: Path, config: Config) -> Config:
 
 
 def _leaves(table: Mapping[str, Any]) -> Iterator[tuple[Keys, object]]:
-    """Every value of nested tables and lists that is neither, with the keys that lead to it.
-
-    A file may nest deeper than Python calls itself.
-    """
+    """Every value that is no table or list, with its keys. A file may nest deeper than Python
+    calls."""
     waiting: list[tuple[Keys, object]] = [((), table)]
     while waiting:
         keys, node = waiting.pop()
@@ -193,15 +181,16 @@ def _leaves(table: Mapping[str, Any]) -> Iterator[tuple[Keys, object]]:
 
 
 def _refuse_unportable(keys: Keys, value: object, origin: str) -> None:
-    """Refuses what Python's types take but files, tensors and other readers of TOML do not.
-
-    TOML's text is UTF-8 (an argument's undecodable bytes reach Python as lone surrogates), and its
-    integers have 64 bits (https://toml.io/en/v1.0.0#integer).
-    """
+    """Refuses what Python's types take but files, tensors and other readers of TOML do not. TOML's
+    text is UTF-8 (an argument's undecodable bytes reach Python as lone surrogates), and its
+    integers have 64 bits (https://toml.io/en/v1.0.0#integer)."""
     if isinstance(value, str) and "\0" in value:
         raise ConfigError(f"{origin}: {dotted(keys)} must not hold a null character")
     if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
-        raise ConfigError(f"{origin}: {dotted(keys)} must be valid UTF-8")
+        raise ConfigError(
+            f"{origin}: {dotted(keys)} must be valid UTF-8; for a path, go to its folder and give "
+            "the rest of it"
+        )
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ConfigError(f"{origin}: {dotted(keys)} must be a number of at most 64 bits")
 

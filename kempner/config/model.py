@@ -1,9 +1,7 @@
 """The configuration of the model: a transformer by its sizes or its name, or one of your own.
 
-Published models by name: what `model.preset` sets, as if each key had been written.
-
-Sizes from the `config.json` of each: Llama 2 (arXiv:2307.09288), Llama 3, 3.1, 3.2 and 3.3
-(arXiv:2407.21783), Qwen3 (arXiv:2505.09388).
+Sizes of published models are from the `config.json` of each: Llama 2 (arXiv:2307.09288), Llama 3,
+3.1, 3.2 and 3.3 (arXiv:2407.21783), Qwen3 (arXiv:2505.09388).
 """
 
 from __future__ import annotations
@@ -17,18 +15,9 @@ from pydantic import AfterValidator, Field, model_validator
 from kempner.config.section import PURE, Key, PositiveFloat, PositiveInt, Section
 
 Preset = Literal[
-    "debug",
-    "llama2-7b",
-    "llama2-13b",
-    "llama2-70b",
-    "llama3-8b",
-    "llama3-70b",
-    "llama3.1-8b",
-    "llama3.1-70b",
-    "llama3.2-1b",
-    "llama3.3-70b",
-    "qwen3-32b",
-]
+    "debug", "llama2-7b", "llama2-13b", "llama2-70b", "llama3-8b", "llama3-70b", "llama3.1-8b",
+    "llama3.1-70b", "llama3.2-1b", "llama3.3-70b", "qwen3-32b",
+]  # fmt: skip
 
 MEANINGS: Mapping[str, str] = {
     "debug": "for tests: 4 blocks of width 256",
@@ -81,10 +70,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def with_preset(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A table of `[model]` with what its preset says in the place of the preset.
-
-    A key that is given stays as it is. Where there is no such preset, the table is as it was.
-    """
+    """A table of `[model]` with what its preset says, where there is such a preset and no key is
+    given."""
     name = given.get("preset")
     if not isinstance(name, str) or name not in PRESETS:
         return dict(given)

@@ -1,11 +1,7 @@
 """Overrides on the command line: `--section.key=value`, the value written as in TOML.
 
-Resources as torchforge and its kin name them: `[provisioner]` and `[actors.trainer]`.
-
-Resources as torchforge and its kin name them: `[provisioner]` and `[actors.trainer]`.
-
-They are read as the keys of `[slurm]` that mean the same, and each is explained. Only the trainer
-counts: kempner starts no other actors.
+Resources as torchforge names them, `[provisioner]` and `[actors.trainer]`, are read as the keys of
+`[slurm]` that mean the same. Only the trainer counts: kempner starts no other actors.
 """
 
 from __future__ import annotations
@@ -33,12 +29,9 @@ class Override:
 def parse(arguments: Sequence[str], known: Sequence[str]) -> list[Override]:
     """Reads the arguments; `known` are the dotted keys that may be set.
 
-    A value is read as TOML. What is no TOML value is taken as a string, so that paths and names
-    need no quotes of their own; the strict types refuse it for a key that is not a string.
-
-    Raises:
-        ConfigError: an argument has another form, names no key, or sets a key a second time.
-    """
+    What is no TOML value is taken as a string, so that paths and names need no quotes; the strict
+    types refuse it for a key that is not a string. Raises `ConfigError` for another form, for what
+    is no key, and for a key that is set twice."""
     overrides: dict[str, Override] = {}
     for position, argument in enumerate(arguments):
         name, equals, text = argument.removeprefix("--").partition("=")
@@ -55,11 +48,8 @@ def parse(arguments: Sequence[str], known: Sequence[str]) -> list[Override]:
 
 
 def place(table: dict[str, Any], keys: Sequence[str], value: object) -> None:
-    """Puts `value` at `keys` into nested `table`, adding tables on the way.
-
-    Raises:
-        ConfigError: something on the way is not a table.
-    """
+    """Puts `value` at `keys` into nested `table`. Raises `ConfigError` if a key leads to no
+    table."""
     for depth, key in enumerate(keys[:-1], start=1):
         below = table.setdefault(key, {})
         if not isinstance(below, dict):
@@ -72,24 +62,14 @@ def _value(name: str, text: str, where: str) -> object:
     if not text.strip():
         raise ConfigError(f"{where}: no value after the equals sign; write --{name}=VALUE")
     try:
-        return _toml_value(text)
+        # Only a value, nothing before or after it, is valid both behind an equals sign and inside
+        # brackets: `5 # a comment` and `5, 6` are each refused by one of the two.
+        tomli.loads(f"value = [{text}]")
+        return tomli.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError) as error:
         if text.startswith(('"', "'")):
             raise ConfigError(f"{where}: {name} has an unclosed quote: {error}") from None
         return text
-
-
-def _toml_value(text: str) -> object:
-    """The single TOML value that `text` is.
-
-    Only a value, nothing before or after it, is valid both behind an equals sign and inside
-    brackets: `5 # a comment` and `5, 6` are each refused by one of the two.
-
-    Raises:
-        ValueError, RecursionError: `text` is anything else.
-    """
-    tomli.loads(f"value = [{text}]")
-    return tomli.loads(f"value = {text}")["value"]
 
 
 def _not_a_key(name: str, known: Sequence[str]) -> str:
@@ -120,10 +100,8 @@ _LAUNCHERS = {"slurm": "srun", "srun": "srun", "torchrun": "torchrun", "local": 
 
 def translate(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The table without `provisioner` and `actors` (in older files `processes`), but with what they
-    say in `slurm`, and a sentence for each key that was read so.
-
-    Raises `ConfigError` for a key that means nothing here, or that `slurm` sets differently.
-    """
+    say in `slurm`, and a sentence for each key that was read so. Raises `ConfigError` for a key
+    that means nothing here, or that `slurm` sets differently."""
     rest = {name: value for name, value in table.items() if name not in RESOURCES}
     said: list[str] = []
     slurm = dict(rest.get("slurm") or {}) if isinstance(rest.get("slurm") or {}, Mapping) else {}

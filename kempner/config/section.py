@@ -12,9 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 def expand_home(path: str) -> str:
     """`path` with a leading `~` or `~user` replaced. Raises `ValueError` if there is no such home.
-
-    Kept as it is, it would name a folder called `~` in the working directory.
-    """
+    Kept as it is, it would name a folder called `~` in the working directory."""
     try:
         return str(Path(path).expanduser()) if path.startswith("~") else path
     except RuntimeError:
@@ -32,12 +30,8 @@ PURE = "pure number"
 class Key:
     """What `kempner config explain` says of a key beside its type, bounds, default and docstring.
 
-    Attributes:
-        unit: of a number; `PURE` if it has none.
-        example: a value that is accepted. A switch and a key with listed values need none.
-        values: what each allowed value means.
-        form: the type in words, where the annotation does not say it well.
-    """
+    A switch and a key with listed `values`, each with its meaning, need no `example`. `form` is the
+    type in words, where the annotation does not say it well."""
 
     unit: str = ""
     example: object = None

@@ -2,21 +2,17 @@
 
 A field's docstring and its `Key` are its documentation: `kempner config explain` prints them, and
 an error that names the key quotes the bound. A field exists only if code obeys it.
-
-What is traced of the training, and by whom.
-
-The section `[parallelism]`: how a world of ranks is divided, and what they send each other.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from kempner.config.errors import COLLECTOR, NAME, PORTS
 from kempner.config.model import ModelSection
-from kempner.config.program import ProgramSection
 from kempner.config.resilience import ResilienceSection
 from kempner.config.section import (
     PURE,
@@ -32,6 +28,78 @@ from kempner.config.section import (
     Text,
 )
 from kempner.config.site import DistributedSection, HooksSection, SlurmSection
+
+ProgramCode = Annotated[int, Field(ge=0, le=255)]
+
+
+class ProgramSection(Section):
+    """A program of your own (`kempner supervise -- COMMAND`) that does not import kempner: where
+    its progress shows, and what its exit codes mean."""
+
+    progress_file: Annotated[PathText | None, Key(example="out/step.txt")] = None
+    """A file that the program changes as it goes on, relative to the folder in which `kempner
+    supervise` was started. If all that it holds is a number, that is the step, counted since the
+    run began; otherwise a change is a sign of life only. `kempner heartbeat --step N` in the
+    program needs no file."""
+    progress_pattern: Annotated[
+        Text | None,
+        Key(example="step[ =:]+([0-9]+)", form="regular expression (Python's) with a group"),
+    ] = None
+    """Regular expression (Python's) that is looked for in each line that a rank prints; its first
+    group is the step, counted since the run began, as in "step[ =:]+([0-9]+)". The rank then
+    prints into a pipe, standard output and error together. Ranks that srun starts itself are not
+    looked at."""
+
+    done_codes: Annotated[list[ProgramCode], Key("exit codes", [0, 3])] = [0]  # noqa: RUF012 - pydantic copies it
+    """Exit codes of a rank that is done. The run is complete when all ranks are. 0 does not mean
+    that once the rank was asked to stop: programs that save on SIGTERM exit with 0, too. Any other
+    code here does, and so does `kempner heartbeat --complete`."""
+    requeue_codes: Annotated[list[ProgramCode], Key("exit codes", [75, 124])] = [75]  # noqa: RUF012 - pydantic copies it
+    """Exit codes of a rank that wants to go on later: the other ranks are stopped, and the job is
+    requeued."""
+    fail_codes: Annotated[list[ProgramCode], Key("exit codes", [2])] = []  # noqa: RUF012 - pydantic copies it
+    """Exit codes of a failure that no restart can help: the run is given up at once. A code in none
+    of the three lists is a failure after which the ranks are started again, or, if kempner itself
+    has it (docs/exit_codes.md), what it means there."""
+
+    progress_seconds: Annotated[NonNegativeFloat, Key("seconds", 1200.0)] = 600.0
+    """Where the steps of a program are not known, an attempt that ran for this long before it
+    failed has made progress: the restarts before it count no more."""
+
+    one_tracker_run: bool = True
+    """Have Weights & Biases, MLflow and Comet show one run for all starts, by variables that they
+    read; what is exported, or the program says itself, goes first."""
+
+    @model_validator(mode="after")
+    def _has_a_step(self) -> Self:
+        if self.progress_pattern is None:
+            return self
+        try:
+            groups = re.compile(self.progress_pattern).groups
+        except re.error as error:
+            raise ValueError(f"progress_pattern is no regular expression: {error}") from None
+        if not groups:
+            raise ValueError(
+                'progress_pattern needs a group for the step, as in "step ([0-9]+)"; put '
+                "parentheses around the number"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _each_code_means_one_thing(self) -> Self:
+        codes = [*self.done_codes, *self.requeue_codes, *self.fail_codes]
+        twice = sorted({code for code in codes if codes.count(code) > 1})
+        if twice:
+            raise ValueError(
+                f"the exit code {twice[0]} is named twice in done_codes, requeue_codes and "
+                "fail_codes; name it once"
+            )
+        return self
+
+    @property
+    def tells_progress(self) -> bool:
+        """Whether the program shows its progress by itself, so that one that never does hangs."""
+        return self.progress_file is not None or self.progress_pattern is not None
 
 
 class ProfilingSection(Section):
@@ -293,11 +361,11 @@ class CheckpointSection(Section):
     in_memory: bool = False
     """Keep each step in the memory of the node as well, where its size allows that: after the death
     of a process the run goes on from the last step, which becomes a checkpoint. Needs memory for
-    three copies of what a rank saves; not with the launchers srun and torchrun."""
+    three copies of what a rank saves; not with the launcher torchrun."""
     buddy: bool = False
     """With in_memory, keep copies in the memory of another node as well: after the loss of a node
     the run goes on from the last step that was copied. Needs memory for seven copies in all, and
-    the launcher agents."""
+    the launcher srun."""
     buddy_share: Annotated[float, Field(gt=0, le=1), Key("share of the time", 0.1)] = 0.05
     """Share of the time in which a node may send copies: how many steps lie between two of them
     follows from that and from what the network bears."""
@@ -305,6 +373,9 @@ class CheckpointSection(Section):
     """Number of newest checkpoints to keep; at least 2, since the last may be damaged."""
     keep_every: Annotated[PositiveInt | None, Key("steps", 5000)] = None
     """Keep steps that are multiples of this forever; must be a multiple of interval. Off by
+    default."""
+    keep_damaged: Annotated[NonNegativeInt | None, Key("checkpoints", 1)] = None
+    """Number of newest checkpoints to keep of those that were found damaged and set aside; 3 by
     default."""
     max_failures: Annotated[PositiveInt, Key("saves", 5)] = 3
     """Saves that may fail in a row before the run ends with exit code 74, but not before
@@ -340,15 +411,14 @@ class SuperviseSection(Section):
     crash_grace: Annotated[NonNegativeFloat, Key("seconds", 10.0)] = 5.0
     """Seconds that the other ranks have to exit by themselves after one rank failed."""
     control_interface: Annotated[Text | None, Key(example="ib0")] = None
-    """Network interface on which the supervisor of a Slurm job listens to the ranks; by default the
-    one that they use, and the one that their nodes' names lead to. Ranks on the same machine use
-    loopback."""
+    """Network interface on which the supervisor of a Slurm job listens to the agents of its nodes;
+    by default the one that the ranks use, and the one that the nodes' names lead to."""
     control_ports: Annotated[
         Annotated[str, Field(pattern=PORTS)] | None,
         Key(example="20000-20100", form="two port numbers, first-last"),
     ] = None
-    """First and last port, as in "20000-20100", between which the supervisor listens on free ones:
-    one for ranks, and one for the agents of a Slurm job. Any free port by default."""
+    """First and last port, as in "20000-20100", between which the supervisor of a Slurm job listens
+    on a free one to the agents of its nodes. One is enough. Any free port by default."""
     supervisor_timeout: Annotated[
         float, Field(ge=10, allow_inf_nan=False), Key("seconds", 120.0)
     ] = 60.0
@@ -385,7 +455,6 @@ class SuperviseSection(Section):
 
     @property
     def ports(self) -> range | None:
-        """`control_ports` as a range; None if not set."""
         if self.control_ports is None:
             return None
         first, last = map(int, self.control_ports.split("-"))
@@ -481,13 +550,10 @@ class Config(Section):
     def _tensor_parallel_has_a_plan(self) -> Self:
         degree = self.parallelism.tensor_parallel_degree
         without_plan = {
-            "model.factory": (
-                self.model.factory is not None,
-                "is replicated and sharded only",
-            ),
+            "model.factory": (self.model.factory is not None, "is replicated and sharded only"),
             'optimizer.name="muon"': (
                 self.optimizer.name == "muon",
-                "needs whole rows of each matrix",
+                "needs whole rows of a matrix",
             ),
             "train.fp8": (self.train.fp8, "was never tried with it"),
         }

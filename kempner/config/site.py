@@ -36,42 +36,20 @@ class HooksSection(Section):
 
 
 _OURS = {
-    "--nodes": "slurm.hosts",
-    "--nodelist": "sbatch --nodelist",
-    "--exclude": "sbatch --exclude",
-    "--ntasks": "slurm.procs",
-    "--ntasks-per-node": "slurm.procs",
-    "--ntasks-per-gpu": "slurm.procs",
-    "--cpus-per-task": "sbatch --cpus-per-task",
-    "--jobid": "kempner supervise --jobid",
-    "--job-name": "sbatch --job-name",
-    "--kill-on-bad-exit": "",
-    "--no-kill": "",
-    "--wait": "",
-    "--export": "",
-    "--output": "sbatch --output",
-    "--error": "sbatch --error",
-    "--label": "",
-    "--pty": "",
-    "--multi-prog": "",
-    "--het-group": "",
-}
+    "--nodes": "slurm.hosts", "--nodelist": "sbatch --nodelist", "--exclude": "sbatch --exclude",
+    **dict.fromkeys(("--ntasks", "--ntasks-per-node", "--ntasks-per-gpu"), "slurm.procs"),
+    "--cpus-per-task": "sbatch --cpus-per-task", "--jobid": "kempner supervise --jobid",
+    "--job-name": "sbatch --job-name", "--output": "sbatch --output", "--error": "sbatch --error",
+    "--kill-on-bad-exit": "", "--no-kill": "", "--wait": "", "--export": "", "--label": "",
+    "--pty": "", "--multi-prog": "", "--het-group": "",
+}  # fmt: skip
 """Options of srun that kempner gives itself, and what to use instead of them; empty if nothing."""
 
 _SHORT = {
-    "-N": "--nodes",
-    "-w": "--nodelist",
-    "-x": "--exclude",
-    "-n": "--ntasks",
-    "-c": "--cpus-per-task",
-    "-J": "--job-name",
-    "-K": "--kill-on-bad-exit",
-    "-k": "--no-kill",
-    "-W": "--wait",
-    "-o": "--output",
-    "-e": "--error",
-    "-l": "--label",
-}
+    "-N": "--nodes", "-w": "--nodelist", "-x": "--exclude", "-n": "--ntasks", "-c":
+    "--cpus-per-task", "-J": "--job-name", "-K": "--kill-on-bad-exit", "-k": "--no-kill", "-W":
+    "--wait", "-o": "--output", "-e": "--error", "-l": "--label",
+}  # fmt: skip
 
 
 class ContainerSection(Section):
@@ -183,7 +161,6 @@ class NcclSection(Section):
     """NCCL_DEBUG: how much NCCL tells."""
 
     def environment(self) -> dict[str, str]:
-        """The variables that are set here."""
         return {
             f"NCCL_{name.upper()}": value if isinstance(value, str) else str(int(value))
             for name, value in self
@@ -212,7 +189,6 @@ class DistributedSection(Section):
     exported there stays."""
 
     def environment(self, exported: Mapping[str, str]) -> dict[str, str]:
-        """The variables to add to those that are `exported`, of which none is overwritten."""
         wanted = self.nccl.environment()
         if self.avoid_record_streams is not None:
             wanted["TORCH_NCCL_AVOID_RECORD_STREAMS"] = str(int(self.avoid_record_streams))

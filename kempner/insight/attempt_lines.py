@@ -14,11 +14,8 @@ from pathlib import Path
 from kempner.run.output.logs import sentence
 from kempner.run.record.run_dir import RunDirectory
 
-SUPERVISOR = "supervisor"
-"""Whose lines they are that no rank has written."""
-
-_UNTIMED = "~"
-"""In place of a time, for what was printed: it sorts behind every time."""
+SUPERVISOR = "supervisor"  # whose lines they are that no rank has written
+_UNTIMED = "~"  # in place of a time, for what was printed: it sorts behind every time
 
 _NAME = re.compile(r"(?:rank-(?P<rank>\d+)|supervisor)\.(?:jsonl|out)")
 
@@ -61,13 +58,9 @@ class AttemptLines:
             there = sorted(self.folder.iterdir())
         except FileNotFoundError:
             return []
-        return [path for path in there if self._is_wanted(path.name)]
-
-    def _is_wanted(self, name: str) -> bool:
-        found = _NAME.fullmatch(name)
-        if found is None:
-            return False
-        return self._rank is None or found["rank"] == f"{self._rank:05d}"
+        named = [(path, found) for path in there if (found := _NAME.fullmatch(path.name))]
+        wanted = None if self._rank is None else f"{self._rank:05d}"
+        return [path for path, found in named if wanted in (None, found["rank"])]
 
     def _new(self, path: Path) -> Iterator[LogText]:
         """The whole lines that a file has got; a line that is still being written waits."""
@@ -94,9 +87,8 @@ def _logged(line: str, source: str) -> LogText:
     except (ValueError, KeyError, TypeError):
         return _printed(line, source)
     event.pop("rank", None)
-    told = sentence(event)
     loud = "" if level in ("debug", "info") else f"{level}: "
-    return LogText(time.isoformat(), source, f"{loud}{told}")
+    return LogText(time.isoformat(), source, f"{loud}{sentence(event)}")
 
 
 def _printed(line: str, source: str) -> LogText:

@@ -6,7 +6,7 @@
     trainer.fit(model, loader)
 
 Lightning writes its own checkpoint, and kempner commits it, with what Lightning leaves out: see
-`lightning_loop.py`. The loader is the user's: see `lightning_data.py`.
+`lightning_state.py`. The loader is the user's: see `lightning_loop.py`.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ except ModuleNotFoundError as error:
 
     raise without_extra(error, "lightning") from None
 
-from kempner.checkpoint.folders import FolderCheckpoints
+from kempner.checkpoint.manager import FolderCheckpoints
 from kempner.checkpoint.store.retention import Keep
 from kempner.cluster.world import discover
 from kempner.config.sections import CheckpointSection
-from kempner.integrations.lightning_loop import BATCH, FitProgress, ModelFiles
+from kempner.integrations.lightning_loop import BATCH, FitProgress
+from kempner.integrations.lightning_state import ModelFiles
 from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import ExitCode, UsageError
-from kempner.training.compute.seeds import program_seed
+from kempner.training.compute.forward_backward import program_seed
 from kempner.training.own_loop import OwnLoop
 from kempner.training.session import RunEntry, Session
-from kempner.training.vote.vote import VoteResult
+from kempner.training.vote import VoteResult
 
 _FILE = "lightning.ckpt"
 
@@ -66,11 +67,9 @@ def _check_version() -> None:
 
 
 class KempnerEnvironment(TorchElasticEnvironment):
-    """Tells Lightning that kempner has started the ranks, and leaves signals and requeues to it.
-
-    In a Slurm job Lightning would otherwise requeue the job itself. Without a launcher there is one
-    rank. `devices`, `num_nodes` and `strategy` are what a `Trainer` or `Fabric` must be given.
-    """
+    """Tells Lightning that kempner has started the ranks, and leaves signals and requeues to it. In
+    a Slurm job Lightning would otherwise requeue the job itself. Without a launcher there is one
+    rank. `devices`, `num_nodes` and `strategy` are what a `Trainer` or `Fabric` must be given."""
 
     def __init__(self) -> None:
         _check_version()
@@ -172,56 +171,38 @@ class Survive(Callback):
         if self._fit is not None:
             self._fit.files.find_folders_again(checkpoint.get("callbacks", {}))
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Training goes on from here."""
+    def on_train_start(self, *_: Any, **__: Any) -> None:
         self._running.begin()
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Before Lightning makes an iterator for the epoch."""
+    def on_train_epoch_start(self, *_: Any, **__: Any) -> None:
         self._running.progress.begin_epoch()
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
         """Open the vote, with the first batch of a step."""
         fit = self._running
         if not fit.loop.voting:
             fit.loop.begin_step()
         fit.progress.seed_generators(BATCH)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """An evaluation is no step, however long it takes."""
+    def on_validation_start(self, *_: Any, **__: Any) -> None:
         if self._fit is not None:
             self._evaluation.enter_context(self._fit.evaluating())
 
-    def on_validation_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_start(self, *_: Any, **__: Any) -> None:
         """A stop need not wait for the rest of it."""
         if self._fit is not None:
             self._fit.leave_evaluation()
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Enter the step phase again."""
+    def on_validation_end(self, *_: Any, **__: Any) -> None:
         self._evaluation.close()
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Commit the last step."""
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         self._running.complete()
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        """Let go of the run, whatever ends it."""
+    def on_exception(self, *_: Any, **__: Any) -> None:
         self._give_back()
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let go of the run."""
+    def teardown(self, *_: Any, **__: Any) -> None:
         self._give_back()
 
     @property
@@ -273,7 +254,6 @@ class _Fit:
         return told
 
     def begin(self) -> None:
-        """Training goes on from here."""
         for number, handler in self._handlers.items():  # Lightning has put its own in front
             signal.signal(number, handler)
         self.loop.begin()
@@ -308,9 +288,7 @@ class _Fit:
 
     def leave_evaluation(self) -> None:
         """If this rank is alone, asked to stop, and has committed its step: the rest is made up.
-
-        Ranks that are several leave together, at the vote of the next step.
-        """
+        Ranks that are several leave together, at the vote of the next step."""
         saved = self._checkpoints.committed_step == self.loop.train_state.step
         if self.session.ranks.world.size == 1 and saved and self.session.shutdown.reason():
             self._agreed = self.loop.vote_group.open(self.loop.vote()).close()
@@ -333,7 +311,6 @@ class _Fit:
         self._code = self.loop.leave(self._agreed)
 
     def give_back(self) -> None:
-        """Let go of the run and of the trainer."""
         self.progress.detach()
         self.files.detach()
         self.session.give_back(self._code)

@@ -7,240 +7,166 @@ is due; a resume begins with the tail.
 
 Written against the loops of Lightning 2.5 and 2.6, whose attributes are not public.
 
-What a Lightning module has logged so far, which Lightning's checkpoints leave out.
-
-The mean of an epoch, early stopping and plateau schedulers are judged by it.
-
-The files of the user's own `ModelCheckpoint`s, from one start of a run to the next.
+The training data have a place that a checkpoint can hold: `hold` takes the place of the step in
+which Lightning injects its `DistributedSampler`. What the user's `DataLoader` reads, how and in how
+many workers, stays; its order is read by a plan, as that of `survive(data=...)` is.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultMetric,
-    _Sync,
-)
 from lightning.pytorch.trainer.states import RunningStage
-from torch import Tensor
-from torchmetrics import Metric
+from torch.utils.data import DataLoader, IterableDataset
 
 from kempner.data.serve.draws import seed_all
+from kempner.data.serve.places import MappedLoader, refills
+from kempner.data.serve.plans import plan_of
 from kempner.data.serve.sampler import ResumableDataLoader
-from kempner.integrations.lightning_data import HeldLoader, hold
-from kempner.run.output.logs import logger
-from kempner.run.process.exit_codes import MismatchError
-from kempner.run.process.retry import describe
-from kempner.training.compute.seeds import seed_for, set_rng
-
-_METADATA = (
-    "fx",
-    "name",
-    "prog_bar",
-    "logger",
-    "on_step",
-    "on_epoch",
-    "enable_graph",
-    "add_dataloader_idx",
-    "dataloader_idx",
-    "metric_attribute",
-)
-_SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+from kempner.integrations.lightning_state import ModelFiles, restore_metrics, saved_metrics
+from kempner.run.process.exit_codes import MismatchError, UsageError
+from kempner.run.process.worker_process import signals_blocked_in_children
+from kempner.training.compute.forward_backward import seed_for, set_rng
 
 
-def saved_metrics(trainer: Trainer) -> dict[str, Any]:
-    """All of it, on this rank: numbers, strings and tensors."""
-    connector = trainer._logger_connector
-    return {
-        "shown": {name: dict(getattr(connector, name)) for name in _SHOWN},
-        "first_batch": connector._first_loop_iter,
-        "hook": connector._current_fx,
-        "logged": [_of_logged(key, entry) for key, entry in _results(trainer).items()],
-        "metrics": {name: _of_metric(metric) for name, metric in _metrics(trainer).items()},
-    }
+class HeldLoader:
+    """The user's map-style loader, read from any place on; all else of it is the user's. An
+    iterator yields what is left of the epoch. It moves the place with each batch."""
+
+    def __init__(self, loader: DataLoader[Any], mapped: MappedLoader) -> None:
+        self._loader, self._mapped = loader, mapped
+        self.fits_any_world = mapped.plan.shared
+        """Whether the place is one for any number of ranks."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self._mapped.close()
+        for number in range(self.left()):
+            # Workers are started with the first batch.
+            with (
+                signals_blocked_in_children()
+                if self._loader.num_workers and not number
+                else nullcontext()
+            ):
+                batch, _ = self._mapped.take()
+            yield batch
+
+    def __len__(self) -> int:
+        return self._mapped.plan.of_whole_epoch()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_loader"], name)
+
+    def left(self) -> int:
+        return self._mapped.plan.left()
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iterator yields what is left of this epoch."""
+        self._mapped.plan.begin_epoch(epoch)
+
+    def skip(self, batches: int) -> None:
+        for _ in range(batches):
+            self._mapped.take()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._mapped.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._mapped.close()
+        self._mapped.load_state_dict(state)
 
 
-def restore_metrics(trainer: Trainer, saved: Mapping[str, Any] | None, same_world: bool) -> None:
-    """Have the trainer know again what was logged.
+class StatefulLoader:
+    """A stream that tells its own state, less the batch that Lightning has fetched ahead. One that
+    is shuffled by a buffer, which no state holds, is read again from the beginning of the epoch."""
 
-    What each rank has summed up by itself comes back to as many ranks only.
-    """
-    if saved is None:
-        return
-    connector, device = trainer._logger_connector, trainer.strategy.root_device
-    for name in _SHOWN:
-        getattr(connector, name).update(_to(saved["shown"][name], device))
-    if not same_world:
-        return
-    connector._first_loop_iter, connector._current_fx = saved["first_batch"], saved["hook"]
-    metrics = _metrics(trainer)
-    for name, state in saved["metrics"].items():
-        if name in metrics:
-            _fill(metrics[name], state, device)
-    for logged in saved["logged"]:
-        entry = _new_entry(trainer, logged)
-        if entry is not None:
-            _results(trainer)[logged["key"]] = entry
+    def __init__(self, loader: Any, ahead: Callable[[], int]) -> None:
+        self._loader, self._ahead = loader, ahead
+        self._skips = refills(getattr(loader, "dataset", None))
+        self._before: dict[str, Any] | None = None
+        self._read = self._skip = 0
 
+    def __iter__(self) -> Iterator[Any]:
+        batches, self._read, skip, self._skip = iter(self._loader), 0, self._skip, 0
+        while True:
+            self._before = copy.deepcopy(self._state())
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self._read += 1
+            if self._read > skip:
+                yield batch
 
-def _results(trainer: Trainer) -> dict[str, _ResultMetric]:
-    return trainer.fit_loop.epoch_loop._results
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_loader"], name)
 
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"read": self._read} if self._skips else self._loader.state_dict()
+        return state
 
-def _metrics(trainer: Trainer) -> dict[str, Metric]:
-    modules = trainer.lightning_module.named_modules()
-    return {name: module for name, module in modules if isinstance(module, Metric)}
+    def state_dict(self) -> dict[str, Any]:
+        """Of the batches that the loop has received: at most one is fetched ahead."""
+        return self._before if self._ahead() and self._before is not None else self._state()
 
-
-def _of_metric(metric: Metric) -> dict[str, Any]:
-    return {
-        "values": {name: getattr(metric, name) for name in metric._defaults},
-        "updates": metric._update_count,
-    }
-
-
-def _fill(metric: Metric, state: Mapping[str, Any], device: torch.device) -> None:
-    for name, value in state["values"].items():
-        setattr(metric, name, _to(value, device))
-    metric._update_count, metric._computed = state["updates"], None
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._skips:
+            self._skip = state["read"]
+        else:
+            self._loader.load_state_dict(state)
 
 
-def _of_logged(key: str, entry: _ResultMetric) -> dict[str, Any]:
-    meta, last = entry.meta, entry._forward_cache
-    return {
-        "key": key,
-        "meta": {name: getattr(meta, name) for name in _METADATA},
-        "reduce": meta.reduce_fx.__name__,
-        "sync": [meta.sync.should, meta.sync.rank_zero_only],
-        "reset": entry.has_reset,
-        "last": last if isinstance(last, Tensor) else None,
-        "sum": _of_metric(entry) if entry.is_tensor else None,
-    }
+def hold(
+    loader: Any,
+    seed: int,
+    place: tuple[int, int],
+    inject: Callable[[Any], Any],
+    ahead: Callable[[], int],
+) -> Any:
+    """The same batches from a loader whose place a checkpoint can hold. `place` is (rank, number of
+    ranks); `inject` gives a loader Lightning's sampler for this rank, `ahead` is how many batches
+    Lightning has fetched ahead. Raises `UsageError` for what cannot be brought back to a place."""
+    if isinstance(loader, ResumableDataLoader | HeldLoader | StatefulLoader):
+        return loader
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        return _held(loader, seed, place, inject)
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        loader = inject(loader)
+        return loader if _has_length(loader) else StatefulLoader(loader, ahead)
+    what = loader.dataset if isinstance(loader, DataLoader) else loader
+    raise UsageError(
+        f"Survive cannot bring {type(what).__name__} back to its place in the data: give "
+        "trainer.fit a DataLoader of a data set with a length, or torchdata's StatefulDataLoader"
+    )
 
 
-def _new_entry(trainer: Trainer, logged: Mapping[str, Any]) -> _ResultMetric | None:
-    """As the module's next `log` of the same name would find it; None for a metric that is gone."""
-    device = trainer.strategy.root_device
-    meta = _Metadata(**logged["meta"], reduce_fx=logged["reduce"])
-    should, rank_zero_only = logged["sync"]
-    meta.sync = _Sync(trainer.strategy.reduce, should, rank_zero_only)
-    entry = _ResultMetric(meta, is_tensor=logged["sum"] is not None)
-    if logged["sum"] is not None:
-        _fill(entry, logged["sum"], device)
-    elif (metric := _metrics(trainer).get(meta.metric_attribute or "")) is not None:
-        entry.value = metric
-        entry._update_count = metric._update_count
-    else:
-        return None
-    entry.has_reset, entry._forward_cache = logged["reset"], _to(logged["last"], device)
-    return entry.to(device)
+def _held(
+    loader: DataLoader[Any], seed: int, place: tuple[int, int], inject: Callable[[Any], Any]
+) -> HeldLoader:
+    try:
+        plan = plan_of(loader, seed, place)
+        if not plan.shared and place[1] > 1:  # a sampler that knows nothing of ranks
+            loader = inject(loader)
+            plan = plan_of(loader, seed, place)
+        return HeldLoader(loader, MappedLoader(loader, plan))
+    except UsageError as error:
+        raise UsageError(str(error).replace("survive(data=...)", "trainer.fit(loader)")) from None
 
 
-def _to(value: Any, device: torch.device) -> Any:
-    """The same with its tensors on `device`."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, list):
-        return [_to(item, device) for item in value]
-    if isinstance(value, dict):
-        return {name: _to(item, device) for name, item in value.items()}
-    return value
-
-
-_HELD = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
-"""What decides about the next file, and Lightning does not save."""
-
-
-class ModelFiles:
-    """Has each `ModelCheckpoint` go on as if the run had never been interrupted.
-
-    Steps that are made again write their files again, under the same names: `record` is a file with
-    the names that this run has written, of which a checkpoint may not know the newest. Lightning
-    would take those for another run's, and write `...-v1.ckpt` beside them.
-    """
-
-    def __init__(self, trainer: Trainer, record: Path) -> None:
-        self._trainer, self._record = trainer, record
-        self._callbacks = [
-            callback
-            for callback in trainer.checkpoint_callbacks
-            if isinstance(callback, ModelCheckpoint)
-        ]
-        self._without_folder = [c.state_key for c in self._callbacks if c.dirpath is None]
-        self._left_over: set[str] = set()
-        self._undo = ExitStack()
-
-    def attach(self, left_over: set[str]) -> None:
-        """Take part in the saves of all of them; `left_over` are the names in the record."""
-        self._left_over = left_over
-        for callback in self._callbacks:
-            self._attach(callback)
-
-    def _attach(self, callback: ModelCheckpoint) -> None:
-        exists, save = callback.file_exists, callback._save_checkpoint
-
-        def file_exists(filepath: Any, trainer: Trainer) -> bool:
-            return str(filepath) not in self._left_over and exists(filepath, trainer)
-
-        def save_checkpoint(trainer: Trainer, filepath: str) -> None:
-            self._left_over.discard(filepath)
-            self._note(filepath)
-            save(trainer, filepath)
-
-        for name, mine in (("file_exists", file_exists), ("_save_checkpoint", save_checkpoint)):
-            setattr(callback, name, mine)
-            self._undo.callback(vars(callback).pop, name, None)
-
-    def detach(self) -> None:
-        """Leave them as they were."""
-        self._undo.close()
-
-    def recorded(self) -> set[str]:
-        """The files that this run has written."""
-        try:
-            return set(self._record.read_text().splitlines())
-        except FileNotFoundError:
-            return set()
-
-    def _note(self, filepath: str) -> None:
-        if not self._trainer.is_global_zero:
-            return
-        try:
-            with open(self._record, "a") as record:
-                record.write(f"{filepath}\n")
-        except OSError as error:
-            logger().warning("cannot note a file", file=filepath, error=describe(error))
-
-    def find_folders_again(self, states: Mapping[str, Any]) -> None:
-        """Where the user has named no folder, Lightning would begin a new one at each start."""
-        for callback in self._callbacks:
-            folder = states.get(callback.state_key, {}).get("dirpath")
-            if folder and callback.state_key in self._without_folder:
-                callback.dirpath = folder
-
-    def state(self) -> dict[str, Any]:
-        """What Lightning does not save of them."""
-        return {c.state_key: {name: vars(c).get(name) for name in _HELD} for c in self._callbacks}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Once Lightning has restored them."""
-        for callback in self._callbacks:
-            vars(callback).update(state.get(callback.state_key, {}))
-            known = {*callback.best_k_models, callback.best_model_path, callback.last_model_path}
-            self._left_over -= known
+def _has_length(loader: Any) -> bool:
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):
+        return False
+    return True
 
 
 BATCH, TAIL, NEXT = 0, 1, 2
@@ -288,7 +214,6 @@ class FitProgress:
             self._trainer.num_sanity_val_steps = 0  # it was made when the run began
 
     def detach(self) -> None:
-        """Leave the trainer as it was."""
         self._undo.close()
 
     def _replace(self, owner: Any, name: str, mine: Any) -> None:

@@ -32,11 +32,11 @@ except ModuleNotFoundError as error:
 
     raise without_extra(error, "transformers") from None
 
-from kempner.integrations.trainer.progress import restore_callbacks
+from kempner.integrations.trainer.place import restore_callbacks
 from kempner.integrations.trainer.run import StepEnd, TrainerRun, refuse_inexact
 from kempner.run.control.rehearsal import place_of
 from kempner.run.process.exit_codes import UsageError
-from kempner.training.session import RunEntry, run_beside
+from kempner.training.session import RunEntry
 
 
 @cache
@@ -52,7 +52,7 @@ class Surviving(Trainer):
     (which counts for a run that has none). All ranks vote in each step, and stop after the same
     one; then the checkpoint is committed and `train` raises `SystemExit` with 75. `save_steps`,
     `save_strategy` and `save_total_limit` hold as ever; the last step is saved, too. Settings that
-    cannot be resumed exactly are refused (`limits.py`). A search for hyper-parameters is left to
+    cannot be resumed exactly are refused (`LIMITS`). A search for hyper-parameters is left to
     the Trainer.
 
     The run belongs to `output_dir`: with another one it is another run. `run_dir` is a class
@@ -73,7 +73,9 @@ class Surviving(Trainer):
     ) -> Any:
         if trial is not None:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **options)
-        entry = RunEntry("train", self.run_dir or run_beside(str(self.args.output_dir)))
+        entry = RunEntry(
+            "train", self.run_dir, output_dir=None if self.run_dir else str(self.args.output_dir)
+        )
         with entry.guard():
             _check_version()
             if self._kempner is not None:
@@ -183,7 +185,6 @@ class Surviving(Trainer):
             run.leave()
 
     def write_own_checkpoint(self) -> None:
-        """As the Trainer does."""
         super()._save_checkpoint(self.model_wrapped, None)
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -209,14 +210,10 @@ class _Votes(TrainerCallback):
     def __init__(self, run: TrainerRun) -> None:
         self._run = run
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> Any:
+    def on_train_begin(self, *_: Any, **__: Any) -> Any:
         return self._run.bring_back()
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._run.step_end = StepEnd()
         self._run.loop.begin_step()
 
@@ -233,9 +230,7 @@ class _Votes(TrainerCallback):
             control.should_save = run.loop.save_is_due(agreed, wanted)
         end.forced = bool(agreed.stop) or (control.should_save and not wanted)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
         self._run.step_end.ends_epoch = True
 
 

@@ -1,7 +1,4 @@
-"""`Job`: a run that was submitted, seen from Python.
-
-What is kept of a submission in its run's directory: `submissions/<n>/`.
-"""
+"""`Job`: a run that was submitted, seen from Python, and `submissions/<n>/` of its directory."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ from typing import Self
 from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import SlurmError
 from kempner.insight.status.activity import Activity, ActivityNote
-from kempner.insight.status.job import JobStatus
-from kempner.insight.status.read import JobWatch
+from kempner.insight.status.job import JobStatus, JobWatch
 from kempner.insight.status.runs import RunFollower
 from kempner.insight.status.summary import Status
 from kempner.insight.triage.first_failure import triage_logs, triage_run
@@ -54,19 +50,16 @@ class Submission:
         return cls(number, attempts, "", Holder.here(0.0).machine, pid, start_ticks(pid) or 0)
 
     def process_lives(self) -> bool | None:
-        """Whether the process is there; None if it is another machine's, or a Slurm job's."""
         if self.job or self.machine != Holder.here(0.0).machine:
             return None
         return bool(self.started) and start_ticks(self.pid) == self.started
 
     def write(self, run: RunDirectory) -> None:
-        """Keep it: from now on it is the run's last one. Raises `OSError`."""
         content = json.dumps(asdict(self)).encode()
         replace_durable(folder_of(run, self.number) / _RECORD, content, unique="new")
 
 
 def folder_of(run: RunDirectory, number: int) -> Path:
-    """Where a submission's files are."""
     return run.submissions / str(number)
 
 
@@ -94,7 +87,6 @@ def reserve(run: RunDirectory) -> int:
 
 
 def last_submission(run: RunDirectory) -> Submission | None:
-    """The newest submission of a run. Raises `OSError` if it cannot be read now."""
     for number in sorted(_numbers(run), reverse=True):
         try:
             return Submission(**json.loads((folder_of(run, number) / _RECORD).read_bytes()))
@@ -324,7 +316,6 @@ def describe_unfinished(state: Activity, held: str) -> str:
 
 
 def job_goes_on(job: JobStatus | None) -> bool | None:
-    """Whether a Slurm job runs or will; None if Slurm has not answered."""
     if job is None or not job.known:
         return None
     return not job.over

@@ -1,7 +1,4 @@
-"""`submit`: starts a run from Python, on a Slurm cluster or on this machine.
-
-The batch script and the sbatch command of a submission.
-"""
+"""`submit`: starts a run from Python, on a Slurm cluster or on this machine."""
 
 from __future__ import annotations
 
@@ -23,8 +20,8 @@ from kempner.run.process.exit_codes import RunError, UsageError, cannot_write
 from kempner.run.process.worker_process import SAFE_MODULE
 from kempner.run.record import gave_up
 from kempner.run.record.attempts import read_current
+from kempner.run.record.identity import choose_run
 from kempner.run.record.lease import is_owned
-from kempner.run.record.naming import choose_run
 from kempner.run.record.program import identity_of_words
 from kempner.run.record.run_dir import RunDirectory, name_of_command
 
@@ -43,7 +40,9 @@ exec %s -P -m kempner supervise --launcher srun "$@"
 class Resources:
     """What a job asks for, in submitit's words; None is left to Slurm.
 
-    `tasks_per_node` are ranks, by default one for each GPU.
+    `tasks_per_node` are ranks, by default one for each GPU. `cpus_per_task` are CPU cores of each
+    rank, `mem_gb` is memory per node in GiB, `timeout_min` the time limit in minutes, after which
+    the job is requeued: all three are of Slurm only.
     """
 
     nodes: int = 1
@@ -54,7 +53,6 @@ class Resources:
     timeout_min: int | None = None
 
     def wrong(self) -> str:
-        """What makes no sense, in a few words; empty if nothing."""
         for field in fields(self):
             value = getattr(self, field.name)
             least = 0 if field.name == "gpus_per_node" else 1
@@ -67,7 +65,6 @@ class Resources:
         return self.tasks_per_node or self.gpus_per_node or 1
 
     def options(self) -> list[str]:
-        """As sbatch takes them."""
         given = {
             "nodes": self.nodes,
             "ntasks-per-node": self.ranks_per_node,
@@ -125,20 +122,12 @@ def submit(
     """Start a run that outlives this Python session; the same call goes on with it.
 
     Args:
-        program: A configuration's path, or a command as a list of words: its ranks are as those of
-            `kempner supervise -- COMMAND`.
+        program: A configuration's path, or the words of a command, as in `kempner supervise --`.
         overrides: `--section.key=value`.
         name: `run.name`; by default the configuration's, or the command's script.
-        cluster: "slurm" submits a batch job, "local" starts `kempner supervise` on this machine; by
-            default Slurm where there is an sbatch.
-        nodes: Nodes of the job.
-        tasks_per_node: Ranks per node; by default one per GPU, or one.
-        gpus_per_node: GPUs per node.
-        cpus_per_task: CPU cores of each rank; of Slurm only.
-        mem_gb: Memory per node in GiB; of Slurm only.
-        timeout_min: The job's time limit in minutes, after which it is requeued; of Slurm only.
-        slurm: More options of sbatch: `slurm_partition="gpu"` is `--partition=gpu`, and
-            `slurm_exclusive=True` is `--exclusive`. Without effect on this machine.
+        cluster: "slurm", by default where there is an sbatch, or "local" for this machine.
+        nodes, tasks_per_node, gpus_per_node, cpus_per_task, mem_gb, timeout_min: See `Resources`.
+        slurm: More options of sbatch, as in `slurm_partition="gpu", slurm_exclusive=True`.
 
     Raises:
         ConfigError: The configuration or an override is wrong.
@@ -149,12 +138,21 @@ def submit(
     if wrong := resources.wrong():
         raise UsageError(wrong)
     options = _sbatch_options(slurm)
-    local = not _on_slurm(cluster)
-    if local and nodes > 1:
-        raise UsageError(f"nodes={nodes} needs Slurm: on this machine leave nodes out")
+    on_slurm = _on_slurm(cluster, nodes)
     words, run = _words(program, overrides, name)
     _refuse_if_running(run)
     gave_up.refuse_if_given_up(run)
+    _start_submission(words, run, resources, options if on_slurm else None)
+    return Job(run.path)
+
+
+def _start_submission(
+    words: Sequence[str],
+    run: RunDirectory,
+    resources: Resources,
+    slurm: Mapping[str, object] | None,
+) -> None:
+    """As a job with the options `slurm`, or without them here."""
     try:
         number = reserve(run)
     except OSError as error:
@@ -162,25 +160,27 @@ def submit(
     try:
         current = read_current(run.attempts)
         attempts = 0 if current is None else current.number
-        if local:
+        if slurm is None:
             pid = _start(words, resources.ranks_per_node, log_of(run, number))
             submission = Submission.of_process(number, attempts, pid)
         else:
-            job = _submit_job(words, resources, options, run, number)
+            job = _submit_job(words, resources, slurm, run, number)
             submission = Submission(number, attempts, job)
         submission.write(run)
     except OSError as error:
         raise cannot_write(folder_of(run, number), error) from error
-    return Job(run.path)
 
 
-def _on_slurm(cluster: str | None) -> bool:
+def _on_slurm(cluster: str | None, nodes: int) -> bool:
     if cluster not in (None, "slurm", "local"):
         raise UsageError(f'cluster={cluster!r} is neither "slurm" nor "local"')
     found = shutil.which("sbatch") is not None
     if cluster == "slurm" and not found:
         raise UsageError('cluster="slurm", but there is no sbatch on the PATH of this host')
-    return found if cluster is None else cluster == "slurm"
+    on_slurm = found if cluster is None else cluster == "slurm"
+    if nodes > 1 and not on_slurm:
+        raise UsageError(f"nodes={nodes} needs Slurm: on this machine leave nodes out")
+    return on_slurm
 
 
 def _sbatch_options(slurm: Mapping[str, object]) -> dict[str, object]:
@@ -253,7 +253,6 @@ def _submit_job(
     run: RunDirectory,
     number: int,
 ) -> str:
-    """Slurm's id of the new job."""
     file = folder_of(run, number) / "batch.sh"
     file.write_text(script(sys.executable))
     command = sbatch(resources, options, run.path.name, log_of(run, number), file, words)

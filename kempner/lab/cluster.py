@@ -90,17 +90,13 @@ class Cluster(Services):
         return told.stdout.strip() if told.returncode == 0 else ""
 
     def scontrol(self, *arguments: str) -> str:
-        """The output of a command of scontrol."""
         return self.run(LOGIN, "scontrol", *arguments).stdout
 
     def job(self, job: str) -> dict[str, str]:
-        """The fields of `scontrol show job`."""
         words = self.scontrol("show", "job", "-o", job).split()
         return dict(word.partition("=")[::2] for word in words)
 
     def wait_idle(self) -> None:
-        """Wait until every node is up and free."""
-
         def idle() -> bool:
             told = self.run(LOGIN, "sinfo", "-h", "-N", "-p", "low", "-o", "%T", check=False)
             return told.stdout.split() == ["idle"] * self.options.nodes
@@ -132,17 +128,14 @@ class Cluster(Services):
     # What a mishap does
 
     def power_off(self, node: str) -> None:
-        """A node loses its power: its peers hear nothing at all."""
         for interface in INTERFACES:
             self.cut(node, interface, "silent")
         self.machines[node].power_off()
 
     def cut(self, node: str, interface: str, how: str = "cable") -> None:
-        """Break a link by `cable`, `admin` or `silent`; see `Switch.cut`."""
         self.switch.cut(self.machines[node], interface, how)
 
     def heal(self, node: str, interface: str) -> None:
-        """Mend a link that is broken."""
         self.switch.heal(self.machines[node], interface)
 
     def boot(self, node: str) -> None:
@@ -176,7 +169,6 @@ class Cluster(Services):
 
 
 def _remove_groups(folder: Path) -> None:
-    """Remove the control groups of a cluster that is down."""
     for group in Path("/sys/fs/cgroup/freezer").glob(f"{str(folder).replace('/', '-')}-*"):
         for path, _, _ in os.walk(group, topdown=False):
             wait_until(partial(_removed, path), f"{path} is empty", 60)

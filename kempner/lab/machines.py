@@ -52,11 +52,9 @@ def wait_until(
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine called `name` that keeps its files in the lab's `folder`.
-
-    `host` is the one in whose process namespace it lives. Without one it is `bound` to the process
-    that boots it, or lives until it is powered off.
-    """
+    """A machine called `name` that keeps its files in the lab's `folder`. `host` is the one in
+    whose process namespace it lives. Without one it is `bound` to the process that boots it, or
+    lives until it is powered off."""
 
     name: str
     folder: Path
@@ -65,7 +63,6 @@ class Machine:
     bound: bool = False
 
     def boot(self) -> None:
-        """Start the first process; it has only a loopback interface yet."""
         complaints = self.folder / "log" / f"{self.name}.log"
         with open(complaints, "ab") as log, open(_SCRIPT, "rb") as script:
             keeper = self._start(script, log)
@@ -112,7 +109,6 @@ class Machine:
 
     @property
     def up(self) -> bool:
-        """Whether the first process lives."""
         return self.init != 0
 
     def power_off(self) -> None:
@@ -128,10 +124,8 @@ class Machine:
         return [*_enter(init, *NAMESPACES), *_AS_USER, "env", "-C", str(cwd), *command]
 
     def processes(self) -> dict[int, str]:
-        """Process id, as the outside numbers it, to name, of all but the first process.
-
-        Those in a container of their own are among them: it has this machine's network.
-        """
+        """Process id, as the outside numbers it, to name, of all but the first process. Those in a
+        container of their own are among them: it has this machine's network."""
         init = self.init
         ours = Path(f"/proc/{init}/ns/net").readlink()
         keepers = [os.getpid(), *([self.host.init] if self.host else [])]
@@ -158,7 +152,6 @@ class Machine:
                     continue
 
     def ip(self, *lines: str, check: bool = True) -> None:
-        """Run commands of `ip` in this machine's network."""
         # Inside the network alone, `netns PID` means a process as the outside numbers it.
         self.on_network("ip", "-force", "-batch", "-", text="\n".join(lines) + "\n", check=check)
 
@@ -207,10 +200,8 @@ table bridge lab {{
 
 @dataclass(frozen=True)
 class Switch:
-    """Two networks, a bridge each, in a machine of their own: the host's network is untouched.
-
-    Between nodes the bridge of em4 passes what is Slurm's, and drops the rest without a word.
-    """
+    """Two networks, a bridge each, in a machine of their own. Between nodes the bridge of em4
+    passes what is Slurm's, and drops the rest without a word."""
 
     machine: Machine
 
@@ -221,7 +212,6 @@ class Switch:
         self.guard(True)
 
     def guard(self, on: bool) -> None:
-        """Have em4 pass only what is Slurm's, or everything."""
         rules = _GUARD if on else "add table bridge lab\ndelete table bridge lab\n"
         self.machine.on_network("nft", "-f", "-", text=rules)
 
@@ -248,11 +238,9 @@ class Switch:
             )
 
     def cut(self, node: Machine, interface: str, how: str) -> None:
-        """Break a link.
-
-        `cable`: the node sees that the carrier is gone. `admin`: the interface is set down in the
-        node. `silent`: all looks well and nothing passes, as with a broken switch.
-        """
+        """Break a link. `cable`: the node sees that the carrier is gone. `admin`: the interface is
+        set down in the node. `silent`: all looks well and nothing passes, as with a broken
+        switch."""
         port = _port(node, interface)
         if how == "cable":
             self.machine.ip(f"link set {port} down")
@@ -282,7 +270,6 @@ class Switch:
 
 
 def address(name: str, interface: str) -> str:
-    """The address of login1 or of node K on an interface."""
     host = 1 if name == "login1" else 10 + int(name.removeprefix("node"))
     return f"{_NETWORKS[interface][0]}.{host}"
 

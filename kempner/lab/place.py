@@ -1,4 +1,4 @@
-"""Where a lab is, and how later commands find it."""
+"""Where a lab is, what it needs of this machine, and how later commands find it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,83 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kempner.lab.cluster import Cluster
+from kempner.lab.machines import NAMESPACES, ROOT_OF_ITS_OWN
+from kempner.lab.services import PATH
 from kempner.lab.slurm_conf import Options
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.lease import Holder
+
+INSTALL = "apt install slurm-wlm slurmdbd munge mariadb-server iproute2 nftables"
+
+_TOOLS = (
+    *("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd", "mariadb-install-db"),
+    *("ip", "nft", "unshare", "nsenter", "setpriv", "hostname", "bash"),
+)
+
+_TRIAL = (
+    "mount -t proc proc /proc && mount -t sysfs sysfs /sys && "
+    "mount --bind /etc/hosts /etc/hosts && hostname trial && "
+    "ip link add name trial type bridge && echo 'add table bridge lab' | nft -f -"
+)
+"""What a machine of a lab does first."""
+
+_SWITCHES = {
+    "kernel.apparmor_restrict_unprivileged_userns": "0",
+    "kernel.unprivileged_userns_clone": "1",
+}
+"""Settings of Ubuntu's and Debian's kernels, and what lets all users make namespaces."""
+
+
+def check() -> None:
+    lacking = lacking_tools()
+    denied = "" if os.geteuid() == 0 or lacking else _denied_namespaces()
+    if sentence := refusal(lacking, os.geteuid() == 0, denied, _settings()):
+        raise UsageError(sentence)
+
+
+def lacking_tools() -> list[str]:
+    return [tool for tool in _TOOLS if shutil.which(tool, path=PATH) is None]
+
+
+def refusal(lacking: Sequence[str], root: bool, denied: str, settings: Mapping[str, str]) -> str:
+    """Why there can be no lab, and what to do; empty if there can. `denied` is what this user is
+    told who tries to make namespaces, `settings` are the kernel's."""
+    if lacking:
+        rights = "" if root else ", and root, or a kernel that lets this user make namespaces"
+        return f"a lab needs {', '.join(lacking)}{rights}; on Debian and Ubuntu: {INSTALL}"
+    if not denied:
+        return ""
+    wrong = [f"{name}={value}" for name, value in _SWITCHES.items() if settings.get(name) != value]
+    wrong = [switch for switch in wrong if switch.partition("=")[0] in settings]
+    allow = f", or allow them by `sysctl {wrong[0]}`" if wrong else ""
+    return f"this user may not make namespaces ({denied}): run the lab as root{allow}"
+
+
+def _denied_namespaces() -> str:
+    """The last line of what this user is told who tries; empty if it works."""
+    tried = subprocess.run(
+        ["unshare", "--fork", *NAMESPACES, *ROOT_OF_ITS_OWN, "sh", "-c", _TRIAL],
+        env={**os.environ, "PATH": PATH},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    said = tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"]
+    return said[-1] if tried.returncode else ""
+
+
+def _settings() -> dict[str, str]:
+    places = {name: Path("/proc/sys", *name.split(".")) for name in _SWITCHES}
+    return {name: path.read_text().strip() for name, path in places.items() if path.exists()}
+
 
 _RECORD = "lab.json"
 _LONGEST = 80
@@ -28,10 +96,8 @@ def default_folder(environ: Mapping[str, str]) -> Path:
 
 
 def claim(folder: Path, options: Options) -> Cluster:
-    """A new lab in `folder`, which is made; what one has left there that has ended is removed.
-
-    Raises `UsageError`.
-    """
+    """A new lab in `folder`, which is made; one there that has ended is removed. Raises
+    `UsageError`."""
     if not re.fullmatch(r"[\w./+-]+", str(folder), re.ASCII) or len(str(folder)) > _LONGEST:
         raise UsageError(
             f"{folder} cannot be the folder of a lab: Slurm takes at most {_LONGEST} letters, "
@@ -49,7 +115,6 @@ def claim(folder: Path, options: Options) -> Cluster:
 
 
 def find(folder: Path) -> Cluster:
-    """The lab that is up in `folder`. Raises `UsageError`."""
     if not (folder / _RECORD).exists():
         raise UsageError(f"no lab is up in {folder}; `kempner lab up` starts one")
     lab = recorded(folder)
@@ -88,6 +153,5 @@ def _here() -> dict[str, str]:
 
 
 def remove(lab: Cluster) -> None:
-    """End all that a lab runs, and remove its folder."""
     lab.down()
     shutil.rmtree(lab.folder)

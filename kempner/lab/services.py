@@ -26,10 +26,8 @@ class Services:
     def __init__(
         self, folder: Path, names: Sequence[str], root: Path | None = None, bound: bool = False
     ) -> None:
-        """With a `root`, its /usr, and so its Slurm, is that of all machines.
-
-        What is `bound` ends with the process that starts it.
-        """
+        """With a `root`, its /usr, and so its Slurm, is that of all machines. What is `bound` ends
+        with the process that starts it."""
         self.folder = folder
         self.environ: Mapping[str, str] = {
             "PATH": PATH,
@@ -58,10 +56,8 @@ class Services:
         timeout: float = 60,
         **environ: str,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on a machine to its end; its two outputs are text, stderr in stdout.
-
-        Raises `RunError` if it fails, unless `check` is false.
-        """
+        """Run a command on a machine to its end; stderr is in stdout. Raises `RunError` if it
+        fails, unless `check` is false."""
         shown, seconds = " ".join(command), timeout * self.patience
         try:
             done = subprocess.run(
@@ -82,7 +78,6 @@ class Services:
     def start(
         self, machine: str, *command: str, cwd: Path | None = None, **environ: str
     ) -> subprocess.Popen[str]:
-        """Start a command on a machine, with pipes to its input and output."""
         return subprocess.Popen(
             self.machines[machine].inside(command, cwd or self.folder / "jobs"),
             env={**self.environ, **environ},
@@ -106,13 +101,11 @@ class Services:
             )
 
     def await_port(self, machine: str, host: str, port: int) -> None:
-        """Wait until `host` answers, as seen from a machine."""
         probe = f"exec 3<>/dev/tcp/{host}/{port}"
         answers = lambda: self.run(machine, "bash", "-c", probe, check=False).returncode == 0  # noqa: E731
         self.wait_until(answers, f"{host} answers on port {port}")
 
     def wait_until(self, condition: Callable[[], object], what: str, seconds: float = 120) -> None:
-        """Wait for what takes at most `seconds` on a quiet machine. Raises `RunError`."""
         what = f"{what}; the logs are in {self.folder}/log"
         wait_until(condition, what, seconds * self.patience)
 
@@ -161,7 +154,6 @@ class Services:
         )
 
     def start_accounting(self) -> None:
-        """slurmdbd, with the cluster, its one account and a QOS that preempts the normal one."""
         self.daemon(LOGIN, "slurmdbd")
         self.await_port(LOGIN, LOGIN, 6819)
         # slurmdbd listens before its tables exist: the first command that works tells.
@@ -177,5 +169,4 @@ class Services:
         self.sacctmgr("modify", "account", "lab", "set", "qos+=normal,urgent")
 
     def sacctmgr(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """A command of the accounting manager, answered yes."""
         return self.run(LOGIN, "sacctmgr", "-i", *words, check=False)

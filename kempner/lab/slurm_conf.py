@@ -30,12 +30,10 @@ def user_name() -> str:
 
 @dataclass(frozen=True)
 class Options:
-    """What can be chosen about the cluster. Times are in seconds.
-
-    `cred_expire` is also how long a requeued job waits before it may start again (Slurm's own
-    default is 120). `open_management` lets everything pass on em4, not only what is Slurm's.
-    `extra` adds or replaces lines of slurm.conf; an empty value removes one.
-    """
+    """What can be chosen about the cluster. Times are in seconds. `cred_expire` is also how long a
+    requeued job waits before it may start again (Slurm's own default is 120). `open_management`
+    lets everything pass on em4, not only what is Slurm's. `extra` adds or replaces lines of
+    slurm.conf; an empty value removes one."""
 
     nodes: int = 8
     gpus: int = 4
@@ -53,7 +51,6 @@ class Options:
 
 
 def write_configuration(options: Options, folder: Path) -> None:
-    """Write slurm.conf, slurmdbd.conf, gres.conf, cgroup.conf and hosts into `folder`/etc."""
     files = {
         "hosts": _hosts(options),
         "slurm.conf": _slurm(options, folder),

@@ -29,11 +29,9 @@ from kempner.run.process.exit_codes import UsageError
 
 
 def create(config: Config, vocab_size: int) -> nn.Module:
-    """What `model.factory` makes of `model.options`, whole, float32, on the CPU.
-
-    Raises `UsageError` if there is no such function, or it returns something that kempner cannot
-    train. What the function itself raises goes on as it is.
-    """
+    """What `model.factory` makes of `model.options`, whole, float32, on the CPU. Raises
+    `UsageError` if there is no such function, or it returns something that kempner cannot train.
+    What the function itself raises goes on as it is."""
     name, options = str(config.model.factory), dict(config.model.options or {})
     function = _find(name)
     seed = config.train.seed
@@ -67,10 +65,8 @@ def place(
     mesh: DeviceMesh | None,
     choice: Choice = EACH_MICRO_BATCH,
 ) -> nn.Module:
-    """Bring what `create` returned to its device, sharded in a world of more than one rank.
-
-    As with `build_model`, matrices multiply in `train.dtype`, and gradients come out as sums.
-    """
+    """Bring what `create` returned to its device, sharded in a world of more than one rank. As with
+    `build_model`, matrices multiply in `train.dtype`, and gradients come out as sums."""
     dtype = compute_dtype(config.train.dtype, device)
     if mesh is not None and mesh.size() > 1:
         # FSDP warns of logits that are a view, which many modules return: nothing is done to them

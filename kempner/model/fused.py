@@ -1,19 +1,132 @@
-"""Norm, rotary positions and feed-forward whose backward is written by hand.
+"""Operators whose backward is written by hand, and the loss.
 
-They keep less for it than autograd would, and make fewer passes over memory. The formulas are
-those of the plain operators; gradients differ from theirs in rounding only. `usable` says where
-they stand in: not where a compiler does the same itself, nor for what torch's operators must see
-(DTensors, autocast, float8).
+Norm, rotary positions and feed-forward keep less for it than autograd would, and make fewer passes
+over memory. The formulas are those of the plain operators; gradients differ from theirs in rounding
+only. `usable` says where they stand in: not where a compiler does the same itself, nor for what
+torch's operators must see (DTensors, autocast, float8).
+
+The cross entropy of a linear layer's outputs never holds all of them. The logits of a micro batch
+are the largest tensor of a step: tokens x vocabulary in float32, of which the loss and its backward
+make four. Here they exist for a chunk of the tokens at a time, and the gradients are computed
+beside the loss, while the chunk's logits are there, as Liger does ("Liger Kernel",
+arXiv:2410.10989). `torch.nn.functional.linear_cross_entropy` does the same from torch 2.13, but
+rounds the sum of a bfloat16 loss to bfloat16, wants one type for inputs and weights, and imports
+torch's compiler.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+IGNORE = -100
+"""Target of a token that weighs nothing: the default of `torch.nn.functional.cross_entropy`."""
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy in nats, summed over all tokens with a target; a float32 scalar.
+
+    Args:
+        logits: [batch, seq, vocab_size].
+        targets: int64, [batch, seq], below `vocab_size` or `IGNORE`.
+    """
+    return F.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int, chunk: int
+) -> Tensor:
+    """Cross entropy of `hidden @ weight.T` in nats, summed over all tokens; a float32 scalar.
+
+    As `cross_entropy` of the logits, to rounding. It can be differentiated once.
+
+    Args:
+        hidden: [tokens, dim].
+        weight: [rows, dim]; rows from `vocab_size` on are no tokens, and get no gradient. Matrices
+            multiply in autocast's type where that is on, else in this one's.
+        targets: int64, [tokens], below `vocab_size` or `IGNORE`.
+        chunk: most tokens whose logits exist at once, at least 1.
+    """
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    how = _LossOptions(vocab_size, chunk, dtype)
+    with torch.autocast(kind, enabled=False):
+        if not torch.is_grad_enabled():
+            return _chunks(hidden, weight, targets, how, gradients=False)[0]
+        loss: Tensor = WithGradients.apply(hidden, weight, targets, partial(_chunks, how=how))  # type: ignore[no-untyped-call]
+        return loss
+
+
+class _LossOptions(NamedTuple):
+    """What is no tensor: number of token ids, tokens in a chunk, type to multiply in."""
+
+    vocab_size: int
+    chunk: int
+    dtype: torch.dtype
+
+
+Chunks: TypeAlias = Callable[..., tuple[Tensor, Tensor, Tensor]]
+"""Takes hidden, weight, targets and whether `gradients` are wanted; gives the summed loss, and the
+gradients of hidden and weight."""
+
+
+class WithGradients(torch.autograd.Function):
+    """The loss of `chunks`, whose gradients are computed beside it; to be differentiated once. They
+    are those for a loss whose own gradient is 1, to be scaled in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunks: Chunks
+    ) -> Tensor:
+        loss, of_hidden, of_weight = chunks(hidden, weight, targets, gradients=True)
+        ctx.save_for_backward(of_hidden, of_weight)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        of_hidden, of_weight = ctx.saved_tensors
+        return of_hidden.mul_(of_loss), of_weight.mul_(of_loss), None, None
+
+
+def _chunks(
+    hidden: Tensor, weight: Tensor, targets: Tensor, how: _LossOptions, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Summed loss, and what it makes of `hidden` and `weight`, if `gradients` are wanted."""
+    rows = weight[: how.vocab_size].to(how.dtype)
+    loss = hidden.new_zeros((), dtype=torch.float32)
+    of_hidden = torch.empty_like(hidden if gradients else hidden[:0])
+    # Sums of chunks in float32: rounded to bfloat16 after every chunk, small ones would be lost.
+    of_weight = torch.zeros_like(weight if gradients else weight[:0], dtype=torch.float32)
+    for start in range(0, hidden.shape[0], how.chunk):
+        part = slice(start, start + how.chunk)
+        counted = (targets[part] != IGNORE)[:, None]
+        ids = targets[part, None].where(counted, 0)
+        x = hidden[part].to(how.dtype)
+        logits = (x @ rows.T).float()
+        logp = logits.log_softmax(-1)
+        del logits
+        likely = logp.gather(1, ids)
+        loss -= likely.where(counted, 0).sum()
+        if not gradients:
+            continue
+        # Softmax, less 1 at the target.
+        of_logits = logp.exp_().scatter_(1, ids, likely.exp() - 1).to(how.dtype)
+        of_hidden[part] = (of_logits @ rows).where(counted, 0)
+        x = x.where(counted, 0)
+        if how.dtype is torch.float32:
+            of_weight[: how.vocab_size].addmm_(of_logits.T, x)
+        else:
+            of_weight[: how.vocab_size] += of_logits.T @ x
+    return loss, of_hidden, of_weight.to(weight.dtype)
 
 
 def usable(x: Tensor, *modules: nn.Module) -> bool:
@@ -24,23 +137,16 @@ def usable(x: Tensor, *modules: nn.Module) -> bool:
         and torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled(device)
-        and not _is_distributed(x)
+        and not hasattr(x, "device_mesh")  # a DTensor, which takes a second to import
         and all(type(module) in (nn.Linear, nn.RMSNorm) for module in modules)
-        and not any(_is_distributed(module.weight) for module in modules)
+        and not any(hasattr(module.weight, "device_mesh") for module in modules)
         and all(module.weight.dtype == x.dtype for module in modules)
     )
 
 
-def _is_distributed(tensor: object) -> bool:
-    """Whether it is a DTensor, which takes a second to import."""
-    return hasattr(tensor, "device_mesh")
-
-
 def rms_norm(x: Tensor, norm: nn.RMSNorm) -> Tensor:
-    """`norm(x)`: x / sqrt(mean(x^2) + eps) * weight over the last dimension.
-
-    Keeps x and one number for each row.
-    """
+    """`norm(x)`: x / sqrt(mean(x^2) + eps) * weight over the last dimension. Keeps x and one number
+    for each row."""
     if x.dtype is not torch.float32 or x.device.type != "cpu" or not usable(x, norm):
         plain: Tensor = norm(x)  # on a GPU one kernel, and bfloat16 is summed in float32
         return plain
@@ -75,19 +181,19 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pairs of elements, i and i + head_dim / 2, by their angles; keeps nothing of `x`.
-
-    Args:
-        x: float32, [..., seq, head_dim].
-        cos: float32, [seq, head_dim]; both halves are the same.
-        sin: float32, [seq, head_dim]; both halves are the same.
-    """
-    turned: Tensor = _Rotation.apply(x, cos, sin)  # type: ignore[no-untyped-call]
-    return turned
+    """Turn queries or keys, [batch, heads, seq, head_dim], by their positions, in float32. `cos`
+    and `sin` are float32, [seq, head_dim], of which both halves are the same."""
+    exact = x.float()
+    if usable(x):
+        turned: Tensor = _Rotation.apply(exact, cos, sin)  # type: ignore[no-untyped-call]
+        return turned.type_as(x)
+    low, high = exact.chunk(2, dim=-1)
+    return (exact * cos + torch.cat((-high, low), dim=-1) * sin).type_as(x)
 
 
 class _Rotation(torch.autograd.Function):
-    """The gradient is turned back."""
+    """Turns pairs of elements, i and i + head_dim / 2, by their angles; keeps nothing of them. The
+    gradient is turned back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -110,25 +216,14 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     return turned
 
 
-def feed_forward(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """SwiGLU, (silu(x gate') * (x up')) down', which keeps x and the two products of it.
+class FusedFeedForward(torch.autograd.Function):
+    """SwiGLU (Shazeer, arXiv:2002.05202), (silu(x gate') * (x up')) down', which keeps x and the
+    two products of it.
 
-    What is multiplied with `down` is computed again in the backward. Gradients are the bits of the
-    plain operators. Not for a block that is computed again as a whole: that would be multiplied
-    with `down`, too, which nothing needs.
-
-    Args:
-        x: [..., dim].
-        gate: [ffn_dim, dim].
-        up: [ffn_dim, dim].
-        down: [dim, ffn_dim].
+    What is multiplied with `down`, [dim, ffn_dim], is computed again in the backward. Gradients are
+    the bits of the plain operators. Not for a block that is computed again as a whole: that would
+    be multiplied with `down`, too, which nothing needs.
     """
-    fed: Tensor = _FeedForward.apply(x, gate, up, down)  # type: ignore[no-untyped-call]
-    return fed
-
-
-class _FeedForward(torch.autograd.Function):
-    """SwiGLU (Shazeer, arXiv:2002.05202) with its three projections."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -151,18 +246,9 @@ class _FeedForward(torch.autograd.Function):
         return of_x.view(wide.shape), of_gate.t() @ x, of_up.t() @ x, of_down
 
 
-def project(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """`x` times each of the weights, [out, dim]; their gradients of `x` are added up as they come.
-
-    Args:
-        x: [..., dim].
-    """
-    projected: tuple[Tensor, ...] = _Projections.apply(x, *weights)  # type: ignore[no-untyped-call]
-    return projected
-
-
-class _Projections(torch.autograd.Function):
-    """Several matrices that share their input."""
+class Projections(torch.autograd.Function):
+    """x, [..., dim], times each of several weights, [out, dim]; their gradients of x are added up
+    as they come."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:

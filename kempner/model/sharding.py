@@ -1,24 +1,27 @@
-"""Builds a model ready to train: sharded, materialised, initialised.
+"""Builds a model ready to train: sharded, materialised, initialised; on demand compiled, or with
+products in eight bits.
 
-Matrix products of the blocks in eight bits, with torchao.
-
-Initial weights, bit-identical for every world size and sharding.
-
-Every parameter is cut into blocks of rows. The numbers of a block come from a generator of its
-own, seeded by (seed, parameter name, block), so that a rank makes only the blocks that its shard
-touches and needs nothing from the others. Bits agree between machines of one processor type.
+Initial weights are the same bits for every world size and sharding: every parameter is cut into
+blocks of rows, whose numbers come from a generator of their own, seeded by (seed, parameter name,
+block), so that a rank makes only the blocks that its shard touches and needs nothing from the
+others. Bits agree between machines of one processor type.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
+import os
+import platform
+from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,6 +29,7 @@ from kempner.config.sections import Config, TrainSection
 from kempner.model.spec.communication import EACH_MICRO_BATCH, Choice
 from kempner.model.spec.shape import Shape
 from kempner.model.transformer import Transformer, rotary_table
+from kempner.run.control.heartbeat import Waiting
 from kempner.run.process.exit_codes import UsageError
 
 if TYPE_CHECKING:
@@ -48,12 +52,8 @@ def use_float8(
     Learning", arXiv:2209.05433). Parameters stay as they are, and so do their names; embedding,
     output and attention are as ever.
 
-    Args:
-        model: not sharded yet; on the meta device.
-        device: where it will be.
-        tokens: of a micro batch.
-        emulate: round, but multiply in a wider type, as any device can.
-
+    `model` is on the meta device, not sharded yet, and will be on `device`; `tokens` are those of a
+    micro batch. With `emulate` it multiplies in a wider type, as any device can.
     Raises `UsageError` if torchao is missing, or device or sizes cannot do it.
     """
     if not emulate:
@@ -105,11 +105,7 @@ def initialise(model: Transformer, seed: int) -> None:
     Matrices are normal with standard deviation 0.02; those that write to the residual stream
     (`attention.wo`, `ffn.w2`) have it divided by sqrt(2 * n_layers) (Radford et al., "Language
     Models are Unsupervised Multitask Learners", section 2.3), norms are 1.
-
-    Args:
-        model: plain or sharded (`DTensor` parameters, any placement but partial), its storage
-            allocated and of any content.
-        seed: the run's seed.
+    Parameters may be plain or `DTensor`s of any placement but partial, their storage allocated.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -154,15 +150,8 @@ def _fill(
     std: float,
     key: tuple[int, str],
 ) -> None:
-    """Fill a shard block of rows by block of rows.
-
-    Args:
-        local: the shard, filled in place.
-        offsets: where the shard begins in the whole, one per dimension.
-        whole: shape of the whole parameter.
-        std: standard deviation.
-        key: (seed, parameter name).
-    """
+    """Fill a shard in place, block of rows by block of rows; `offsets` are where it begins in the
+    parameter of shape `whole`, one per dimension, and `key` is (seed, parameter name)."""
     if local.numel() == 0:
         return
     first, end = offsets[0], offsets[0] + local.shape[0]
@@ -180,7 +169,6 @@ def _fill(
 
 
 def _generator(seed: int, name: str, block: int) -> torch.Generator:
-    """The source of one block's numbers."""
     digest = blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
     # Bit 63 stays clear: manual_seed maps what exceeds a signed 64-bit integer.
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -200,14 +188,8 @@ def build_model(
     that have samples of their own: divide the loss by the global number of tokens. A single rank
     keeps plain tensors.
 
-    Args:
-        config: the run's configuration; reads `model` and, of `train`, the seed, the
-            compute type and what saves memory.
-        vocab_size: number of token ids.
-        device: where the parameters live.
-        mesh: all ranks, on `device`'s type (Gloo for CPU, NCCL for CUDA): one dimension to shard
-            over, or the named ones of `MeshDegrees`; None for a process that is alone.
-        choice: whether parameters are kept between forward and backward.
+    `mesh` has all ranks: one dimension to shard over, or the named ones of `MeshDegrees`; None for
+    a process that is alone.
 
     Raises `UsageError` if `train.fp8` is set where it cannot be used.
     """
@@ -254,9 +236,7 @@ def _choose_memory(model: Transformer, train: TrainSection) -> None:
 
 def build_to_load(shape: Shape, dtype: torch.dtype, device: torch.device) -> Transformer:
     """A model on one device, to generate with; its parameters are of any content, to be loaded.
-
-    `dtype` is the type in which matrices multiply.
-    """
+    `dtype` is the type in which matrices multiply."""
     with torch.device("meta"):
         model = Transformer(shape)
     model.autocast_dtype = None if dtype is torch.float32 else dtype
@@ -266,10 +246,8 @@ def build_to_load(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tra
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give plain parameters and buffers memory on `device`, its content undefined.
-
-    `to_empty` does so, too, but from the meta device it imports sympy, to reason about strides.
-    """
+    """Give plain parameters and buffers memory on `device`, its content undefined. `to_empty` does
+    so, too, but from the meta device it imports sympy, to reason about strides."""
     for module in model.modules():
         for name, parameter in [*module.named_parameters(recurse=False)]:
             memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
@@ -279,10 +257,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 
 def compute_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """The type in which matrices multiply.
-
-    As `wanted` by `train.dtype`, of which "auto" is bfloat16 on CUDA and float32 on CPU.
-    """
+    """The type in which matrices multiply; "auto" is bfloat16 on CUDA and float32 on CPU."""
     if wanted == "auto":
         wanted = "bfloat16" if device.type == "cuda" else "float32"
     return torch.bfloat16 if wanted == "bfloat16" else torch.float32
@@ -312,15 +287,10 @@ def shard(
     gradients are summed over the ranks in float32. After a forward without gradients nothing stays
     gathered: stale full parameters would be left behind when the shards are changed.
 
-    Args:
-        model: on any device, meta included.
-        mesh: one-dimensional; or replicas x shards, over the first of which gradients are summed
-            once a step, after the reduce-scatter over the second.
-        dtype: compute type.
-        choice: whether parameters are kept between forward and backward.
+    `mesh` is one-dimensional; or replicas x shards, over the first of which gradients are summed
+    once a step, after the reduce-scatter over the second.
     """
-    # A process that is alone shards nothing, and is spared the import.
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # not if alone
 
     # Inputs are not cast: the rotary table would lose its float32 on the way into each block, and
     # everything else that goes in is computed from gathered weights, in `dtype` already.
@@ -337,20 +307,19 @@ def shard(
     for module in sharded:
         _sum_gradients(module)
 
-    def free(*_: object) -> None:
-        if not torch.is_grad_enabled():
-            for module in sharded:
-                module.reshard()
+    model.register_forward_hook(partial(_free_without_gradients, sharded))
 
-    model.register_forward_hook(free)
+
+def _free_without_gradients(sharded: Sequence[FSDPModule], *_: object) -> None:
+    if not torch.is_grad_enabled():
+        for module in sharded:
+            module.reshard()
 
 
 def _shard_in_order(model: Transformer, fsdp: Callable[..., Any], keep: bool) -> None:
     """Shard what a forward uses, one after the other; each is gathered while its neighbour works.
-
     What a forward ends with is not freed for the backward to gather it again at once. A tied
-    embedding is part of both ends: it stays with the root, which is gathered all the time.
-    """
+    embedding is part of both ends: it stays with the root, which is gathered all the time."""
     *blocks, last = model.layers
     chain: list[FSDPModule] = [fsdp(block, reshard_after_forward=not keep) for block in blocks]
     chain.append(fsdp(last, reshard_after_forward=False))
@@ -376,3 +345,73 @@ def _sum_gradients(module: FSDPModule) -> None:
     """Make a module's gradients the sum over ranks, with the one reduction every backend has."""
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
+
+
+def time_collectives(model: nn.Module, waiting: Waiting) -> None:
+    """Enter `waiting` whenever the shards of `model` are gathered, or its gradients reduced.
+
+    Ranks that train together take the same time for a step, however slow one of them is: the others
+    wait for it, in the first collective that it comes late to. A rank's own work is what is left.
+
+    On a CPU a collective holds the main thread until all have come, so its time is the wait, and
+    what the transfer takes, which is the same for all. On a GPU the host waits for nothing in a
+    collective: what is told apart there is only the vote.
+    """
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+        DefaultAllGather,
+        DefaultReduceScatter,
+    )
+
+    class AllGather(DefaultAllGather):
+        def __call__(self, *arguments: Any, **options: Any) -> dist.Work | None:
+            with waiting("an all-gather of weights"):
+                return super().__call__(*arguments, **options)
+
+    class ReduceScatter(DefaultReduceScatter):
+        def __call__(self, *arguments: Any, **options: Any) -> dist.Work:
+            with waiting("a reduce-scatter of gradients"):
+                return super().__call__(*arguments, **options)
+
+    gather, reduce = AllGather(), ReduceScatter()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(gather)
+            module.set_custom_reduce_scatter(reduce)
+
+
+def keep_compiled(cache: Path) -> None:
+    """Have this process keep what it compiles in a folder, from which another start takes it.
+
+    To be called before anything imports torch's compiler, which chooses a folder in /tmp as soon as
+    it is imported, and names it in the environment. FSDP2 imports it, too.
+    A folder that TORCHINDUCTOR_CACHE_DIR names takes precedence.
+    """
+    # Kernels are compiled for the processor (-march=native), by which torch does not look for them:
+    # another one could end with an illegal instruction.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.absolute() / _processor()))
+
+
+def compile_blocks(model: Transformer) -> None:
+    """Have every block compile what it computes when it first trains; evaluations compute as ever.
+
+    Blocks are alike, so that one is compiled for all. It is compiled whole, or not at all: what
+    shards and gathers a block stays outside, and so do the names of its parameters. What is made is
+    kept where `keep_compiled` says.
+    """
+    import torch._inductor.config as inductor  # imports torch's compiler
+
+    # In this process: a pool of compiling processes could outlive a rank that is killed, and for
+    # one block it gains little.
+    inductor.compile_threads = 1
+    # It warns of operations in place where "selective" computes again; a block has none.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    for block in model.blocks:
+        block.compiled = torch.compile(block.run, fullgraph=True, dynamic=False)
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith(("flags", "Features")):
+            return blake2b(line.encode(), digest_size=4).hexdigest()
+    return platform.machine()

@@ -1,4 +1,4 @@
-"""A decoder-only transformer of the Llama family: Llama 2 and 3, and Qwen3.
+"""A decoder-only transformer of the Llama family: Llama 2 and 3, and Qwen3; and text from it.
 
 RMSNorm before each branch, rotary positions, grouped-query attention, SwiGLU, no biases; where
 asked for, RMSNorm over each head of queries and keys, too.
@@ -6,17 +6,13 @@ asked for, RMSNorm over each head of queries and keys, too.
 Rotary positions turn element i of a head together with element i + head_dim / 2 ("rotate half",
 the layout of Hugging Face's Llama), not with its neighbour as in Meta's own files: weights can be
 exchanged with Hugging Face by renaming alone.
-
-Blocks that compute parts of their forward again in the backward, instead of keeping them.
-
-Causal attention, in whole sequences or within their documents.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
@@ -25,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kempner.model import fused
-from kempner.model.loss import cross_entropy, linear_cross_entropy
+from kempner.model.fused import cross_entropy, linear_cross_entropy
 from kempner.model.spec.shape import RopeScaling, Shape
 
 if TYPE_CHECKING:
@@ -58,11 +54,9 @@ _KEPT = frozenset(
 def checkpointed(
     mode: Mode, function: Callable[..., Tensor], *inputs: object, draws: bool
 ) -> Tensor:
-    """`function` of these inputs, which alone are kept, or what `mode` says.
-
-    Gradients are the same bits as without. `draws` is whether it uses random numbers, as dropout
-    does: they are drawn again as they were.
-    """
+    """`function` of these inputs, which alone are kept, or what `mode` says. Gradients are the same
+    bits as without. `draws` is whether it uses random numbers, as dropout does: they are drawn
+    again as they were."""
     from torch.utils.checkpoint import checkpoint  # its first call imports torch's compiler
 
     kept: dict[str, Any] = {} if mode == "full" else {"context_fn": _contexts}
@@ -91,16 +85,8 @@ Mask: TypeAlias = "Tensor | BlockMask"
 
 
 class KVCache:
-    """Keys and values of the tokens that a block has read, so that they are computed once.
-
-    Filled by any number of tokens, and then by one at a time.
-
-    Args:
-        capacity: the most tokens that it will hold.
-
-    Attributes:
-        length: tokens that it holds.
-    """
+    """Keys and values of the tokens that a block has read, so that they are computed once. Filled
+    by any number of tokens, at most `capacity`, and then by one at a time; has `length`."""
 
     def __init__(self, capacity: int) -> None:
         self.length = 0
@@ -137,18 +123,13 @@ def document_mask(tokens: Tensor, end: int, cached: int = 0) -> Mask:
         end: the token that ends a document, and belongs to it.
         cached: if not 0, all tokens but the last, which alone gets a mask: [batch, 1, 1, seq].
     """
-    numbers = _document_numbers(tokens, end)
+    ends = (tokens == end).to(torch.int32)
+    numbers = ends.cumsum(1, dtype=torch.int32) - ends  # documents that have ended before
     if cached:
         return (numbers[:, -1:] == numbers)[:, None, None]
     if tokens.device.type == "cuda":
         return block_mask(numbers)
     return (numbers[:, None, :, None] == numbers[:, None, None, :]).tril()
-
-
-def _document_numbers(tokens: Tensor, end: int) -> Tensor:
-    """How many documents have ended before each token; int32, [batch, seq]."""
-    ends = (tokens == end).to(torch.int32)
-    return ends.cumsum(1, dtype=torch.int32) - ends
 
 
 def block_mask(numbers: Tensor) -> BlockMask:
@@ -222,24 +203,6 @@ def stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the heads by their positions, in float32.
-
-    Args:
-        x: queries or keys, [batch, heads, seq, head_dim].
-        cos: float32, [seq, head_dim].
-        sin: float32, [seq, head_dim].
-
-    Returns:
-        A tensor of the shape and type of `x`.
-    """
-    exact = x.float()
-    if fused.usable(x):
-        return fused.rotate(exact, cos, sin).type_as(x)
-    low, high = exact.chunk(2, dim=-1)
-    return (exact * cos + torch.cat((-high, low), dim=-1) * sin).type_as(x)
-
-
 class Attention(nn.Module):
     """Causal grouped-query attention; [batch, seq, dim] to the same shape. See `attend`."""
 
@@ -258,18 +221,18 @@ class Attention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None, cache: KVCache | None = None
     ) -> Tensor:
         projections = (self.wq, self.wk, self.wv)
-        projected = (
-            fused.project(x, *(p.weight for p in projections))
-            if fused.usable(x, *projections)
-            else tuple(projection(x) for projection in projections)
-        )
-        q, k, v = (heads.unflatten(-1, (-1, self.head_dim)) for heads in projected)
+        if fused.usable(x, *projections):
+            weights = (projection.weight for projection in projections)
+            projected: tuple[Tensor, ...] = fused.Projections.apply(x, *weights)  # type: ignore[no-untyped-call]
+        else:
+            projected = tuple(projection(x) for projection in projections)
+        q, k, v = (heads.unflatten(-1, (-1, self.head_dim)) for heads in projected)  # type: ignore[no-untyped-call]
         if self.q_norm is not None and self.k_norm is not None:
             # In the weights' type, as autocast leaves them: only so is the norm one kernel.
             q = self.q_norm(q.to(self.q_norm.weight.dtype))
             k = self.k_norm(k.to(self.k_norm.weight.dtype))
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = fused.rotate(q, cos, sin), fused.rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.extend(k, v)
         attended = attend(q, k, v, mask, self.grouped)
@@ -288,8 +251,10 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor, computed_again: bool = False) -> Tensor:
         if not computed_again and fused.usable(x, self.w1, self.w2, self.w3):
-            return fused.feed_forward(x, self.w1.weight, self.w3.weight, self.w2.weight)
-        fed: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+            weights = self.w1.weight, self.w3.weight, self.w2.weight
+            fed: Tensor = fused.FusedFeedForward.apply(x, *weights)  # type: ignore[no-untyped-call]
+        else:
+            fed = self.w2(F.silu(self.w1(x)) * self.w3(x))
         return fed
 
 
@@ -314,6 +279,8 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None, cache: KVCache | None = None
     ) -> Tensor:
+        if self.compiled is None and self.checkpointing is None:
+            return self._computed(x, cos, sin, mask, cache)
         # An evaluation must not begin by compiling what it needs without gradients.
         if self.compiled is None or not torch.is_grad_enabled():
             return self.run(x, cos, sin, mask, cache)
@@ -358,9 +325,6 @@ class Transformer(nn.Module):
     `layers.<i>.ffn.{w1,w2,w3}.weight`, `norm.weight` and, unless the embedding is tied,
     `output.weight`; with norms of queries and keys `layers.<i>.attention.{q_norm,k_norm}.weight`.
 
-    Args:
-        shape: all sizes.
-
     Attributes:
         autocast_dtype: type in which matrices multiply while the parameters stay as they are;
             None multiplies in the parameters' own type.
@@ -392,66 +356,114 @@ class Transformer(nn.Module):
 
     @property
     def blocks(self) -> list[Block]:
-        """`layers`, by their type."""
         return [layer for layer in self.layers if isinstance(layer, Block)]
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, cache: Sequence[KVCache] | None = None
     ) -> Tensor:
-        """Logits of the next token at every position; with targets, what they cost.
-
-        The loss is computed here, where a sharded output projection is gathered.
+        """Logits of the next token, float32, [batch, seq, vocab_size]; with targets their cross
+        entropy in nats, a sum: computed here, where a sharded output projection is gathered.
 
         Args:
             tokens: int64, [batch, seq], seq at most `shape.max_seq_len`.
             targets: int64, [batch, seq], `IGNORE` where there is none.
             cache: one for each block. The tokens that it holds are not computed again, and get no
                 logits: all of them, or all but the last one, are new.
-
-        Returns:
-            float32, [batch, seq, vocab_size]; with targets a scalar, the cross entropy in nats
-            summed over all that have one.
         """
-        if self.autocast_dtype is None:
-            return self._computed(tokens, targets, cache)
-        with torch.autocast(tokens.device.type, self.autocast_dtype):
-            return self._computed(tokens, targets, cache)
+        known, end = cache[0].length if cache else 0, self.document_end
+        cos, sin = self.rotary[:, known : tokens.shape[1]]
+        mask = None if end is None else document_mask(tokens, end, known)
+        kind, dtype = tokens.device.type, self.autocast_dtype
+        with nullcontext() if dtype is None else torch.autocast(kind, dtype):
+            x = self.embed(tokens[:, known:])
+            for number, layer in enumerate(self.layers):
+                x = layer(x, cos, sin, mask, None if cache is None else cache[number])
+            # Before the output projection is used: where sharded, this gathers it, too.
+            hidden = fused.rms_norm(x, self.norm)
+            weight = self.embed.weight if self.output is None else self.output.weight
+            if targets is not None and self.loss_chunk > 0 and self.vocabulary is None:
+                sizes = {"vocab_size": self.shape.vocab_size, "chunk": self.loss_chunk}
+                return linear_cross_entropy(
+                    hidden.flatten(0, 1), weight, targets.flatten(), **sizes
+                )
+            return self._unchunked(hidden, weight, targets)
 
-    def _computed(
-        self, tokens: Tensor, targets: Tensor | None, cache: Sequence[KVCache] | None
-    ) -> Tensor:
-        hidden = self._hidden(tokens, cache)
-        weight = self.embed.weight if self.output is None else self.output.weight
+    def _unchunked(self, hidden: Tensor, weight: Tensor, targets: Tensor | None) -> Tensor:
+        """Logits, or the loss from all of them at once, or from a tensor group's."""
         if self.vocabulary is not None:
             if targets is None:
                 return self.vocabulary.logits(hidden, weight)
             return self.vocabulary.loss(hidden, weight, targets)
-        if targets is not None and self.loss_chunk > 0:
-            return linear_cross_entropy(
-                hidden.flatten(0, 1),
-                weight,
-                targets.flatten(),
-                vocab_size=self.shape.vocab_size,
-                chunk=self.loss_chunk,
-            )
-        logits = self._of_tokens(F.linear(hidden, weight).float())
+        logits = F.linear(hidden, weight).float()
+        if self.shape.vocab_rows != self.shape.vocab_size:
+            # Rows of no token are never predicted so, and get no gradient. FSDP needs no view.
+            logits = logits[..., : self.shape.vocab_size].contiguous()
         return logits if targets is None else cross_entropy(logits, targets)
 
-    def _hidden(self, tokens: Tensor, cache: Sequence[KVCache] | None) -> Tensor:
-        """What the output projection gets: [batch, seq, dim] of the tokens that are not cached."""
-        known = cache[0].length if cache else 0
-        cos, sin = self.rotary[:, known : tokens.shape[1]]
-        end = self.document_end
-        mask = None if end is None else document_mask(tokens, end, known)
-        x = self.embed(tokens[:, known:])
-        for number, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, mask, None if cache is None else cache[number])
-        # Before the output projection is used: where sharded, this gathers it, too.
-        return fused.rms_norm(x, self.norm)
 
-    def _of_tokens(self, logits: Tensor) -> Tensor:
-        """Without the rows of no token, which are never predicted so, and get no gradient."""
-        if self.shape.vocab_rows == self.shape.vocab_size:
-            return logits
-        # Contiguous: FSDP must not be given a view.
-        return logits[..., : self.shape.vocab_size].contiguous()
+_COLD = 1e-5
+"""Temperatures below this leave one token, and soon nothing but infinities."""
+
+
+@torch.inference_mode()
+def generate(
+    model: Transformer,
+    prompt: Tensor,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    *,
+    context: int,
+    generator: torch.Generator | None = None,
+) -> Iterator[int]:
+    """The tokens that a model adds to a prompt, without end.
+
+    Each costs the forward of one token, since keys and values are cached. Once `context` tokens are
+    held, the oldest quarter of them is forgotten and the others are read again. The model's mode is
+    left as it is: call `eval()` first if it has dropout.
+
+    Args:
+        prompt: int64, [tokens], at least one, on the model's device.
+        context: how many tokens to look back, at most `model.shape.max_seq_len`; the length that
+            the model was trained with is best.
+        temperature: divides the logits; 0, or less than 1e-5, always takes the likeliest token.
+        top_k: sample from this many likeliest tokens only; from all when None.
+        top_p: sample from the likeliest tokens only that have this probability together.
+        generator: source of randomness, on the model's device; the global one when None.
+    """
+    tokens = prompt[-context:]
+    cache = _empty_cache(model, context)
+    while True:
+        logits = model(tokens[None], cache=cache)[0, -1]
+        drawn = _draw(logits, temperature, top_k, top_p, generator)
+        yield int(drawn)
+        tokens = torch.cat((tokens, drawn))
+        if tokens.numel() > context:
+            tokens = tokens[max(1, context // 4) :]
+            cache = _empty_cache(model, context)
+
+
+def _empty_cache(model: Transformer, context: int) -> list[KVCache]:
+    return [KVCache(context) for _ in model.layers]
+
+
+def _draw(
+    logits: Tensor,
+    temperature: float,
+    top_k: int | None,
+    top_p: float,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """One token id, int64 [1], from the logits [vocab_size] of the last position."""
+    if temperature < _COLD:
+        return logits.argmax(keepdim=True)
+    scaled = (logits - logits.max()) / temperature
+    if top_k is not None and top_k < scaled.numel():
+        scaled[scaled < scaled.topk(top_k).values[-1]] = -torch.inf
+    probabilities = scaled.softmax(-1)
+    if top_p < 1:
+        ranked, ids = probabilities.sort(descending=True)
+        unneeded = ranked.cumsum(-1) - ranked >= top_p  # the tokens before have it already
+        unneeded[0] = False
+        probabilities[ids[unneeded]] = 0.0
+    return torch.multinomial(probabilities, 1, generator=generator)

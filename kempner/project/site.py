@@ -1,6 +1,5 @@
-"""What is known of the place where a project will train, and the choices that follow from it.
-
-Finds out about the site: Slurm's partitions and accounts, and this machine's interfaces.
+"""What is known of the place where a project will train, and the choices that follow from it:
+Slurm's partitions and accounts, this machine's interfaces, the environment that has kempner.
 """
 
 from __future__ import annotations
@@ -8,17 +7,102 @@ from __future__ import annotations
 import getpass
 import os
 import re
+import shlex
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
 from typing import TypeVar
 
 from kempner.cluster.network.interfaces import InterfaceNetwork, read_interfaces
 from kempner.cluster.slurm.command import SlurmError, SlurmMissingError, ask
 from kempner.cluster.slurm.resources import count_gpus
-from kempner.project.environment import Environment, Facts, recognise
 from kempner.run.output.units import count
+
+_CONTAINERS = {"APPTAINER_CONTAINER": "apptainer", "SINGULARITY_CONTAINER": "singularity"}
+_BASE = re.compile(r"^home\s*=\s*(\S.*?)\s*$", re.MULTILINE)
+_MADE_BY_UV = re.compile(r"^uv\s*=", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of the running Python and its shell: its path and `sys.prefix`, the shell's
+    `variables`, the text of `pyvenv.cfg` (empty without), whether the prefix is of conda or
+    mamba."""
+
+    python: str
+    prefix: str
+    variables: Mapping[str, str]
+    venv: str = ""
+    conda: bool = False
+
+
+@dataclass(frozen=True)
+class Environment:
+    """How a job gets the `python` that has kempner (empty if batch scripts cannot start it): what
+    it is (`kinds`), `lines` of bash to run before, and the command of the `container` around
+    kempner."""
+
+    python: str
+    kinds: Sequence[str] = ()
+    lines: Sequence[str] = ()
+    container: Sequence[str] = ()
+
+    def script(self) -> str:
+        value = shlex.quote(self.python)
+        return "".join(
+            f"{line}\n" for line in (*self.lines, f"KEMPNER_PYTHON=${{KEMPNER_PYTHON:-{value}}}")
+        )
+
+
+def recognise(facts: Facts) -> Environment:
+    """Modules, a conda, mamba, uv or plain virtual environment, or a container."""
+    for variable, program in _CONTAINERS.items():
+        if image := facts.variables.get(variable):
+            return Environment(
+                facts.python, [f"container {image}"], (), (program, "exec", "--nv", image)
+            )
+    modules = [name for name in facts.variables.get("LOADEDMODULES", "").split(":") if name]
+    kinds = [f"modules {' '.join(modules)}"] if modules else []
+    lines = _module_lines(modules, facts.variables.get("MODULESHOME", ""))
+    if facts.venv:
+        kinds.append(f"{'uv' if _MADE_BY_UV.search(facts.venv) else 'venv'} {facts.prefix}")
+        if base := _BASE.search(facts.venv):
+            lines.append(
+                f"# Every node must see {facts.prefix}, and {base[1]}, which it is made of."
+            )
+    elif facts.conda:
+        kinds.append(f"conda {facts.prefix}")
+        lines += _conda_lines(facts)
+    return Environment(facts.python, kinds, lines)
+
+
+def _module_lines(modules: Sequence[str], home: str) -> list[str]:
+    """A batch script is no login shell, so that it may not know `module`."""
+    if not modules:
+        return []
+    known = (
+        [f"type module &>/dev/null || source {shlex.quote(f'{home}/init/bash')}"] if home else []
+    )
+    return [*known, f"module load {shlex.join(modules)}"]
+
+
+def _conda_lines(facts: Facts) -> list[str]:
+    """By conda where it is known, else by micromamba or mamba alone."""
+    prefix, parent = shlex.quote(facts.prefix), PurePath(facts.prefix).parent
+    conda, mamba = (facts.variables.get(name, "") for name in ("CONDA_EXE", "MAMBA_EXE"))
+    if mamba and not conda:
+        name = PurePath(mamba).name
+        return [
+            f'eval "$({shlex.quote(mamba)} shell hook --shell bash)"',
+            f"{name} activate {prefix}",
+        ]
+    root = PurePath(conda).parents[1] if conda else parent.parent
+    if not conda and parent.name != "envs":
+        return []
+    script = shlex.quote(str(root / "etc/profile.d/conda.sh"))
+    return [f"source {script}", f"conda activate {prefix}"]
+
 
 DAY = 24 * 60 * 60
 """Seconds that a job asks for where the partition allows it."""
@@ -28,10 +112,8 @@ _DURATION = re.compile(r"(?:(\d+)-)?(\d+):(\d+)(?::(\d+))?")
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Equal nodes of a partition: `count` of them, each with the same CPUs and GPUs.
-
-    `limit` is the longest that a job may take there, as Slurm spells it (`7-00:00:00`, `infinite`).
-    """
+    """Equal nodes of a partition: `count` of them, each with the same CPUs and GPUs. `limit` is the
+    longest that a job may take there, as Slurm spells it (`7-00:00:00`, `infinite`)."""
 
     partition: str
     default: bool
@@ -64,10 +146,8 @@ class Account:
 @dataclass(frozen=True)
 class Site:
     """What was found. `trouble` is why nothing was asked of Slurm, or could be; empty if it could.
-
     `environment` has kempner. `fabric` is this machine's interface to the compute network, empty
-    without one. `default_account` is Slurm's choice for this user.
-    """
+    without one. `default_account` is Slurm's choice for this user."""
 
     environment: Environment
     fabric: str = ""
@@ -88,27 +168,22 @@ class Request:
 
     @property
     def ranks_per_node(self) -> int:
-        """One per GPU, or one where there are none."""
         return self.kind.gpus or 1
 
     @property
     def cpus_per_rank(self) -> int:
-        """A fair share of a node's."""
         return max(1, self.kind.cpus // self.ranks_per_node)
 
     @property
     def time(self) -> str:
-        """A day, or less where the partition allows no more."""
         seconds = parse_limit(self.kind.limit)
         return self.kind.limit if seconds is not None and seconds < DAY else "24:00:00"
 
 
 def choose(site: Site) -> Request | None:
-    """What to ask for: None where nothing is known of any partition.
-
-    The default partition, unless it has no GPUs while another one has; in it the nodes that have
-    GPUs, and of those the kind that there is most of.
-    """
+    """What to ask for: None where nothing is known of any partition. The default partition, unless
+    it has no GPUs while another one has; in it the nodes that have GPUs, and of those the kind that
+    there is most of."""
     if not site.kinds:
         return None
     kind = max(site.kinds, key=lambda k: (k.up, k.gpus > 0, k.default, k.count))
@@ -129,9 +204,9 @@ def merged(kinds: Sequence[NodeKind]) -> tuple[NodeKind, ...]:
     """Each kind once: sinfo has a line for each state that nodes are in, too."""
     counts: dict[NodeKind, int] = {}
     for kind in kinds:
-        alike = NodeKind(**{**vars(kind), "count": 0})
+        alike = replace(kind, count=0)
         counts[alike] = counts.get(alike, 0) + kind.count
-    return tuple(NodeKind(**{**vars(kind), "count": count}) for kind, count in counts.items())
+    return tuple(replace(kind, count=count) for kind, count in counts.items())
 
 
 def parse_limit(text: str) -> int | None:
@@ -218,7 +293,6 @@ def _ask(command: Sequence[str], read: Callable[[str], T | None]) -> T | None:
 
 
 def _environment() -> Environment:
-    """The one that this Python is in."""
     prefix = Path(sys.prefix)
     try:
         venv = (prefix / "pyvenv.cfg").read_text(encoding="utf-8", errors="replace")
@@ -229,7 +303,6 @@ def _environment() -> Environment:
 
 
 def _fabric() -> str:
-    """This machine's interface to the compute network; empty if none is known."""
     try:
         interfaces = read_interfaces()
     except OSError:

@@ -1,6 +1,4 @@
-"""Reads the templates, and writes a project into a folder.
-
-The files of a new project, from what is known of the site: pure functions.
+"""The files of a new project, from what is known of the site, and how they are written.
 
 The templates are the scripts and configurations that kempner's own repository uses, so that they
 are tested as they are. Here the lines are set that differ from site to site.
@@ -18,15 +16,13 @@ from pathlib import Path
 
 import tomli_w
 
-from kempner.project.environment import Environment
-from kempner.project.site import Request, Site, choose
+from kempner.project.site import Environment, Request, Site, choose
 from kempner.run.process.exit_codes import UsageError, cannot_write
 
 _EXECUTABLE = ".sh"
 
 
 def read_templates() -> dict[str, str]:
-    """The text of each template, by its path in a project."""
     return dict(_walk(files("kempner.project") / "template", ""))
 
 
@@ -42,11 +38,9 @@ def _walk(folder: Traversable, at: str) -> list[tuple[str, str]]:
 
 
 def write_project(folder: Path, texts: Mapping[str, str]) -> list[str]:
-    """Write the files into a folder that is new, or holds nothing but hidden files.
-
-    Returns the names of those that were there before, which are left as they are. What was written
-    is taken away again if not all can be. Raises `UsageError` and as `cannot_write`.
-    """
+    """Write the files into a folder that is new, or holds nothing but hidden files. Returns the
+    names of those that were there before, which are left as they are. What was written is taken
+    away again if not all can be. Raises `UsageError` and as `cannot_write`."""
     written: list[Path] = []
     kept: list[str] = []
     made: list[Path] = []
@@ -119,17 +113,16 @@ def project_files(site: Site, templates: Mapping[str, str]) -> dict[str, str]:
             text = text.replace(_IN_THE_REPOSITORY, CONFIG)
             text = text if request is None else with_request(text, request)
         elif name == CONFIG:
-            text = with_interface(text, site.fabric) if site.fabric else text
+            if site.fabric:  # in place of the commented example
+                text = text.replace('# interface = "ib0"', f'# interface = "{site.fabric}"')
             text += container_section(site.environment)
         files[".gitignore" if name == "gitignore" else name] = text
     return files
 
 
 def with_environment(script: str, environment: Environment) -> str:
-    """environment.sh with the lines that lead to the Python that has kempner.
-
-    One inside of a container is no Python of the job's: the script then looks for another.
-    """
+    """environment.sh with the lines that lead to the Python that has kempner. One inside of a
+    container is no Python of the job's: the script then looks for another."""
     if environment.container:
         return script
     written = f"# begin\n{environment.script()}# end\n"
@@ -137,17 +130,11 @@ def with_environment(script: str, environment: Environment) -> str:
 
 
 def container_section(environment: Environment) -> str:
-    """The configuration of the container that kempner was in; empty outside of one."""
     if not environment.container:
         return ""
     prefix = list(environment.container)
     slurm = {"python": environment.python, "container": {"prefix": prefix}}
     return f"\n# `kempner init` ran in this container.\n{tomli_w.dumps({'slurm': slurm})}"
-
-
-def with_interface(config: str, name: str) -> str:
-    """A configuration whose commented example is an interface that exists."""
-    return config.replace('# interface = "ib0"', f'# interface = "{name}"')
 
 
 def with_request(script: str, request: Request) -> str:
@@ -169,7 +156,6 @@ def with_request(script: str, request: Request) -> str:
 
 
 def _found(request: Request) -> str:
-    """The comment on what was chosen, and from what."""
     lines = [
         "The lines below ask for what sinfo and sacctmgr showed; other options override them:",
         "sbatch -p PARTITION -A ACCOUNT ...",

@@ -1,24 +1,164 @@
-"""Runs a program undisturbed, then with stops and kills, and keeps what was seen.
-
-The files that a rehearsed program writes outside of its run.
-
-Where a rehearsed program is stopped and killed: at the boundaries that it has.
-"""
+"""Runs a program undisturbed, then with stops and kills at the boundaries that it has, and keeps
+what was seen: each rank in a process of its own, and the files of tensors that it writes."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import BinaryIO, Protocol
+from uuid import uuid4
 
 import xxhash
 
-from kempner.rehearse.compare import RankRecord, read_record
-from kempner.rehearse.stage import Stage
+from kempner.cluster.network.ports import free_port
+from kempner.rehearse.compare import RankRecord, differences, read_record
 from kempner.run.control.rehearsal import RehearsalPart
 from kempner.run.process.exit_codes import ExitCode, UsageError
+from kempner.supervisor.launchers.fork_server.client import CannotForkError, ForkServerClient
+from kempner.supervisor.launchers.fork_server.messages import arguments_of_python
+
+RANK = "kempner.training.rehearsal.rank"
+
+MODULES = (
+    *("torch", "numpy", "torch.utils.data", "kempner.training.survive"),
+    "kempner.training.rehearsal.recorder",
+)
+"""What the ranks need anyway: they are forked from a process that has imported it."""
+
+AFTER_A_DEATH = 5.0
+"""Seconds that the other ranks have when one has died."""
+
+SILENCED = {
+    "WANDB_MODE": "disabled",
+    "WANDB_DISABLED": "true",
+    "COMET_MODE": "disabled",
+    "COMET_AUTO_LOG_DISABLE": "true",
+    "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "false",
+    "NEPTUNE_MODE": "debug",
+    "CLEARML_OFFLINE_MODE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
+"""Variables that keep a rehearsal from trackers. MLflow has none for this: it gets a folder."""
+
+
+class StartedRank(Protocol):
+    """A rank that runs or has ended."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int | None: ...
+
+
+class Stage:
+    """Where ranks are started: two servers that fork them, which order sets otherwise. Python
+    orders a set of words anew in each process; what is forked has the order of its server."""
+
+    def __init__(self) -> None:
+        self._servers = [ForkServerClient(MODULES) for _ in range(2)]
+
+    @contextmanager
+    def open(self) -> Iterator[Stage]:
+        before = os.environ.get("PYTHONHASHSEED")
+        try:
+            for number, server in enumerate(self._servers, 1):
+                if before is None:
+                    os.environ["PYTHONHASHSEED"] = str(number)
+                server.start()
+        finally:
+            if before is None:
+                os.environ.pop("PYTHONHASHSEED", None)
+        try:
+            yield self
+        finally:
+            for server in self._servers:
+                server.close()
+
+    def run(
+        self,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        outputs: Sequence[Path],
+        other_order: bool,
+    ) -> list[int]:
+        """Run a rank for each of `outputs`, to which it prints; how they ended."""
+        places = _places(len(outputs))
+        started: list[StartedRank] = []
+        try:
+            for place, output in zip(places, outputs, strict=True):
+                environ = {**os.environ, **SILENCED, **variables, **place}
+                with open(output, "ab") as file:
+                    started.append(self._start(command, environ, file, other_order))
+            return _wait(started)
+        finally:
+            _kill(started)
+
+    def _start(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        output: BinaryIO,
+        other_order: bool,
+    ) -> StartedRank:
+        hash_seed = {"PYTHONHASHSEED": str(1 + other_order)}
+        arguments = arguments_of_python(command)
+        if arguments is not None:
+            ours = [sys.executable, "-m", RANK, *arguments]
+            with suppress(CannotForkError):
+                return self._servers[other_order].fork(
+                    ours, environ, (output.fileno(),) * 2, ours=True
+                )
+            command = ours
+        return subprocess.Popen(
+            command,
+            env={**hash_seed, **environ},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def _places(size: int) -> list[dict[str, str]]:
+    """Torch's variables for each rank, on this machine."""
+    common = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port("127.0.0.1", uuid4().hex)),
+        "TORCHELASTIC_RUN_ID": "rehearsal",  # says that these variables count
+    }
+    return [{**common, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(size)]
+
+
+def _wait(started: Sequence[StartedRank]) -> list[int]:
+    """Until all have ended; those whose peer has died are killed."""
+    until = None
+    while None in (codes := [rank.poll() for rank in started]):
+        if until is None and any(code not in (None, 0, ExitCode.STOPPED) for code in codes):
+            until = time.monotonic() + AFTER_A_DEATH
+        if until is not None and time.monotonic() > until:
+            _kill(started)
+        time.sleep(0.02)
+    return [rank.wait() or 0 for rank in started]
+
+
+def _kill(started: Sequence[StartedRank]) -> None:
+    """What still runs, with all that it has started."""
+    for rank in started:
+        if rank.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
+
 
 OF_TENSORS = {".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".npy", ".npz"}
 """Endings of files that hold what was trained."""
@@ -44,7 +184,10 @@ def listing(folder: Path, scratch: Path) -> dict[str, tuple[int, int]]:
     for place, folders, names in os.walk(folder):
         here = Path(place)
         deep = len(here.relative_to(folder).parts) >= DEEPEST
-        folders[:] = [] if deep else [f for f in folders if not _passed_over(here / f, scratch)]
+        over = {
+            f for f in folders if f.startswith(".") or f == "__pycache__" or here / f == scratch
+        }
+        folders[:] = [] if deep else [f for f in folders if f not in over]
         for name in names:
             path = here / name
             if path.is_symlink() or len(found) >= MOST_FILES:
@@ -54,29 +197,15 @@ def listing(folder: Path, scratch: Path) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _passed_over(folder: Path, scratch: Path) -> bool:
-    return folder.name.startswith(".") or folder.name == "__pycache__" or folder == scratch
-
-
-def changed_files(
-    records: Iterable[RankRecord], before: Mapping[str, tuple[int, int]], scratch: Path
-) -> list[str]:
-    """The files that the program has written, as it told and as its folder shows."""
-    told = {path for record in records for path in record.wrote if Path(path).is_file()}
-    now = listing(Path.cwd(), scratch)
-    return sorted(told | {path for path, facts in now.items() if before.get(path) != facts})
-
-
 def contents_of(
     records: Iterable[RankRecord], before: Mapping[str, tuple[int, int]], scratch: Path
 ) -> FileDigests:
-    """Of the files of tensors among them."""
-    paths = [path for path in changed_files(records, before, scratch) if _is_compared(Path(path))]
-    return FileDigests({p: xxhash.xxh3_64_hexdigest(Path(p).read_bytes()) for p in paths})
-
-
-def _is_compared(path: Path) -> bool:
-    return path.suffix in OF_TENSORS and path.stat().st_size <= LARGEST
+    """Of the files of tensors that the program has written, as it told and as its folder shows."""
+    paths = {Path(path) for record in records for path in record.wrote if Path(path).is_file()}
+    now = listing(Path.cwd(), scratch)
+    paths |= {Path(path) for path, facts in now.items() if before.get(path) != facts}
+    held = [p for p in sorted(paths) if p.suffix in OF_TENSORS and p.stat().st_size <= LARGEST]
+    return FileDigests({str(p): xxhash.xxh3_64_hexdigest(p.read_bytes()) for p in held})
 
 
 MOST_STOPS = 5
@@ -93,17 +222,14 @@ class Disturbance:
 
     @property
     def words(self) -> str:
-        """The disturbance in words."""
         how = f"killed in step {self.step}" if self.kills else f"stopped after step {self.step}"
         return f"{how} ({self.what})" if self.what else how
 
 
 def plan(record: RankRecord) -> list[Disturbance]:
-    """The disturbances of one run, in their order; the first is a stop, one at least is a kill.
-
-    A stop falls on a boundary, a kill into the step after one. Raises `ValueError` if there are too
-    few steps.
-    """
+    """The disturbances of one run, in their order; the first is a stop, one at least is a kill. A
+    stop falls on a boundary, a kill into the step after one. Raises `ValueError` if there are too
+    few steps."""
     first, last = record.first + 1, record.last - 2
     if last < first:
         raise ValueError("too few steps")
@@ -117,11 +243,13 @@ def plan(record: RankRecord) -> list[Disturbance]:
         at = step + 1 if kills else step
         if chosen and at <= chosen[-1].step:
             continue
-        words = f"after {_article(what)}" if kills and what else what
+        after = what.replace("an epoch ends", "the end of an epoch")
+        words = f"after {after}" if kills and what else what
         chosen.append(Disturbance(min(at, record.last - 1), kills, words))
     if len(chosen) == 1:
         chosen.append(Disturbance(min(chosen[0].step + 2, record.last), kills=True, what=""))
-    return _spread(chosen)
+    # At most MOST_STOPS, the first and the last among them, stops and kills in turns.
+    return chosen if len(chosen) <= MOST_STOPS else [*chosen[: MOST_STOPS - 1], chosen[-1]]
 
 
 def boundaries(record: RankRecord) -> dict[int, str]:
@@ -157,17 +285,6 @@ def _if_rare(steps: Sequence[int], last: int) -> list[int]:
     return list(steps) if len(steps) * 2 <= last else []
 
 
-def _article(what: str) -> str:
-    return what.replace("an epoch ends", "the end of an epoch")
-
-
-def _spread(chosen: list[Disturbance]) -> list[Disturbance]:
-    """At most `MOST`, the first and the last among them, stops and kills in turns."""
-    if len(chosen) <= MOST_STOPS:
-        return chosen
-    return [*chosen[: MOST_STOPS - 1], chosen[-1]]
-
-
 @dataclass(frozen=True)
 class ObservedStart:
     """One start of the program, and what its ranks have seen."""
@@ -179,12 +296,10 @@ class ObservedStart:
 
     @property
     def first(self) -> int:
-        """The first step that it made."""
         return self.records[0].first
 
     @property
     def last(self) -> int:
-        """The last step that it has done."""
         return self.records[0].last
 
     @property
@@ -242,13 +357,12 @@ class Rehearsal:
         if seen.starts[-1].failed:
             return seen
         seen.contents = written, contents_of(first.records, before, self.scratch)
-        if self._differs_by_itself(seen):
+        if differences(seen.undisturbed.records, seen.starts[0].records):
             self.tell("it differs before any disturbance: once more undisturbed")
             seen.again = self._run_start("again", self.steps)
         return seen
 
     def _disturb(self, seen: RehearsalRecord) -> None:
-        """One run that goes through all disturbances."""
         for number, disturbance in enumerate([*seen.disturbances, None], 1):
             at = self.steps if disturbance is None else disturbance.step
             kills = disturbance is not None and disturbance.kills
@@ -293,8 +407,3 @@ class Rehearsal:
             raise UsageError(
                 f"rehearse: the program ended after {first.last} steps: at least 5 are needed"
             )
-
-    def _differs_by_itself(self, seen: RehearsalRecord) -> bool:
-        from kempner.rehearse.compare import differences
-
-        return bool(differences(seen.undisturbed.records, seen.starts[0].records))

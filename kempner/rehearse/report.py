@@ -1,32 +1,279 @@
-"""The report of a rehearsal: one table, and what to do.
-
-Lines of a program that make two of its runs differ by themselves.
-
-Sentences about what did not come back, with what to do.
-"""
+"""Judges a rehearsal, and reports it: one table, what did not come back, and what to do."""
 
 from __future__ import annotations
 
 import ast
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 
-from kempner.rehearse.compare import Changed, differences
-from kempner.rehearse.judge import (
-    RehearsalFindings,
-    RehearsalVerdict,
-    Row,
-    identifiers,
-    judge,
-    read_again,
-    shown,
-    sources_by_name,
+from kempner.rehearse.compare import (
+    Changed,
+    StepDifference,
+    changed,
+    differences,
+    lost_evaluations,
+    names_that_matter,
+    samples_elsewhere,
 )
-from kempner.rehearse.rehearsal import RehearsalRecord
+from kempner.rehearse.rehearsal import ObservedStart, RehearsalRecord
 from kempner.run.output.units import count
 from kempner.run.process.exit_codes import ExitCode
+
+ALWAYS = {"weight", "buffer", "names", "optimizer", "scheduler", "generator", "object"}
+"""Kinds of variables that must come back, whatever the program does with them."""
+
+IF_USED = {"value", "container", "tensor"}
+"""Kinds that must come back if training depends on them."""
+
+
+class RehearsalVerdict(Enum):
+    """How a rehearsal ends."""
+
+    EXACT = "exact"
+    DIFFERS = "not exact"
+    BY_ITSELF = "not repeatable"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: a start, and what it had in common with the undisturbed run."""
+
+    words: str
+    fields: Mapping[str, bool | None]
+    """Whether each came back; None where there was none to compare."""
+
+
+@dataclass
+class RehearsalFindings:
+    """What there is to say about a rehearsal."""
+
+    verdict: RehearsalVerdict
+    rows: list[Row] = field(default_factory=list)
+    first: list[StepDifference] = field(default_factory=list)
+    """The first differences of the first start that has any."""
+    changes: list[Changed] = field(default_factory=list)
+    """What did not come back in that start."""
+    at: int = 0
+    """Its first step."""
+    sentences: list[str] = field(default_factory=list)
+    told_only: list[str] = field(default_factory=list)
+    """What did not come back, and only tells people something."""
+
+
+def judge(seen: RehearsalRecord) -> RehearsalFindings:
+    if seen.undisturbed.failed:
+        return _failure("the program itself", seen.undisturbed)
+    if seen.starts[-1].failed:
+        return _failed_later(seen)
+    used = names_that_matter(sources_of(seen).values())
+    findings = RehearsalFindings(RehearsalVerdict.EXACT)
+    findings.rows = [_row(seen, number, used) for number in range(len(seen.starts))]
+    _find_first(seen, findings, used)
+    _look_elsewhere(seen, findings)
+    _compare_files(seen, findings)
+    return findings
+
+
+def _failed_later(seen: RehearsalRecord) -> RehearsalFindings:
+    """A start failed: what was found before it, and how it ended."""
+    number, failed = len(seen.starts), seen.starts[-1]
+    who = f"start {number}"
+    if number > 1:
+        who += f", of a program that was {seen.disturbances[number - 2].words},"
+    failure = _failure(who, failed)
+    if number == 1:
+        return failure
+    findings = judge(replace(seen, starts=seen.starts[:-1]))
+    if findings.verdict is RehearsalVerdict.EXACT:
+        findings.verdict = RehearsalVerdict.FAILED
+    findings.sentences = failure.sentences + findings.sentences
+    return findings
+
+
+def _find_first(seen: RehearsalRecord, findings: RehearsalFindings, used: frozenset[str]) -> None:
+    records = seen.undisturbed.records
+    for number, start in enumerate(seen.starts):
+        outcome = differences(records, start.records)
+        changes = _changes(seen, number) if number or outcome else []
+        kept = [c for c in changes if _must_come_back(c, used, bool(outcome))]
+        findings.told_only += [c.name for c in changes if c not in kept and c.kind in IF_USED]
+        wrong_place = _wrong_place(seen, number)
+        if outcome or kept or wrong_place:
+            findings.verdict = RehearsalVerdict.DIFFERS if number else RehearsalVerdict.BY_ITSELF
+            findings.first, findings.changes, findings.at = outcome, kept, start.first
+            findings.sentences += [wrong_place] if wrong_place else []
+            return
+    lost = lost_evaluations(records, [start.records for start in seen.starts])
+    if lost:
+        findings.verdict, findings.first = RehearsalVerdict.DIFFERS, lost
+
+
+def _changes(seen: RehearsalRecord, number: int) -> list[Changed]:
+    """What is otherwise as a start begins, on any rank; not what is otherwise in each process."""
+    start, records = seen.starts[number], seen.undisturbed.records
+    if start.first == 0:
+        return []
+    noise = set() if number == 0 else _noise(seen)
+    found: dict[str, Changed] = {}
+    for expected, other in zip(records, start.records, strict=True):
+        step = start.first + (1 if number == 0 else 0)
+        for change in changed(expected, other, step):
+            if change.name not in noise:
+                found.setdefault(change.name, change)
+    return list(found.values())
+
+
+def _noise(seen: RehearsalRecord) -> set[str]:
+    """The variables that differ before anything is disturbed: times, process ids, folders."""
+    found: set[str] = set()
+    for expected, other in zip(seen.undisturbed.records, seen.starts[0].records, strict=True):
+        for step in other.began:
+            found |= {change.name for change in changed(expected, other, step)}
+    return found
+
+
+def _must_come_back(change: Changed, used: frozenset[str], differs: bool) -> bool:
+    if change.kind in ALWAYS:
+        return True
+    if change.kind in IF_USED:
+        return bool(used.intersection(identifiers(change.name)[-1:]))
+    return differs
+
+
+def identifiers(name: str) -> list[str]:
+    """The names in a path such as `task.norms[3]`."""
+    words = name.replace("[", ".[").split(".")
+    return [word for word in words if word.isidentifier()] or [name]
+
+
+def _wrong_place(seen: RehearsalRecord, number: int) -> str:
+    """A sentence, if a start did not begin where it was to."""
+    if number == 0:
+        return ""
+    before, start = seen.starts[number - 1], seen.starts[number]
+    if start.first == 0:
+        return ""
+    least = before.last + 1
+    if before.part.kills:
+        stops = [s.last + 1 for s in seen.starts[:number] if not s.part.kills]
+        if max(stops, default=1) <= start.first <= least + 1:
+            return ""
+    elif start.first == least:
+        return ""
+    words = seen.disturbances[number - 1].words
+    return f"{words}, it began again with step {start.first} instead of {least}"
+
+
+def _row(seen: RehearsalRecord, number: int, used: frozenset[str]) -> Row:
+    records, start = seen.undisturbed.records, seen.starts[number]
+    wrong = {one.field for one in differences(records, start.records)}
+    compared = bool(seen.undisturbed.records[0].done.keys() & start.records[0].done.keys())
+    fields: dict[str, bool | None] = {
+        name: (name not in wrong) if compared else None
+        for name in ("samples", "losses", "rate", "weights")
+    }
+    fields["generators"] = None if not compared else "generators" not in wrong
+    fields["evaluation"] = _evaluation_of(seen, number)
+    kept = [c for c in _changes(seen, number) if _must_come_back(c, used, bool(wrong))]
+    fields["names"] = not any(c.kind == "names" for c in kept)
+    fields["variables"] = not any(c.kind != "names" for c in kept)
+    if any(c.kind == "generator" for c in kept):
+        fields["generators"] = False
+    if any(c.kind in ("weight", "buffer") for c in kept):
+        fields["weights"] = False
+    before = "" if number == 0 else f"{seen.disturbances[number - 1].words}, then "
+    return Row(f"{before}steps {start.first} to {start.last}", fields)
+
+
+def _evaluation_of(seen: RehearsalRecord, number: int) -> bool | None:
+    """Whether the evaluations of this start's steps were made as undisturbed."""
+    start, records = seen.starts[number], seen.undisturbed.records
+    steps = {s for s, digests in records[0].evaluations.items() if digests}
+    own = {s for s in steps if start.first <= s <= start.last}
+    if not own:
+        return None
+    lost = lost_evaluations(records, [p.records for p in seen.starts])
+    return not any(one.step in own for one in lost)
+
+
+def _look_elsewhere(seen: RehearsalRecord, findings: RehearsalFindings) -> None:
+    """On another number of ranks: the same state, rates and samples."""
+    other, words = seen.elsewhere, f"another number of ranks ({len(seen.undisturbed.records)} -> "
+    if other is None:
+        return
+    words = f"{words}{len(other.records)})"
+    if other.failed:
+        reason = last_words(other)
+        findings.rows.append(Row(f"{words}: refused", {}))
+        findings.sentences.append(f"on {words.removeprefix('on ')} it does not go on: {reason}")
+        return
+    records = seen.undisturbed.records[: len(other.records)]
+    rate = all(
+        done.rates == other.records[0].done[step].rates
+        for step, done in records[0].done.items()
+        if step in other.records[0].done
+    )
+    kinds = {"weight", "optimizer", "scheduler", "names"}
+    state = [c for c in changed(records[0], other.records[0], other.first) if c.kind in kinds]
+    samples = samples_elsewhere(seen.undisturbed.records, other.records, other.first - 1)
+    fields = {"samples": samples, "rate": rate, "weights": not state}
+    findings.rows.append(Row(f"{words}: steps {other.first} to {other.last}", fields))
+    if findings.verdict is RehearsalVerdict.EXACT and (False in fields.values()):
+        findings.verdict, findings.changes, findings.at = (
+            RehearsalVerdict.DIFFERS,
+            state,
+            other.first,
+        )
+        wrong = " and ".join(name for name, same in fields.items() if same is False)
+        findings.sentences.append(f"on {words}, {wrong} did not come back")
+
+
+def _compare_files(seen: RehearsalRecord, findings: RehearsalFindings) -> None:
+    undisturbed, disturbed = seen.contents
+    if findings.verdict is RehearsalVerdict.BY_ITSELF:
+        return
+    for path in undisturbed.differing(disturbed):
+        if findings.verdict is RehearsalVerdict.EXACT:
+            findings.verdict = RehearsalVerdict.DIFFERS
+        findings.sentences.append(f"{shown(path)} holds something else than undisturbed")
+
+
+def _failure(who: str, played: ObservedStart) -> RehearsalFindings:
+    codes = ", ".join(str(code) for code in sorted(set(played.codes)))
+    sentence = f"{who} ended with code {codes}: {last_words(played)}"
+    return RehearsalFindings(RehearsalVerdict.FAILED, sentences=[sentence])
+
+
+def last_words(played: ObservedStart) -> str:
+    """The last line that it has printed, or the last of kempner's."""
+    lines = [line for line in played.said() if line.strip()]
+    ours = [line for line in lines if "kempner" in line or "Error" in line]
+    return (ours or lines or ["it printed nothing"])[-1].strip()
+
+
+def sources_of(seen: RehearsalRecord) -> dict[str, str]:
+    paths = sorted({path for record in seen.undisturbed.records for path in record.sources})
+    return {path: Path(path).read_text("utf-8", "replace") for path in paths}
+
+
+def shown(path: str) -> str:
+    """A path as a person has it: from here, if it is below."""
+    here = Path.cwd()
+    full = Path(path)
+    return str(full.relative_to(here)) if full.is_relative_to(here) else path
+
+
+def read_again(seen: RehearsalRecord) -> Sequence[str]:
+    """Files that the program has written, and that a later start has read."""
+    wrote = {path for record in seen.undisturbed.records for path in record.wrote}
+    starts = [*seen.starts, *([seen.again] if seen.again else [])]
+    read = {path for start in starts for record in start.records for path in record.read}
+    return sorted(wrote & read)
+
 
 _CLOCKS = {"time", "time_ns", "perf_counter", "monotonic", "now", "utcnow", "today"}
 _OWN_ENTROPY = {"urandom", "uuid4", "uuid1", "token_bytes", "token_hex", "randbits", "getpid"}
@@ -34,26 +281,8 @@ _SEEDED = {"default_rng", "RandomState", "Random", "SeedSequence"}
 _FILES = {"listdir", "scandir", "glob", "rglob", "iterdir", "iglob"}
 
 
-@dataclass(frozen=True)
-class Hint:
-    """A line, and what it does."""
-
-    place: str
-    what: str
-    kind: str
-
-    @property
-    def words(self) -> str:
-        """The finding in words."""
-        return f"{self.place} {self.what}"
-
-
-def find_hints(sources: Mapping[str, str]) -> list[Hint]:
-    """What is found in sources by the names of their files."""
-    return [hint for name, text in sources.items() for hint in _hints(name, text)]
-
-
-def _hints(name: str, text: str) -> Iterator[Hint]:
+def find_hints(name: str, text: str) -> Iterator[str]:
+    """Which lines of a source file differ by themselves, and how."""
     tree = ast.parse(text)
     sorted_calls = {
         id(argument)
@@ -66,15 +295,15 @@ def _hints(name: str, text: str) -> Iterator[Hint]:
             continue
         called, place = _called(node), f"{name}:{node.lineno}"
         if called in _CLOCKS and not node.args:
-            yield Hint(place, "reads the clock (time)", "clock")
+            yield f"{place} reads the clock (time)"
         elif called in _OWN_ENTROPY:
-            yield Hint(place, f"takes what differs in each process ({called})", "seed")
+            yield f"{place} takes what differs in each process ({called})"
         elif called in _SEEDED and not node.args and not node.keywords:
-            yield Hint(place, f"draws without a seed ({called})", "seed")
+            yield f"{place} draws without a seed ({called})"
         elif called in _FILES and id(node) not in sorted_calls:
-            yield Hint(place, f"takes files in the order of their folder ({called})", "files")
+            yield f"{place} takes files in the order of their folder ({called})"
         elif called == "hash":
-            yield Hint(place, "calls hash(), which differs in each process", "hash")
+            yield f"{place} calls hash(), which differs in each process"
 
 
 def _called(node: ast.Call) -> str:
@@ -99,7 +328,6 @@ _FIELDS = {
 
 
 def explain(seen: RehearsalRecord, findings: RehearsalFindings) -> list[str]:
-    """All that there is to say, the likeliest cause first."""
     sentences = list(findings.sentences)
     if findings.verdict is RehearsalVerdict.FAILED:
         return sentences
@@ -211,14 +439,14 @@ def _by_itself(seen: RehearsalRecord, findings: RehearsalFindings) -> list[str]:
         f"it reads {shown(path)}, which an earlier start has written" for path in read_again(seen)
     ]
     sets = [change for change in findings.changes if change.kind == "set"]
-    hints = find_hints(sources_by_name(seen))
+    hints = [h for path, text in sources_of(seen).items() for h in find_hints(shown(path), text)]
     if seen.again is not None and not differences(seen.undisturbed.records, seen.again.records):
         told.append(
             "the order of a set, or hash(), differs in each process (PYTHONHASHSEED): sort "
             + (", ".join(f"`{change.name}`" for change in sets) or "what is iterated over")
         )
         return told
-    told += [hint.words for hint in hints]
+    told += hints
     others = [change for change in findings.changes if change.kind != "set"]
     return told + [
         f"`{change.name}` is {change.now.words} instead of {change.before.words}"
@@ -286,7 +514,6 @@ def _cell(row: Row, name: str) -> str:
 
 
 def _outside(seen: RehearsalRecord) -> list[str]:
-    """What the program did elsewhere."""
     starts = [seen.undisturbed, *seen.starts]
     records = [record for start in starts for record in start.records]
     wrote = sorted({path for r in records for path in r.wrote if Path(path).exists()})

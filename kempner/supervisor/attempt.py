@@ -1,12 +1,12 @@
 """What the supervisor knows of the attempt under way, and does about it at once.
 
 `policy.attempt_state` says what states it goes through, and `monitors` judge how it fares; here is
-what is done about it.
-"""
+what is done about it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
 from time import monotonic
@@ -14,11 +14,21 @@ from typing import TypeAlias
 
 from kempner.cluster.slurm.hostlist import node_of
 from kempner.config.sections import Config
-from kempner.run.control.protocol import Event, Outcome, PeerLost, Phase, Stop, shorten
+from kempner.run.control.protocol import (
+    Connected,
+    Disconnected,
+    Event,
+    News,
+    Outcome,
+    PeerLost,
+    Phase,
+    RankMessage,
+    Stop,
+)
+from kempner.run.link.messages import shorten
 from kempner.run.output.logs import logger
-from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.exit_codes import LEFT_EARLY, ExitCode, StopReason, reason_of_signal
 from kempner.run.process.signals import ReceivedSignal
-from kempner.run.process.stop_reason import LEFT_EARLY, StopReason, reason_of_signal
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.events import (
     CheckpointCommitted,
@@ -32,30 +42,41 @@ from kempner.run.record.events import (
     StandsAt,
     Stopped,
     StopRequested,
+    parse_event,
 )
 from kempner.run.record.ledger import Ledger
-from kempner.run.record.vocabulary import parse_event
-from kempner.supervisor.control.events import Connected, Disconnected, News, RankMessage
+from kempner.supervisor.control.channel import RankChannel
 from kempner.supervisor.control.rank_roster import RankRoster
-from kempner.supervisor.control.server import ControlServer
-from kempner.supervisor.launchers.base import Launcher
-from kempner.supervisor.monitors.base import Adviser, Monitors, RankConditions, Snapshot
-from kempner.supervisor.monitors.findings import Hang
-from kempner.supervisor.monitors.hangs import NODES_ANSWER, HangDetector, HangEvidence
-from kempner.supervisor.monitors.memory import MemoryMonitor, explained
-from kempner.supervisor.monitors.process_probe import NOT_KILLED, describe_stuck, local_processes
-from kempner.supervisor.monitors.reporter import Reporter
-from kempner.supervisor.monitors.run_times import RunTimes
-from kempner.supervisor.monitors.straggler import StragglerMonitor
-from kempner.supervisor.policy.attempt_state import (
+from kempner.supervisor.launchers.launcher import Launcher
+from kempner.supervisor.monitors.advisers import MemoryMonitor, StragglerMonitor, explained
+from kempner.supervisor.monitors.base import (
+    Hang,
+    Monitors,
+    RankConditions,
+    Reporter,
+    RunTimes,
+    Snapshot,
+)
+from kempner.supervisor.monitors.hangs import (
+    NODES_ANSWER,
+    NOT_KILLED,
+    DeadlockDetector,
+    HangDetector,
+    HangEvidence,
+    describe_stuck,
+    local_processes,
+)
+from kempner.supervisor.policy.outcome import RankExit, ReportedLoop, describe_exit, failed
+from kempner.supervisor.policy.stop import (
     AttemptLife,
     AttemptState,
     Deadline,
+    StopOrder,
     StopSoFar,
     Trigger,
+    renew,
+    time_to_abandon,
 )
-from kempner.supervisor.policy.outcome import RankExit, ReportedLoop, describe_exit, failed
-from kempner.supervisor.policy.stop import StopOrder, renew, time_to_abandon
 from kempner.supervisor.slurm.job_monitor import JobSeen, JobView
 
 LOOK = 0.5
@@ -100,14 +121,15 @@ class AttemptFollower:
         roster: RankRoster,
         config: Config,
         launcher: Launcher,
-        channel: ControlServer,
+        channel: RankChannel,
         ledger: Ledger,
         job: JobView,
         times: RunTimes,
     ) -> None:
         self.attempt, self.roster, self.job = attempt, roster, job
-        self._launcher, self._channel, self._ledger = launcher, channel, ledger
-        self.times, self._stop = times, StopSoFar()
+        self._launcher, self._channel = launcher, channel
+        self.times, self.stop = times, StopSoFar()
+        self._record = partial(ledger.record, attempt=attempt.number)
         supervise, resilience, now = config.supervise, config.resilience, times.now()
         graces = {
             Deadline.STOP: supervise.stop_grace,
@@ -115,40 +137,28 @@ class AttemptFollower:
             Deadline.EVIDENCE: NODES_ANSWER,
             Deadline.ABANDON: KILLED_WITHIN,
         }
-        self._life = AttemptLife(graces, AttemptState.LAUNCHING, now)
+        self.life = AttemptLife(graces, AttemptState.LAUNCHING, now)
         usual_step = times.phases.usual().get(Phase.STEP)
         self._monitors = Monitors(
             times.phases,
+            DeadlockDetector(),
             HangDetector(resilience, now, roster.must_report, times.hung),
-            Adviser(
-                StragglerMonitor(resilience, None if usual_step is None else usual_step.median)
+            advisers=(
+                StragglerMonitor(resilience, None if usual_step is None else usual_step.median),
+                MemoryMonitor(resilience),
             ),
-            Adviser(MemoryMonitor(resilience)),
         )
-        self._evidence = HangEvidence(attempt.number, channel.tell, ledger, launcher.look)
+        self.evidence = HangEvidence(attempt.number, channel.tell, ledger, launcher.look)
         self._reporter = Reporter(attempt.number, ledger, resilience.straggler_is_suspect)
-
-    @property
-    def hang(self) -> Hang | None:
-        """What the attempt was ended for, if nothing moved any more."""
-        return self._evidence.hang
-
-    @property
-    def signals(self) -> list[ReceivedSignal]:
-        """The signals that asked for a stop, in their order."""
-        return self._stop.signals
-
-    @property
-    def stop_reason(self) -> StopReason:
-        """Why the ranks were asked to stop, or said that they do; NONE if there was no request."""
-        return self._stop.reason
 
     @property
     def ends(self) -> list[RankExit]:
         """How ranks ended, in the order of the first sign of it."""
         usage, ends = self._channel.usage(), self.roster.ends
         if self.reports_nothing:
-            ends = [self._channel.interpret(end) for end in ends]  # one may have said more since
+            # One may have said more since; or the signal that ended it came here a moment later.
+            asked = self.stop.standing is not None
+            ends = [self._channel.interpret(replace(end, asked=end.asked or asked)) for end in ends]
         return [explained(end, usage, self.roster.joined) for end in ends]
 
     @property
@@ -157,21 +167,26 @@ class AttemptFollower:
         return not (self.roster.must_report or self.roster.joined)
 
     @property
-    def own_loop(self) -> ReportedLoop:
-        """Where the loop of a program of the user's own is; UNKNOWN for any other."""
-        return ReportedLoop.UNKNOWN if self.roster.must_report else self._stop.loop
+    def left_with_0_alone(self) -> bool:
+        """Whether such a program has left with what would be a stop if it was asked to stop."""
+        ends = [self._channel.interpret(replace(end, asked=True)) for end in self.roster.ends]
+        return self.reports_nothing and any(end.code == ExitCode.STOPPED for end in ends)
+
+    @property
+    def was_signalled(self) -> bool:
+        """Whether the ranks were asked to stop, in whatever way, or Slurm is ending the job."""
+        by_us = self.stop.standing is not None or any(end.asked for end in self.roster.ends)
+        return by_us or self.stop.signalled or self.job.is_ending()
 
     @property
     def steps_done(self) -> int:
-        """The furthest that a rank has reported."""
         seen = self._channel.last_reports().values()
         return max((last.report.step for last in seen), default=0)
 
     def step_of(self, rank: int | None) -> int:
         """The step that a rank was in when last heard, or had done where it was in none.
 
-        The furthest of all for None, and for a rank that never said where it is.
-        """
+        The furthest of all for None, and for a rank that never said where it is."""
         seen = self._channel.last_reports()
         reports = [seen[rank].report] if rank in seen else [s.report for s in seen.values()]
         return max((r.step + (r.phase in (Phase.COMPILE, Phase.STEP)) for r in reports), default=0)
@@ -186,20 +201,15 @@ class AttemptFollower:
 
     @property
     def trains(self) -> bool:
-        """Whether all ranks have begun with their steps, and none was asked to stop, or failed."""
-        return self._life.state is AttemptState.RUNNING and self._snapshot().trains
+        return self.life.state is AttemptState.RUNNING and self._snapshot().trains
 
     def seconds_run(self) -> float:
-        """Since its launch, until the first rank ended."""
         return self.times.now() - (self.seconds_ending() or 0.0)
 
     def seconds_ending(self) -> float | None:
         """Since the first rank ended; None if none has."""
-        return self.roster.first_ended_for(self.times.now())
-
-    def over(self) -> bool:
-        """Whether nothing is left to follow."""
-        return self._life.over
+        first = self.roster.first_ended_at
+        return None if first is None else self.times.now() - first
 
     def take_in(self, incoming: SimpleQueue[AttemptEvent], *, wait: bool = True) -> None:
         """Act on all that has happened; `wait` until something has, or `LOOK` seconds are over."""
@@ -214,22 +224,23 @@ class AttemptFollower:
         """Stop in time, and end what outstays: a connection, a stop, the failure of another."""
         snapshot = self._snapshot()
         findings = self._monitors.check(snapshot)
-        self._stop_for_job_end()
+        if self.job.id is not None:
+            self._stop_for_job_end()
         for hang in (finding for finding in findings if isinstance(finding, Hang)):
             self._end_a_hang(hang, snapshot)
         self._miss_ranks(snapshot)
-        collected = self._life.state is AttemptState.COLLECTING_EVIDENCE
-        known = collected and self._evidence.complete(snapshot.now)
-        over = known or snapshot.now > self._life.until
+        collected = self.life.state is AttemptState.COLLECTING_EVIDENCE
+        known = collected and self.evidence.complete(snapshot.now)
+        over = known or snapshot.now > self.life.until
         time_up = over and self._end_its_time(snapshot.now)
-        if self._life.state is AttemptState.KILLING:
+        if self.life.state is AttemptState.KILLING:
             self._launcher.kill()
         if time_up and collected:
-            self._evidence.close(snapshot)
+            self.evidence.close(snapshot)
         if self._all_gone():
             outstayed = self._launcher.alive() and local_processes(self.roster.joined)
             self._advance(Trigger.OUTSTAYED if outstayed else Trigger.ALL_ENDED)
-        if self._life.over or self._life.state is AttemptState.KILLING:
+        if self.life.over or self.life.state is AttemptState.KILLING:
             self.times.ranks_left()
         for finding in findings:
             if not isinstance(finding, Hang):
@@ -238,14 +249,14 @@ class AttemptFollower:
 
     def _end_its_time(self, now: float) -> bool:
         """Leave behind who outlives a kill; whether who is left is to be killed now."""
-        if self._life.state is AttemptState.KILLING:
+        if self.life.state is AttemptState.KILLING:
             self._leave_behind(now)
         left = self.job.seconds_left(now)
         return self._advance(Trigger.TIME_UP, time_to_abandon(left, KILLED_WITHIN))
 
     def _leave_behind(self, now: float) -> None:
         """Name the ranks that outlive a SIGKILL, and their nodes: nothing else can start there."""
-        sure = now - self._life.since >= SURE_AFTER
+        sure = now - self.life.since >= SURE_AFTER
         stuck = {**self.roster.survivors(), **local_processes(self.roster.joined)} if sure else {}
         gone = self.roster.joined.keys() - self.roster.survivors().keys()
         for rank in self.roster.not_ended():
@@ -272,41 +283,42 @@ class AttemptFollower:
             self.times.phases.usual(),
             self._channel.usage(),
             self.roster.joined,
-            RankConditions(self.times.woke_at, self._launcher.waits()),
+            RankConditions(
+                self.times.clock.woke_at,
+                self._launcher.waits(),
+                frozenset(end.rank for end in self.roster.ends),
+                self._launcher.still(),
+            ),
         )
 
     def _advance(self, trigger: Trigger, within: float = inf) -> bool:
         """Take in a trigger, whose deadline is at most `within` seconds from now; whether the state
-        changes.
-        """
-        before, self._life = self._life, self._life.after(trigger, self.times.now(), within)
-        if self._life.state is before.state:
+        changes."""
+        before, self.life = self.life, self.life.after(trigger, self.times.now(), within)
+        if self.life.state is before.state:
             return False
-        lasted = round(self._life.since - before.since, 1)
-        change = f"{before.state} -> {self._life.state}"
+        lasted = round(self.life.since - before.since, 1)
+        change = f"{before.state} -> {self.life.state}"
         logger().debug(change, because=trigger.value, after=lasted)
         return True
 
     def _all_gone(self) -> bool:
-        """Whether all ranks have ended and their processes are gone, or should be."""
         ended_for = self.roster.ended_for(self.times.now())
         return not self._launcher.alive() or (ended_for is not None and ended_for > EXIT_GRACE)
 
     def _end_a_hang(self, hang: Hang, snapshot: Snapshot) -> None:
         """Collect evidence first, unless a stop or a failure ends the attempt anyway."""
         if self._advance(Trigger.HANG_FOUND):
-            self.times.phases.note_false_hang(hang.phase, hang.still)
-            self._evidence.collect(hang, snapshot)
+            if not hang.deadlock:
+                self.times.phases.note_false_hang(hang.phase, hang.still)
+            self.evidence.collect(hang, snapshot)
 
     def _miss_ranks(self, snapshot: Snapshot) -> None:
-        """Take ranks for gone that have sent nothing for too long."""
-        steps = (report.step for report in snapshot.reports.values())
-        self.roster.reached(max(steps, default=0), snapshot.now)
         self.roster.heard(self._channel.last_reports(), snapshot.now)
-        if self._life.holds(Deadline.RECONNECT):
+        if self.life.holds(Deadline.RECONNECT):
             for end in self.roster.cut_off(snapshot.now):
                 self._note_end(end)
-        if self._life.holds(Deadline.JOIN):
+        if self.life.holds(Deadline.JOIN):
             for end in self.roster.never_joined(snapshot.now):
                 self._note_end(end)
 
@@ -341,63 +353,60 @@ class AttemptFollower:
             case None:
                 logger().warning("a line of this rank does not go into the ledger", rank=rank)
             case ConnectionsStalled() | StandsAt():
-                self._evidence.hear(rank, event)
+                self.evidence.hear(rank, event)
             case CheckpointCommitted():
                 self._record(self._learn_from(event))
             case Evaluated():
                 self.times.evaluated(event.seconds)
                 self._record(event)
             case Completed() | RankReady():
-                complete = isinstance(event, Completed)
-                self._stop.loop = ReportedLoop.COMPLETE if complete else ReportedLoop.UNDER_WAY
+                if not self.roster.must_report:
+                    complete = isinstance(event, Completed)
+                    self.stop.loop = ReportedLoop.COMPLETE if complete else ReportedLoop.UNDER_WAY
                 self._record(event)
             case Stopped():
-                self._stop.said = StopReason.of_label(event.reason)
+                self.stop.said = StopReason.of_label(event.reason)
                 self._record(event)
             case _:
                 self._record(event)
         if isinstance(event, Signalled):
+            self.stop.signalled = True
             self.job.look()
 
     def _learn_from(self, commit: CheckpointCommitted) -> CheckpointCommitted:
-        """Take note of how long the save took, unless the job was suspended meanwhile."""
         if commit.took is None or self.times.saved(commit.took):
             return commit
         return replace(commit, suspended=True)
 
-    def _record(self, event: LedgerEvent) -> None:
-        self._ledger.record(event, self.attempt.number)
-
     def _pass_on(self, received: ReceivedSignal) -> None:
-        self._stop.signals.append(received)
+        self.stop.signals.append(received)
         self.job.look()  # it knows why, and until when
         reason, sentence = reason_of_signal(received.signal), received.signal.name
-        left, grace = self.job.seconds_left(self.times.now()), self._life.graces[Deadline.STOP]
+        left, grace = self.job.seconds_left(self.times.now()), self.life.graces[Deadline.STOP]
         within = grace if left is None else min(grace, max(0.0, left))
         self.ask_to_stop(StopOrder(reason, sentence, within))
 
     def _stop_for_user(self, received: ReceivedSignal) -> None:
         """A person has asked for a stop with `kempner stop`: no signal is Slurm's warning then."""
-        self._stop.signals.append(received)
-        self._stop.by_user = True
-        within = self._life.graces[Deadline.STOP]
+        self.stop.signals.append(received)
+        self.stop.by_user = True
+        within = self.life.graces[Deadline.STOP]
         self.ask_to_stop(StopOrder(StopReason.OPERATOR, "kempner stop", within))
 
     def _stop_for_job_end(self) -> None:
-        """Ask for a stop when the job's end is near, or Slurm is about to end it."""
         if (warning := self.job.warning(self.times)) is not None:
             logger().warning(warning)
-        order = self.job.stop_order(self.times, () if self._stop.by_user else self.signals)
+        order = self.job.stop_order(self.times, () if self.stop.by_user else self.stop.signals)
         if order is not None:
             self.ask_to_stop(order)
 
     def ask_to_stop(self, order: StopOrder) -> None:
         """Ask the ranks once, and again whenever there is more to say."""
-        now, before = self.times.now(), self._stop.standing
+        now, before = self.times.now(), self.stop.standing
         first, standing = before is None, renew(before, order, now)
         if standing is None:
             return
-        self._stop.standing, seconds_left = standing, max(0.0, standing.by - now)
+        self.stop.standing, seconds_left = standing, max(0.0, standing.by - now)
         self._channel.tell(Stop(standing.reason, shorten(standing.sentence), seconds_left))
         if standing.reason.ends_run and not (before and before.reason.ends_run):
             self._launcher.ask_to_stop()  # a signal would say more than that others are to come
@@ -405,43 +414,39 @@ class AttemptFollower:
         if first:
             logger().warning(f"{standing.sentence}: stopping after this step, with a checkpoint")
         told = StopRequested(standing.reason.label, standing.sentence, round(seconds_left, 1))
-        self._stop.unrecorded = (told, now)
+        self.stop.unrecorded = (told, now)
         if self.job.id is None or standing.reason not in _UNEXPLAINED:
             self._record_stop()
 
     def _record_stop(self, now: float = inf) -> None:
         """Tell the ledger of the stop, unless Slurm may still say at `now` why there is one."""
-        if self._stop.unrecorded is None:
+        if self.stop.unrecorded is None:
             return
-        told, since = self._stop.unrecorded
-        if now - since > EXPLAINED_WITHIN or self.over():
-            self._stop.unrecorded = None
+        told, since = self.stop.unrecorded
+        if now - since > EXPLAINED_WITHIN or self.life.over:
+            self.stop.unrecorded = None
             self._record(told)
 
-    def _interpret(self, end: RankExit) -> RankExit:
-        """With what its exit means, where that is not said over the channel."""
-        if self.roster.must_report or end.rank in self.roster.joined:
-            return end
-        asked = replace(end, asked=end.asked or self._stop.standing is not None)
-        return self._channel.interpret(asked, look=not self.roster.any_failed)
-
     def _note_end(self, end: RankExit) -> None:
-        end = self._interpret(end)
+        if not (self.roster.must_report or end.rank in self.roster.joined):
+            # What its exit means is not said over the channel.
+            asked = replace(end, asked=end.asked or self.stop.standing is not None)
+            end = self._channel.interpret(asked, look=not self.roster.any_failed)
         first_to_fail = failed(end) and not self.roster.any_failed
         if not self.roster.ended(end, self.times.now()):
             return  # its own words came first and say more than its exit status
-        if first_to_fail and self.own_loop is not ReportedLoop.COMPLETE:
+        if first_to_fail and self.stop.loop is not ReportedLoop.COMPLETE:
             # After the last step the others may still evaluate, or export: they need not wait.
             self._channel.tell(PeerLost(end.rank, shorten(describe_exit(end))))
             self._advance(Trigger.RANK_FAILED)
         logger().info("rank ended", rank=end.rank, how=describe_exit(end))
-        if end.code == ExitCode.STOPPED and self._stop.standing is None:
+        if end.code == ExitCode.STOPPED and self.stop.standing is None:
             # A rank that was signalled alone, before it knew the others: they would wait for it.
             # What the ranks have said of it meanwhile is better than that one of them was asked.
-            reason = self._stop.said or StopReason.PEER_STOPPED
+            reason = self.stop.said or StopReason.PEER_STOPPED
             sentence = f"rank {end.rank} was asked to stop"
             self.job.look()  # a preemption signals the ranks alone
-            self.ask_to_stop(StopOrder(reason, sentence, self._life.graces[Deadline.STOP]))
+            self.ask_to_stop(StopOrder(reason, sentence, self.life.graces[Deadline.STOP]))
         if end.code == ExitCode.STOPPED and self.roster.left_early(end):
             # Others may have met it a moment before: no order frees them, since they wait for it.
             self._channel.tell(PeerLost(end.rank, LEFT_EARLY))

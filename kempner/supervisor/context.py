@@ -1,8 +1,7 @@
 """What a supervisor looks after, and with what.
 
 Looks after the nodes without ranks, and those of other jobs: the ranks start again on more nodes
-once these are fit, and on fewer when one has to leave.
-"""
+once these are fit, and on fewer when one has to leave."""
 
 from __future__ import annotations
 
@@ -12,18 +11,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from math import inf
 from pathlib import Path
 
-from kempner.cluster.machine.job_place import process_began
+from kempner.cluster.machine import process_began
 from kempner.cluster.slurm.hostlist import node_name
 from kempner.config.sections import Config
+from kempner.probe.node import ProbeQuestion, ProbeResult, measure
 from kempner.run.control.launch_env import LaunchTerms
 from kempner.run.control.trackers import open_trackers
 from kempner.run.output.logs import logger
+from kempner.run.process.exit_codes import StopReason
 from kempner.run.process.retry import storage_waits
 from kempner.run.process.signals import SignalInbox
-from kempner.run.process.stop_reason import StopReason
 from kempner.run.process.threads import keep_running
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.events import NodesJoined, NodesLeft, NodesTakenBack
@@ -33,13 +32,16 @@ from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.attempt import AttemptFollower
 from kempner.supervisor.hooks import Hooks, LedgerWithHooks
-from kempner.supervisor.launchers.base import JoinedNode, Launcher, Program
-from kempner.supervisor.nodes.exclusion import Suspect, read_shared, suspects, withdraw
-from kempner.supervisor.nodes.probe import ProbeQuestion, ProbeResult, measure
-from kempner.supervisor.policy.grow import (
+from kempner.supervisor.launchers.base import CannotRestart, JoinedNode, Program
+from kempner.supervisor.launchers.launcher import Launcher
+from kempner.supervisor.nodes.changes import (
     SETTLED,
+    DepartureAction,
+    DepartureDecision,
+    DepartureSituation,
     GrowSituation,
     IdleNode,
+    decide_departure,
     decide_growth,
     last_growth,
     restart_seconds,
@@ -47,9 +49,12 @@ from kempner.supervisor.policy.grow import (
     times_taken_back,
     trusted,
 )
+from kempner.supervisor.nodes.exclusion import Suspect, read_shared, suspects, withdraw
+from kempner.supervisor.policy.restart import StorageOutage
 from kempner.supervisor.policy.stop import StopOrder
 from kempner.supervisor.preflight import examine
 from kempner.supervisor.slurm.job_monitor import JobMonitor
+from kempner.supervisor.watchdog.board import board
 
 _OF_A_RANK = StopReason.SIGNAL, StopReason.PEER_STOPPED
 
@@ -77,7 +82,7 @@ class Sighting:
     restart_takes: float
 
 
-class _Watch:
+class IdleNodesWatch:
     """Looks at idle nodes again and again, from a thread, until it is ended; `latest` is what was
     seen. At those that are new it looks at once, and again soon."""
 
@@ -87,18 +92,14 @@ class _Watch:
         look: Callable[[Sequence[str]], Sighting],
         every: float,
     ) -> None:
-        self._idle, self._look, self._every, self._done = idle, look, every, threading.Event()
+        self._idle, self._look, self._every, self.done = idle, look, every, threading.Event()
         self.latest: Sighting | None = None
         self._first_seen = dict.fromkeys(idle(), time.monotonic())
-        keep_running("idle nodes", self._work, self._done.wait)
-
-    def end(self) -> None:
-        """Look no more. A question that is under way is not waited for."""
-        self._done.set()
+        keep_running("idle nodes", self._work, self.done.wait)
 
     def _work(self) -> None:
         looked_at = time.monotonic()
-        while not self._done.wait(OFTEN):
+        while not self.done.wait(OFTEN):
             now, nodes = time.monotonic(), self._idle()
             new = [node for node in nodes if node not in self._first_seen]
             self._first_seen |= dict.fromkeys(new, now)
@@ -110,13 +111,19 @@ class _Watch:
 class Growth:
     """The nodes without ranks, from attempt to attempt: since when they are well, and whether the
     ranks are to stop for them; those that have joined, and whether they have to leave. For ranks
-    that say where they are, and commit when asked to stop.
-    """
+    that say where they are, and commit when asked to stop."""
 
-    def __init__(self, launcher: Launcher, run: RunDirectory, config: Config, ours: bool) -> None:
-        self._launcher, self._run, self._config = launcher, run, config
+    def __init__(
+        self,
+        launcher: Launcher,
+        run: RunDirectory,
+        config: Config,
+        ours: bool,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._launcher, self._run, self._config, self._clock = launcher, run, config, clock
         self._on = ours and config.supervise.grow
-        self._watch: _Watch | None = None
+        self.watched: IdleNodesWatch | None = None
         self._judged: Sighting | None = None
         self._well_since: dict[str, float] = {}
         self._returns: dict[str, int] = {}
@@ -126,10 +133,6 @@ class Growth:
         self._began = time.time()
 
     def watch(self, attempt: Attempt, history: RunHistory) -> None:
-        """Look after the nodes without ranks while an attempt lasts.
-
-        `history` is what is known by now: it is not read again.
-        """
         self._judged, self._attempt = None, attempt.number
         if not self._on:
             return
@@ -137,20 +140,15 @@ class Growth:
         self._last_growth = last_growth(history, self._began)
         own = suspects(history, time.time(), self._config.resilience.suspect_for)
         wait = self._config.supervise.grow_after
-        look = partial(self._look, attempt, own)
+        look = partial(self._look, attempt, own, history)
         every = min(SELDOM, max(OFTEN, wait / LOOKS))
-        self._watch = _Watch(lambda: self._launcher.idle.nodes, look, every)
+        self.watched = IdleNodesWatch(lambda: self._launcher.idle.nodes, look, every)
 
     def end_watch(self) -> None:
-        """Look no more: the attempt is over."""
-        if self._watch is not None:
-            self._watch.end()
-        self._watch = None
-
-    @property
-    def latest(self) -> Sighting | None:
-        """What was seen last in this attempt; None if nothing was yet."""
-        return None if self._watch is None else self._watch.latest
+        """Look no more: the attempt is over. A question that is under way is not waited for."""
+        if self.watched is not None:
+            self.watched.done.set()
+        self.watched = None
 
     def consider(self, follower: AttemptFollower) -> None:
         """Ask the ranks to stop if it is time to start them again on other nodes."""
@@ -160,7 +158,7 @@ class Growth:
                 until = min(self._config.supervise.stop_grace, until)
                 sentence = f"{node}{how.of_job} has to leave the run: {how.reason}"
                 follower.ask_to_stop(StopOrder(StopReason.NODE_LEAVES, sentence, until))
-        seen = self.latest
+        seen = None if self.watched is None else self.watched.latest
         if seen is None or seen is self._judged:
             return
         self._judged = seen
@@ -186,9 +184,8 @@ class Growth:
 
     def take_back(self, ledger: Ledger, attempt: Attempt) -> None:
         """Before a start: nodes that have been well for long enough are suspect no more."""
-        if not self._on:
+        if not self._on or not (idle := self._launcher.idle).missing:
             return
-        idle = self._launcher.idle
         able = trusted(self._idle_nodes(), self._config.supervise.grow_after)
         nodes = tuple(node.name for node in able if not node.joined)[: idle.missing]
         if not nodes:
@@ -234,7 +231,6 @@ class Growth:
         return {self._run.path.name, self._config.run.name or ""}
 
     def _departing(self) -> dict[str, JoinedNode]:
-        """Nodes with ranks that have said that they have to leave."""
         joined = self._launcher.joined
         return {n: joined[n] for n in self._joined if joined[n].leaves_by is not None}
 
@@ -253,7 +249,9 @@ class Growth:
             for node in self._launcher.idle.nodes
         )
 
-    def _look(self, attempt: Attempt, own: dict[str, Suspect], idle: Sequence[str]) -> Sighting:
+    def _look(
+        self, attempt: Attempt, own: dict[str, Suspect], history: RunHistory, idle: Sequence[str]
+    ) -> Sighting:
         """Ask the nodes, and this one to compare them with."""
         here = node_name(os.environ)
 
@@ -263,30 +261,88 @@ class Growth:
             return [mine, *(answer for answer in others if answer.node != here)]
 
         nodes = [here, *(node for node in idle if node != here)]
-        found = examine(nodes, ask, self._launcher.size, attempt, self._run, self._config)
+        size, run, config = self._launcher.size, self._run, self._config
+        found = examine(nodes, ask, size, attempt, run, config, self._clock)
         barred = {node for node, suspect in own.items() if suspect.failed}
         if (folder := self._config.resilience.suspects_dir) is not None:
             theirs = read_shared(Path(folder), time.time())
             barred |= {n for n, s in theirs.items() if s.run not in self._names}
         well = found.answered - found.unfit.keys()
-        return Sighting(
-            time.monotonic(), well & set(idle), frozenset(barred), self._restart_takes()
+        takes = restart_seconds(history)  # the start of this attempt included
+        return Sighting(time.monotonic(), well & set(idle), frozenset(barred), takes)
+
+
+class Departures:
+    """The job's own nodes that Slurm is about to take away, or that the site mends soon: the ranks
+    move off them at a vote, to others of the job, or with the job by way of the queue."""
+
+    def __init__(self, launcher: Launcher, job: JobMonitor | None, ledger: Ledger, grace: float):
+        self._launcher, self._job, self._ledger, self._grace = launcher, job, ledger, grace
+        self._told = ""
+        self.left: frozenset[str] = frozenset()
+        """Those without which the run has gone on, though they did respond."""
+
+    def consider(self, follower: AttemptFollower) -> None:
+        """Ask the ranks to stop if they have to move."""
+        if self._job is None:
+            return
+        for event in self._job.nodes.given_back():
+            self._ledger.record(event, follower.attempt.number)
+        if not self._job.nodes.going:
+            return
+        now = self._decide(self._job, commits=not follower.reports_nothing)
+        if now.departure is DepartureAction.LEAVE_OUT:
+            self._leave_out(self._job, now)
+        elif now.departure is not DepartureAction.NOTHING and follower.trains:
+            follower.ask_to_stop(StopOrder(StopReason.NODE_LEAVES, now.reason, self._grace))
+        elif now.departure is DepartureAction.NOTHING and now.nodes and now.reason != self._told:
+            self._told = now.reason
+            logger().warning(now.reason)
+
+    def leave(self, attempt: Attempt, unable: CannotRestart | None) -> CannotRestart | None:
+        """Before a start: do without nodes that are to go, or say why there can be no other start.
+
+        `unable` is why there can be none anyway."""
+        if self._job is None:
+            return unable
+        for event in self._job.nodes.given_back():
+            self._ledger.record(event, attempt.number)
+        now = self._decide(self._job, commits=True)
+        if unable is not None or now.departure is DepartureAction.REQUEUE:
+            reasons = [unable.reason] if unable is not None else []
+            bad = unable.nodes if unable is not None else ()
+            if now.departure is not DepartureAction.NOTHING:
+                reasons, bad = [*reasons, now.reason], (*bad, *now.nodes)
+            return CannotRestart("; ".join(reasons), tuple(dict.fromkeys(bad)))
+        if now.departure is not DepartureAction.NOTHING:
+            self._leave_out(self._job, now)
+            self._ledger.record(NodesLeft(now.nodes, now.reason), attempt.number)
+        return None
+
+    def _decide(self, job: JobMonitor, commits: bool) -> DepartureDecision:
+        going, launcher = job.nodes.going, self._launcher
+        there = [node for node in launcher.nodes if node in going]
+        return decide_departure(
+            DepartureSituation(
+                going=going,
+                nodes=launcher.nodes,
+                used=launcher.used,
+                host=node_name(os.environ),
+                unavoidable=launcher.unavoidable(there) if there else (),
+                commits=commits,
+                comes_back=bool(there) and job.comes_back,
+            )
         )
 
-    def _restart_takes(self) -> float:
-        """As the ledger tells, the start of this attempt included; no end where it cannot be read:
-        then nothing changes now."""
-        try:
-            return restart_seconds(RunHistory.read(self._run.ledger))
-        except OSError as error:
-            logger().info("the ledger cannot be read now", reason=error.strerror)
-            return inf
+    def _leave_out(self, job: JobMonitor, now: DepartureDecision) -> None:
+        self.left |= set(now.nodes)
+        self._launcher.leave_out(now.nodes)
+        job.leave(now.nodes)
+        logger().warning(f"without {', '.join(now.nodes)} from now on: {now.reason}")
 
 
 @dataclass(frozen=True)
 class SupervisorContext:
-    """What a supervisor looks after, and with what; the same for all attempts."""
-
     run: RunDirectory
     launcher: Launcher
     program: Program
@@ -298,25 +354,36 @@ class SupervisorContext:
 
     @cached_property
     def began(self) -> float | None:
-        """When the supervisor's process began, or the batch script that became it."""
-        began = process_began()
+        """When the supervisor's process began, or the batch script that became it or its keeper."""
+        began = process_began(process="self" if board().alone else os.getppid())
         return None if began is None else round(began, 3)
 
     @cached_property
     def ledger(self) -> Ledger:
-        """Where the run's events go."""
         return LedgerWithHooks(self.run.ledger, self.hooks)
 
     @cached_property
     def history(self) -> RunHistory:
-        """What the ledger tells, read once, and then what was added."""
-        read = partial(RunHistory.read, self.run.ledger, self.ledger.unwritten)
-        return storage_waits().retry(read, worked=True)
+        """What the ledger tells, and what is recorded in it; read again after each attempt."""
+        return storage_waits().retry(partial(RunHistory.of, self.ledger), worked=True)
+
+    @cached_property
+    def outages(self) -> list[StorageOutage]:
+        return []
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        return time.time if self.job is None else self.job.clock
 
     @cached_property
     def growth(self) -> Growth:
-        """What looks after the nodes without ranks."""
-        return Growth(self.launcher, self.run, self.config, self.program.ours)
+        # Outside of a job there is one machine, and no other one to grow to.
+        grows = self.program.ours and self.job is not None
+        return Growth(self.launcher, self.run, self.config, grows, self.clock)
+
+    @cached_property
+    def departures(self) -> Departures:
+        return Departures(self.launcher, self.job, self.ledger, self.config.supervise.stop_grace)
 
     def terms(self) -> LaunchTerms | None:
         """What a program of the user's own is told; ours reads the configuration."""

@@ -11,6 +11,7 @@ block it. A thread looks at the sizes; from a file that has grown too large it t
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
@@ -18,14 +19,14 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-from kempner.cluster.machine.rlimits import raise_open_file_limit
+from kempner.cluster.machine import leave_no_cores, raise_open_file_limit
 from kempner.cluster.slurm.job import restart_count
 from kempner.config.sections import Config
-from kempner.run.control.launch_env import BuddyTerms, Control, Launch
+from kempner.run.control.launch_env import BuddyTerms, Launch, SupervisorMark
 from kempner.run.control.leftovers import end_leftovers
-from kempner.run.control.protocol import Secret
+from kempner.run.link.auth import Secret
 from kempner.run.output.logs import logger, open_log
-from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.exit_codes import ExitCode, RunError
 from kempner.run.process.retry import (
     StorageUnavailableError,
     StorageWait,
@@ -33,8 +34,13 @@ from kempner.run.process.retry import (
     storage_waits,
 )
 from kempner.run.process.signals import LEFT_AT_ONCE, ReceivedSignal, SignalInbox, insists
-from kempner.run.process.threads import helper_thread, unless
-from kempner.run.record.attempts import Attempt, begin_attempt, prune_attempts
+from kempner.run.process.threads import helper_thread, started, unless
+from kempner.run.record.attempts import (
+    Attempt,
+    SupersededError,
+    begin_attempt,
+    prune_attempts,
+)
 from kempner.run.record.events import AttemptEnded, AttemptStarted, ProgramAdvanced, StorageWaited
 from kempner.run.record.gave_up import refuse_if_given_up
 from kempner.run.record.history import RunHistory
@@ -43,33 +49,42 @@ from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.attempt import AttemptEvent, AttemptFollower, UserStopSignal
 from kempner.supervisor.context import SupervisorContext
-from kempner.supervisor.control.file_transport import FileTransport
-from kempner.supervisor.control.peers import Membership, listen
+from kempner.supervisor.control.channel import RankChannel
 from kempner.supervisor.control.program_reports import ProgramReports
 from kempner.supervisor.control.rank_roster import RankRoster, RankStatusFile
-from kempner.supervisor.control.server import ControlServer
-from kempner.supervisor.hooks import Hooks, LedgerWithHooks
-from kempner.supervisor.launchers.base import Launcher, Program
-from kempner.supervisor.metrics_export import MetricsExports
-from kempner.supervisor.monitors.run_times import RunTimes
+from kempner.supervisor.hooks import Hooks, LedgerWithHooks, MetricsExports
+from kempner.supervisor.launchers.base import Program
+from kempner.supervisor.launchers.launcher import Launcher
+from kempner.supervisor.monitors.base import RunTimes
 from kempner.supervisor.nodes.exclusion import known_suspects
 from kempner.supervisor.policy.outcome import (
     Decision,
     ReportedLoop,
     after_training,
     decide_outcome,
+    ended_by_signal,
     has_advanced,
     left_early,
 )
-from kempner.supervisor.policy.restart import failures
-from kempner.supervisor.policy.salvage import why_not_kept
+from kempner.supervisor.policy.restart import (
+    FAILURES,
+    RESUMES_ELSEWHERE,
+    failures,
+    requeues_without_progress,
+    why_not_kept,
+)
 from kempner.supervisor.preflight import choose_nodes
-from kempner.supervisor.readiness import check_ready, check_run_directory
-from kempner.supervisor.recovery import is_asked_to_stop, restart_or_finish
-from kempner.supervisor.salvage import salvage
+from kempner.supervisor.readiness import (
+    await_script,
+    check_ready,
+    check_run_directory,
+    keep_accepted,
+)
+from kempner.supervisor.recovery import by_the_end, is_asked_to_stop, restart_or_finish, salvage
 from kempner.supervisor.slurm.job_monitor import JobMonitor, JobView
 from kempner.supervisor.slurm.requeue_job import end_without_requeue, job_facts, requeue_or_explain
 from kempner.supervisor.start_progress import StartProgress
+from kempner.supervisor.watchdog.board import board
 
 EVERY = 1.0
 """Seconds between two looks; of many files, a hundredth of a second each."""
@@ -102,10 +117,9 @@ class OutputLimit:
         self._told = False
 
     def start(self) -> None:
-        self._thread.start()
+        started(self._thread)
 
     def close(self) -> None:
-        """Look for a last time."""
         self._over.set()
         self._thread.join(CLOSED_WITHIN)
 
@@ -149,8 +163,7 @@ def cut(path: Path, bounds: Bounds) -> None:
     """Take out what is between the head and what comes from now on; its last part is kept beside.
 
     What is written in the milliseconds in which that happens is lost with the rest. Raises
-    `OSError`.
-    """
+    `OSError`."""
     with path.open("r+b") as file, before(path).open("wb") as kept:
         size = os.fstat(file.fileno()).st_size
         at = max(bounds.head, size - bounds.tail)
@@ -181,11 +194,12 @@ def supervise(
 
     Returns the exit code of the run. Raises `GaveUpError` if it was given up before, `UsageError`
     if it has a supervisor already, `SupersededError` when another one takes it over, and as
-    `check_ready` where the ranks could not even begin.
-    """
+    `check_ready` where the ranks could not even begin."""
     storage_waits().configure(config.resilience.patience, lambda: bool(signals.received))
     raise_open_file_limit()
+    leave_no_cores()
     check_run_directory(run)
+    os.environ |= SupervisorMark(secrets.token_hex(6), run.path).variables()
     hooks = Hooks(config.hooks, run)
     try:
         return _supervise(run, launcher, program, config, signals, job, hooks)
@@ -221,6 +235,7 @@ def _supervise(
         elif config.checkpoint.in_memory:
             logger().warning(NOT_KEPT)
         lease = Lease.acquire(run, config.supervise.lease, restart_count(os.environ))
+        keep_accepted(run, config)
     except STORAGE_FAILED as error:
         _end("ending the ranks", launcher.close)
         end = Decision(error.code, str(error))
@@ -243,29 +258,47 @@ def _supervise(
 
 
 def _bring_to_an_end(context: SupervisorContext) -> ExitCode:
-    """One attempt after the other, until one is the last."""
     end, follower = None, None
     while end is None:
         try:
             follower, decision = _follow_attempt(context)
-            context.lease.check()
+            by_the_end(context, follower, context.lease.check, "lease")
             salvage(context, follower, decision)
-            earlier = failures(context.history.refresh())
+            failed = decision.code in (*FAILURES, ExitCode.USAGE)
+            earlier = failures(context.history) if failed else ()
             end = restart_or_finish(context, follower, decision, earlier)
         except STORAGE_FAILED as error:
             end = Decision(error.code, str(error))
+        except SupersededError:
+            board().settle()  # another supervisor has the run: no watchdog brings this job back
+            raise
+        except RunError:
+            raise  # with an exit code of its own
+        except Exception as error:  # noqa: BLE001 - whatever it is, the ranks have saved
+            end = _own_fault(context, error)
+    if (end.code not in RESUMES_ELSEWHERE and not end.bad_nodes) or context.lease.stop_asked:
+        board().settle()
     # Before the job goes: what is left of it would be killed.
     _end("ending the ranks", context.launcher.close)
     # Read by now, or it cannot be read at all.
-    history = context.history.refresh() if "history" in vars(context) else RunHistory()
-    suspect = known_suspects(history, context.config.resilience, context.run.path.name)
-    job = context.job
+    history = context.history if "history" in vars(context) else RunHistory()
+    job, suspect = context.job, None
     if job is not None and context.lease.stop_asked:
         end_without_requeue(
             job, context.ledger, history, 0 if follower is None else follower.attempt.number
         )
         job = None
-    return _leave(end, context.run, context.ledger, history, job, follower, suspect)
+    elif job is not None:
+        look = partial(known_suspects, history, context.config.resilience, context.run.path.name)
+        suspect = by_the_end(context, follower, look, "suspects")
+    return _leave(end, context.run, context.ledger, history, job, follower, suspect or {})
+
+
+def _own_fault(context: SupervisorContext, error: Exception) -> Decision:
+    logger().error("the supervisor has failed", exc_info=True)
+    reason = f"the supervisor has failed: {type(error).__name__}: {error}"
+    batch = context.job is not None and context.job.batch
+    return Decision(ExitCode.STOPPED if batch else ExitCode.CRASHED, reason)
 
 
 def _leave(
@@ -279,8 +312,7 @@ def _leave(
 ) -> ExitCode:
     """Have the job put back into the queue where that makes sense, and say how the run ends.
 
-    `follower` is of the last attempt, if there was one.
-    """
+    `follower` is of the last attempt, if there was one."""
     if job is not None:
         first, number, since = None, 0, None
         if follower is not None:
@@ -297,7 +329,6 @@ def _tell_of_wait(ledger: Ledger, attempt: Attempt, waited: StorageWait) -> None
 
 
 def _follow_attempt(context: SupervisorContext) -> tuple[AttemptFollower, Decision]:
-    """Start all ranks once and follow them until none is left."""
     launcher, signals = context.launcher, context.signals
     incoming: SimpleQueue[AttemptEvent] = SimpleQueue()
 
@@ -305,38 +336,35 @@ def _follow_attempt(context: SupervisorContext) -> tuple[AttemptFollower, Decisi
         incoming.put(UserStopSignal(came) if context.lease.stop_asked else came)
 
     signals.react_with(pass_on)  # from here on a stop is passed on to the ranks
-    listeners = listen(launcher.addresses, context.config.supervise.ports)
     attempt, secret, size = _begin(context), Secret.new(), launcher.size
-    section = None if context.program.ours else context.config.program
-    program = ProgramReports(context.run, attempt.number, size, section)
-    channel = ControlServer(
-        listeners,
-        Membership(secret, attempt.number, size),
-        FileTransport(context.run, attempt.number, size, program),
-        incoming.put,
-    )
-    channel.start()
-    program.start()
+    program = None
+    if not context.program.ours:
+        program = ProgramReports(context.run, attempt.number, size, context.config.program)
+        program.start()
+    channel = RankChannel(attempt.number, size, incoming.put, launcher.tell_ranks, program)
     follower = _follower(context, attempt, channel)
-    control = Control(launcher.addresses, channel.port, secret)
     in_memory = _keeps_steps(context)
     buddy = _buddy_terms(context.config) if in_memory else None
-    launch = Launch(attempt, control, terms=context.terms(), in_memory=in_memory, buddy=buddy)
+    launch = Launch(attempt, secret, terms=context.terms(), in_memory=in_memory, buddy=buddy)
     try:
         _run_attempt(context, follower, channel, launch, incoming)
     finally:
-        program.close()
+        if program is not None:
+            program.close()
     decision = _outcome(follower)
     follower.tell_phase_durations()
     _close(context.ledger, attempt, decision, follower)
-    if follower.reports_nothing and not context.program.ours:
-        _note_advance(context, follower, program.furthest_step)
+    # Once: what this process records until the next end is known.
+    by_the_end(context, follower, context.history.refresh, "ledger")
+    if program is not None and follower.reports_nothing:
+        note = partial(_note_advance, context, follower, program.furthest_step)
+        by_the_end(context, follower, note, "advance")
     return follower, decision
 
 
 def _keeps_steps(context: SupervisorContext) -> bool:
     wanted = context.program.ours and context.config.checkpoint.in_memory
-    refusal = why_not_kept(wanted, context.history.refresh(), context.began or 0.0)
+    refusal = why_not_kept(wanted, context.history, context.began or 0.0)
     if refusal is not None:
         logger().warning("steps are not kept in memory any more", reason=refusal)
     return wanted and refusal is None
@@ -349,11 +377,10 @@ def _buddy_terms(config: Config) -> BuddyTerms | None:
 
 
 def _note_advance(context: SupervisorContext, follower: AttemptFollower, step: int | None) -> None:
-    """Tell the ledger if a program that does not report got further than before."""
-    earlier = context.history.refresh().events(ProgramAdvanced)
+    earlier = context.history.events(ProgramAdvanced)
     before = max((event.step for event in earlier if event.step is not None), default=None)
     seconds, long = follower.seconds_run(), context.config.program.progress_seconds
-    if has_advanced(step, before, seconds, follower.stop_reason.ends_run, long):
+    if has_advanced(step, before, seconds, follower.stop.reason.ends_run, long):
         context.ledger.record(ProgramAdvanced(step, round(seconds, 1)), follower.attempt.number)
 
 
@@ -361,11 +388,15 @@ def _begin(context: SupervisorContext) -> Attempt:
     """The next attempt is the live one from now on, on the nodes that are fit for it."""
     run, launcher, ledger = context.run, context.launcher, context.ledger
     context.lease.check()
+    container = context.config.slurm.container
+    if not (context.program.ours or container.image or container.prefix):
+        await_script(context.program.words, run)
     attempt = begin_attempt(run, worked=True)  # the lease is in the same folder
     storage_waits().tell_to(partial(_tell_of_wait, ledger, attempt))
     open_log(run.supervisor_log(attempt.number), attempt=attempt.number)
     patient = partial(unless, partial(is_asked_to_stop, context, None), name="survey")
-    choose_nodes(launcher, attempt, run, context.config, ledger, context.history, patient)
+    history, clock = context.history, context.clock
+    choose_nodes(launcher, attempt, run, context.config, ledger, history, patient, clock)
     context.growth.note_changes(ledger, attempt)
     own = not context.program.ours
     event = AttemptStarted(launcher.size, own_program=own, process_began=context.began)
@@ -373,13 +404,17 @@ def _begin(context: SupervisorContext) -> Attempt:
         job, restarts, nodes = job_facts(context.job)
         event = replace(event, job=job, restarts=restarts, nodes=nodes)
     ledger.record(event, attempt.number)
+    if context.job is not None and context.job.batch:
+        fruitless = requeues_without_progress(history, context.job.id, history.last_step)
+        board().tell_attempt(attempt.number, fruitless, str(run.ledger.absolute()))
+        if history.last_step is not None:
+            board().tell_step(history.last_step, new=False)
     return attempt
 
 
 def _follower(
-    context: SupervisorContext, attempt: Attempt, channel: ControlServer
+    context: SupervisorContext, attempt: Attempt, channel: RankChannel
 ) -> AttemptFollower:
-    """The follower of an attempt, with what was learned from earlier attempts."""
     size = context.launcher.size
     return AttemptFollower(
         attempt,
@@ -389,32 +424,32 @@ def _follower(
         channel,
         context.ledger,
         JobView(context.job),
-        RunTimes.from_history(context.history.refresh(), size),
+        RunTimes.from_history(context.history, size),
     )
 
 
 def _run_attempt(
     context: SupervisorContext,
     follower: AttemptFollower,
-    channel: ControlServer,
+    channel: RankChannel,
     launch: Launch,
     incoming: SimpleQueue[AttemptEvent],
 ) -> None:
-    """Start the ranks, and act on what happens until the last of them is gone."""
     rank_status = RankStatusFile(context.run.ranks(launch.attempt.number))
-    last_step, ours = context.history.refresh().last_step, context.program.ours
+    last_step, ours = context.history.last_step, context.program.ours
     progress = StartProgress(context.launcher.size, last_step, ours)
     outputs = OutputLimit(context.run.attempt(launch.attempt.number))
     outputs.start()
     try:
-        context.launcher.start(launch, context.program, incoming.put)
+        context.launcher.start(launch, context.program, incoming.put, channel)
         prune_attempts(context.run, context.config.supervise.keep_attempts)
         if context.job is not None:
             context.job.watch(incoming.put)
         context.growth.watch(launch.attempt, context.history)
-        while not (follower.over() or insists(follower.signals) or context.lease.lost):
+        while not (follower.life.over or insists(follower.stop.signals) or context.lease.lost):
             follower.take_in(incoming)
             follower.enforce()
+            context.departures.consider(follower)
             context.growth.consider(follower)
             reports = channel.last_reports()
             rank_status.update(reports)
@@ -423,25 +458,27 @@ def _run_attempt(
         context.launcher.kill()
         context.growth.end_watch()
         outputs.close()
-        channel.close()
         progress.close(clean=any(end.rank == 0 and (end.status or 0) >= 0 for end in follower.ends))
-    context.lease.check()  # or what follows would be written into another supervisor's ledger
+    # Or what follows would be written into another supervisor's ledger.
+    by_the_end(context, follower, context.lease.check, "lease")
     follower.take_in(incoming, wait=False)
     rank_status.update(channel.last_reports(), now=True)
 
 
 def _outcome(follower: AttemptFollower) -> Decision:
-    """What the end of an attempt means."""
-    if insists(follower.signals):
+    if insists(follower.stop.signals):
         return Decision(ExitCode.INTERRUPTED, LEFT_AT_ONCE)
-    decision = decide_outcome(follower.ends, stop_requested=follower.stop_reason)
-    if follower.hang is not None and not follower.stop_reason:
-        decision = Decision(ExitCode.HUNG, follower.hang.sentence, follower.hang.laggard)
-    if follower.own_loop is ReportedLoop.COMPLETE:
+    decision = decide_outcome(follower.ends, stop_requested=follower.stop.reason)
+    if (hang := follower.evidence.hang) is not None and not follower.stop.reason:
+        decision = Decision(ExitCode.HUNG, hang.sentence, hang.laggard)
+    if follower.stop.loop is ReportedLoop.COMPLETE:
         return after_training(decision, follower.ends)
-    if follower.own_loop is ReportedLoop.UNDER_WAY and decision.code is ExitCode.COMPLETED:
-        return left_early(decision, follower.steps_done)
-    return decision
+    if decision.code is not ExitCode.COMPLETED:
+        return decision
+    under_way = follower.stop.loop is ReportedLoop.UNDER_WAY
+    if (under_way or follower.left_with_0_alone) and follower.was_signalled:
+        return ended_by_signal(decision, follower.stop.reason)
+    return left_early(decision, follower.steps_done) if under_way else decision
 
 
 def _close(ledger: Ledger, attempt: Attempt, decision: Decision, follower: AttemptFollower) -> None:

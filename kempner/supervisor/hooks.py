@@ -1,24 +1,35 @@
-"""Runs the site's hooks: commands that are run for events of the ledger.
-
-They run one after the other, in the background: none of them delays the ranks, and a hook that
-fails does not change the run.
-"""
+"""What runs beside a run and cannot disturb it: the hooks of the site, commands that are run for
+events of the ledger; and the exporters of metrics, processes of their own."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 
-from kempner.cluster.machine.shell_command import run_shell
+from kempner.cluster.machine import run_shell
+from kempner.config.sections import MetricsSection
 from kempner.config.site import HooksSection
+from kempner.run.control.launch_env import EXPORT_FOR, SUPERVISED
+from kempner.run.output.console import say
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.signals import stop_signals_blocked
 from kempner.run.process.threads import start_thread
+from kempner.run.process.worker_process import SAFE_MODULE
 from kempner.run.record.events import (
     AttemptEnded,
+    CheckpointCommitted,
     LedgerEvent,
     NodeSuspected,
     NotRequeued,
@@ -26,14 +37,13 @@ from kempner.run.record.events import (
 )
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
+from kempner.supervisor.watchdog.board import board
 
 LEFT_ALONE = 5.0
 """Seconds beyond its timeout for a hook that cannot even be killed, before it is left behind."""
 
 
 class Hooks:
-    """The hooks of a run."""
-
     def __init__(self, section: HooksSection, run: RunDirectory) -> None:
         self._section, self._run = section, run
         self._waiting: SimpleQueue[tuple[str, str, dict[str, str]] | None] = SimpleQueue()
@@ -41,11 +51,8 @@ class Hooks:
         self._done = 0
         self._started = False
 
-    def hear(self, event: LedgerEvent, attempt: int) -> None:
-        """Have the hook of an event run, if there is one."""
-        name = hook_of(event)
-        command = getattr(self._section, name) if name else None
-        if command is None:
+    def hear(self, name: str, event: LedgerEvent, attempt: int) -> None:
+        if (command := getattr(self._section, name)) is None:
             return
         facts = {**about_run(self._run, attempt), **about_event(name, event)}
         self._waiting.put((name, command, facts))
@@ -74,16 +81,16 @@ class Hooks:
 
 
 class LedgerWithHooks(Ledger):
-    """A ledger that runs the hook of each event once the event is written."""
-
     def __init__(self, path: Path, hooks: Hooks) -> None:
         super().__init__(path)
         self._hooks = hooks
 
     def record(self, event: LedgerEvent, attempt: int) -> None:
-        """Append an event, and have its hook run."""
+        if isinstance(event, CheckpointCommitted):
+            board().tell_step(event.step, new=True)
         super().record(event, attempt)
-        self._hooks.hear(event, attempt)
+        if name := hook_of(event):
+            self._hooks.hear(name, event, attempt)
 
 
 def hook_of(event: LedgerEvent) -> str:
@@ -101,13 +108,13 @@ def hook_of(event: LedgerEvent) -> str:
 
 
 def about_run(run: RunDirectory, attempt: int) -> dict[str, str]:
-    """What every hook is told."""
     job = os.environ.get("SLURM_JOB_ID", "")
     return {
         "KEMPNER_RUN_NAME": run.path.name,
         "KEMPNER_RUN_PATH": str(run.path.absolute()),
         "KEMPNER_ATTEMPT_NUMBER": str(attempt),
         "KEMPNER_JOB_ID": job,
+        SUPERVISED: "",  # what a hook does is no part of the run
     }
 
 
@@ -129,3 +136,122 @@ def run_hook(name: str, command: str, facts: Mapping[str, str], seconds: float) 
     if end.failure:
         logger().warning(f"hooks.{name} failed: {end.failure}")
     return end.failure
+
+
+LEFT_WITHIN, LEFT_AT_LAST = 5.0, 60.0
+"""Seconds at the end of a job in which all exporters hand on what is left; then they are killed.
+The second is for a run that is complete: no later start hands on what is missing."""
+
+
+SILENT = 2.0
+"""Seconds of it after which the user is told what is waited for."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """An exporter to start: its name, which is that of its extra, the options of `kempner metrics`,
+    and the module that it needs."""
+
+    name: str
+    options: Sequence[str]
+    module: str | None = None
+
+
+def wanted_exports(section: MetricsSection) -> Iterator[Export]:
+    if section.tensorboard:
+        yield Export("tensorboard", ["--tensorboard"], "tensorboard")
+    if section.wandb is not None:
+        yield Export("wandb", ["--wandb", section.wandb], "wandb")
+    if section.prometheus is not None:
+        yield Export("prometheus", ["--prometheus", section.prometheus])
+    if section.opentelemetry is not None:
+        options = ["--opentelemetry", section.opentelemetry]
+        yield Export("opentelemetry", options, "opentelemetry.exporter.otlp.proto.http")
+
+
+class MetricsExports:
+    """The exporters of a run. Each follows metrics.jsonl by itself, with a log in `exports/`.
+
+    They take no part in training: no rank knows of them. One that fails, hangs or finds the disk
+    full is told of once, or killed at the end, and goes on where it was at the next start."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._closing = threading.Event()
+
+    def start(self, run: RunDirectory, section: MetricsSection) -> None:
+        """To be called in the main thread: they end with the thread that has started them."""
+        for export in wanted_exports(section):
+            if export.module is not None and not _is_installed(export.module):
+                logger().warning(
+                    f"metrics.{export.name} has no effect: {export.name} is not installed "
+                    f"(pip install 'kempner[{export.name}]'); metrics.jsonl has everything"
+                )
+                continue
+            try:
+                self._running[export.name] = _start(run, export)
+            except OSError as error:
+                logger().warning(f"metrics.{export.name} has no effect", error=str(error))
+                continue
+            start_thread("exporter", partial(self._follow, export.name))
+
+    def close(self, complete: bool = False) -> None:
+        """Let them hand on what is left, and end them. `complete`: the run is not started again."""
+        self._closing.set()
+        for process in self._running.values():
+            process.terminate()
+        end = time.monotonic() + (LEFT_AT_LAST if complete else LEFT_WITHIN)
+        for name, process in self._running.items():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(min(SILENT, max(0.0, end - time.monotonic())))
+            if complete and process.poll() is None:
+                say(f"metrics.{name}: handing on the last metrics, for up to {LEFT_AT_LAST:.0f} s")
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                with suppress(ProcessLookupError):  # with all that it has started
+                    os.killpg(process.pid, signal.SIGKILL)
+                if complete:
+                    logger().warning(
+                        f"metrics.{name}: not all metrics of the run were handed on; "
+                        "`kempner metrics` goes on from there"
+                    )
+
+    def _follow(self, name: str) -> None:
+        code = self._running[name].wait()
+        if code and not self._closing.is_set():
+            logger().warning(
+                f"metrics.{name}: its exporter failed; see exports/{name}.log", code=code
+            )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package around it
+        return False
+
+
+def _start(run: RunDirectory, export: Export) -> subprocess.Popen[bytes]:
+    """In the supervisor's session, or it would be taken for one of the ranks' processes; in a group
+    of its own, which a terminal's Ctrl-C does not reach. Raises `OSError`."""
+    run.exports.mkdir(parents=True, exist_ok=True)
+    command = [
+        sys.executable,
+        *SAFE_MODULE,
+        "kempner",
+        "metrics",
+        str(run.path),
+        *export.options,
+        "--follow",
+    ]
+    # A SIGTERM that comes while its interpreter starts waits until `kempner metrics` traps it.
+    with (run.exports / f"{export.name}.log").open("wb") as log, stop_signals_blocked():
+        return subprocess.Popen(
+            command,
+            env={**os.environ, EXPORT_FOR: str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            process_group=0,
+        )

@@ -21,9 +21,8 @@ from kempner.cluster.slurm.scontrol import RequeueDecision, put_back
 from kempner.run.control.protocol import Phase
 from kempner.run.output.console import say
 from kempner.run.output.logs import logger
-from kempner.run.process.exit_codes import ExitCode, UsageError
+from kempner.run.process.exit_codes import ExitCode, UsageError, reason_of_signal
 from kempner.run.process.signals import ReceivedSignal, SignalInbox, insists
-from kempner.run.process.stop_reason import reason_of_signal
 from kempner.run.process.threads import keep_running, start_thread
 from kempner.run.process.worker_process import SAFE_MODULE
 from kempner.run.record.events import AttemptEnded, PhaseDurationsLearned
@@ -31,12 +30,11 @@ from kempner.run.record.gave_up import refuse_if_given_up
 from kempner.run.record.history import RunHistory
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.launchers.agents import node_agent
-from kempner.supervisor.launchers.agents.joined.invitation import Departure, Invitation, JoinTerms
+from kempner.supervisor.launchers.agents.invitation import Departure, Invitation, JoinTerms
 from kempner.supervisor.launchers.agents.messages import ADDRESSES, PORT, STEP, TOKEN
-from kempner.supervisor.monitors.phase_stats import PhaseStats
-from kempner.supervisor.monitors.run_times import RunTimes
+from kempner.supervisor.monitors.base import PhaseStats, RunTimes
 from kempner.supervisor.policy.outcome import Decision
-from kempner.supervisor.policy.requeue import decide_requeue
+from kempner.supervisor.policy.restart import decide_requeue
 from kempner.supervisor.policy.stop import StandingStop, StopOrder
 from kempner.supervisor.slurm.job_monitor import JobMonitor, JobSeen, JobView
 
@@ -72,14 +70,12 @@ class Agent:
         start_thread("agent's end", lambda: post(AgentEnded(self, self._process.wait())))
 
     def depart(self, departure: Departure) -> None:
-        """Have it ask the supervisor to let it go."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.write(departure.line())
             self._process.stdin.flush()
 
     def end(self) -> None:
-        """End it, and its ranks with it."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -116,7 +112,6 @@ class InvitationWatch:
         return found
 
     def _look(self) -> None:
-        """For as long as this process lives."""
         while True:
             time.sleep(LOOK_AT_INVITATION)
             try:
@@ -147,8 +142,7 @@ class StopTimes:
         """Have the ledger read when half of the time is over that was `left` when it was read last,
         in seconds (None: without end): a run learns, and a long ledger is not read often.
 
-        By a thread: storage that does not answer must not keep the agent from leaving in time.
-        """
+        By a thread: storage that does not answer must not keep the agent from leaving in time."""
         now = inf if left is None else left
         before = self._read_with
         due = before is None or (now < inf and now <= before / 2)
@@ -216,8 +210,7 @@ class Joiner:
     def run(self) -> ExitCode:
         """Until the run or this job's time is over, or the run has no supervisor for too long.
 
-        Raises `UsageError` if the run takes no node of another job, or not this one.
-        """
+        Raises `UsageError` if the run takes no node of another job, or not this one."""
         self._signals.react_with(self._incoming.put)
         if self._job is not None:
             self._job.watch(self._incoming.put)
@@ -256,7 +249,6 @@ class Joiner:
                 return ExitCode.STOPPED
 
     def _take_in(self, event: _Event) -> ExitCode | None:
-        """Act on what has happened; how this ends, if it does."""
         match event:
             case ReceivedSignal():
                 if self._job is not None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from kempner.cluster.machine.limits import SHARED_WITHIN
 from kempner.config.sections import Config
+from kempner.probe.node import (
+    SITE_CHECK,
+    ProbeQuestion,
+    ProbeResult,
+    SiteCheck,
+    marked,
+    unseen,
+)
 from kempner.run.output.logs import logger
-from kempner.run.process.durable_io import comes_to_hold
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.events import NodeSuspected
@@ -21,10 +26,8 @@ from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.hooks import about_run
-from kempner.supervisor.launchers.base import Launcher
-from kempner.supervisor.nodes.exclusion import Suspect, known_suspects
-from kempner.supervisor.nodes.health_check import Diagnosis, diagnose
-from kempner.supervisor.nodes.probe import SITE_CHECK, ProbeQuestion, ProbeResult, SiteCheck
+from kempner.supervisor.launchers.launcher import Launcher
+from kempner.supervisor.nodes.exclusion import Diagnosis, diagnose, known_suspects
 from kempner.supervisor.policy.outcome import Decision
 
 Answers: TypeAlias = Sequence[ProbeResult]
@@ -40,18 +43,30 @@ def choose_nodes(
     ledger: Ledger,
     history: RunHistory,
     patiently: Patiently,
+    clock: Callable[[], float] = time.time,
 ) -> None:
     """Have the launcher do without nodes that are unfit or suspect, as far as it can.
 
     The nodes are waited for `patiently`, and are not examined if a stop is asked for meanwhile.
-    """
+    Theirs are compared with the `clock`, in seconds since the epoch: the controller's, if there is
+    one, for this host's may be the one that is wrong."""
     if config.resilience.health_check or config.hooks.before_start:
-        found = _examine(launcher, attempt, run, config, patiently)
+
+        def ask(question: ProbeQuestion) -> Answers | None:
+            began = time.monotonic()
+            told = patiently(lambda: launcher.survey(question))
+            if told is not None:
+                seconds = round(time.monotonic() - began, 2)
+                nodes = len(launcher.nodes)
+                logger().info("health check", nodes=nodes, answers=len(told), seconds=seconds)
+            return told
+
+        found = examine(launcher.nodes, ask, launcher.size, attempt, run, config, clock)
         for warning in found.warnings:
             logger().warning(f"health check: {warning}")
         for node, reason in found.unfit.items():
             ledger.record(NodeSuspected(node, reason), attempt.number)
-    suspected = _suspect_nodes(history, config)
+    suspected = known_suspects(history, config.resilience, config.run.name or "")
     launcher.avoid({node: suspect.reason for node, suspect in suspected.items()})
 
 
@@ -68,9 +83,8 @@ def nodes_to_exclude(
     No spare node could take their place. That a node's ranks fail first may be chance, or the
     program's own fault: that alone is a reason only where there are other nodes to compare it with,
     and the next start is the `last` one. Where a checkpoint could not be written, rank 0 says so
-    for all; where the nodes do not fit together, any rank; of a hang that none began, none does.
-    """
-    suspected = _suspect_nodes(history, config)
+    for all; where the nodes do not fit together, any rank; of a hang that none began, none does."""
+    suspected = known_suspects(history, config.resilience, config.run.name or "")
     used = launcher.unavoidable(suspected)
     began_by_none = decision.code is ExitCode.HUNG and not node
     if decision.code is ExitCode.CHECKPOINT_FAILED or decision.environment or began_by_none:
@@ -81,27 +95,6 @@ def nodes_to_exclude(
     return {node: suspected[node].reason}
 
 
-def _suspect_nodes(history: RunHistory, config: Config) -> dict[str, Suspect]:
-    return known_suspects(history, config.resilience, config.run.name or "")
-
-
-def _examine(
-    launcher: Launcher, attempt: Attempt, run: RunDirectory, config: Config, patiently: Patiently
-) -> Diagnosis:
-    """Ask every node for its vitals, and look whether what they write is seen here."""
-
-    def ask(question: ProbeQuestion) -> Answers | None:
-        began = time.monotonic()
-        told = patiently(lambda: launcher.survey(question))
-        if told is not None:
-            seconds = round(time.monotonic() - began, 2)
-            nodes = len(launcher.nodes)
-            logger().info("health check", nodes=nodes, answers=len(told), seconds=seconds)
-        return told
-
-    return examine(launcher.nodes, ask, launcher.size, attempt, run, config)
-
-
 def examine(
     nodes: Sequence[str],
     ask: Callable[[ProbeQuestion], Answers | None],
@@ -109,56 +102,46 @@ def examine(
     attempt: Attempt,
     run: RunDirectory,
     config: Config,
+    clock: Callable[[], float],
 ) -> Diagnosis:
     """What is wrong with nodes by what they answer, if they are asked before a stop comes."""
     folders = [run.attempt(attempt.number) / "health"]
     if config.checkpoint.dir is not None:
         folders.append(Path(config.checkpoint.dir) / f".health-{attempt.nonce}")
-    nonce = secrets.token_hex(8)
+    nonce, command = secrets.token_hex(8), config.hooks.before_start
+    facts = {**about_run(run, attempt.number), "KEMPNER_EVENT": "before_start"}
     question = ProbeQuestion(
         nonce=nonce,
         folders=tuple(str(folder.absolute()) for folder in folders),
         interface=config.distributed.interface,
         on_one_node=len(nodes) == 1,
-        site_check=_site_check(attempt, run, config),
+        site_check=SiteCheck(command, config.hooks.timeout, facts) if command else None,
     )
     try:
-        for folder in folders:
-            folder.mkdir(parents=True)
-            (folder / "supervisor").write_text(nonce)
-        began = time.time()
-        told = ask(question)
-        if told is None:
-            return Diagnosis({})
-        during = (began, time.time())
-        wrote = [vitals.node for vitals in told if not set(question.folders) & set(vitals.troubles)]
-        unseen = {node: words for node in wrote if (words := _unseen(folders, node, nonce))}
+        with marked(folders, nonce) as unwritable:
+            for folder, why in unwritable.items():
+                return Diagnosis({}, (f"{folder} cannot be written: {why}",))
+            began = clock()
+            told = ask(question)
+            if told is None:
+                return Diagnosis({})
+            during = (began, clock())
+            hidden = {vitals.node: words for vitals in told if (words := _unseen(question, vitals))}
     except OSError as error:
-        return Diagnosis({}, (f"{error.filename} cannot be written: {error.strerror}",))
-    finally:
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
+        return Diagnosis({}, (f"{error.filename} cannot be read: {error.strerror}",))
     answered = frozenset(vitals.node for vitals in told)
-    if not config.resilience.health_check:
-        troubles = {v.node: v.troubles[SITE_CHECK] for v in told if SITE_CHECK in v.troubles}
-        return Diagnosis(troubles, answered=answered)
-    return replace(diagnose(nodes, told, unseen, during, ranks), answered=answered)
+    if config.resilience.health_check:
+        return replace(diagnose(nodes, told, hidden, during, ranks), answered=answered)
+    troubles = {v.node: v.troubles[SITE_CHECK] for v in told if SITE_CHECK in v.troubles}
+    return Diagnosis(troubles, answered=answered)
 
 
-def _site_check(attempt: Attempt, run: RunDirectory, config: Config) -> SiteCheck | None:
-    """The hook that each node is to run, if there is one."""
-    command = config.hooks.before_start
-    if command is None:
-        return None
-    facts = {**about_run(run, attempt.number), "KEMPNER_EVENT": "before_start"}
-    return SiteCheck(command, config.hooks.timeout, facts)
-
-
-def _unseen(folders: list[Path], node: str, nonce: str) -> str:
+def _unseen(question: ProbeQuestion, vitals: ProbeResult) -> str:
     """Why what a node wrote has not come to this one; empty if all of it has."""
-    for folder in folders:
-        if not comes_to_hold(folder / node, nonce.encode(), SHARED_WITHIN):
-            return (
-                f"files that it writes to {folder.parent} are not visible on the supervisor's node"
-            )
-    return ""
+    if set(question.folders) & set(vitals.troubles):
+        return ""
+    folder = next(unseen(question, vitals), None)
+    if folder is None:
+        return ""
+    where = Path(folder).parent
+    return f"files that it writes to {where} are not visible on the supervisor's node"

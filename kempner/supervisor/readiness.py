@@ -1,15 +1,16 @@
 """Readiness: checks in a second, before any rank starts, what a configuration asks for.
 
-Nothing is written, so that a corrected command starts as if there had been no other. The ranks
-check what they read again, for themselves.
-"""
+Nothing is left behind, so that a corrected command starts as if there had been no other. The ranks
+check what they read again, for themselves."""
 
 from __future__ import annotations
 
 import os
+import pwd
+import secrets
 import shutil
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,14 @@ from typing import TypeVar
 from kempner.checkpoint.format.manifest import Identity, read
 from kempner.checkpoint.format.names import CheckpointFolder
 from kempner.checkpoint.store.commit import judge_room
-from kempner.checkpoint.store.selection import choose, compare_identities
+from kempner.checkpoint.store.selection import (
+    MissingError,
+    compare_identities,
+    newest,
+    refuse_if_missing,
+)
 from kempner.cluster.slurm.job import restart_count
+from kempner.config.loading import dumps
 from kempner.config.sections import Config
 from kempner.data.files.index import (
     Index,
@@ -32,10 +39,25 @@ from kempner.data.files.index import (
 from kempner.model.spec.memory import checkpoint_bytes
 from kempner.model.spec.mesh import check_tensor_degree
 from kempner.model.spec.shape import model_record
-from kempner.run.process.exit_codes import CheckpointWriteError, DataError, UsageError
-from kempner.run.process.retry import is_passing, storage_waits
+from kempner.run.process.durable_io import probe_file_system, replace_durable
+from kempner.run.process.exit_codes import (
+    CheckpointWriteError,
+    DataError,
+    ExitCode,
+    UsageError,
+    cannot_write,
+)
+from kempner.run.process.retry import describe, is_passing, storage_waits
 from kempner.run.record.attempts import CURRENT
-from kempner.run.record.recorded_config import changes_since, describe_changes, used_before
+from kempner.run.record.events import AttemptEnded, AttemptStarted, Completed
+from kempner.run.record.history import RunHistory
+from kempner.run.record.program import files_of_words, script_of_words
+from kempner.run.record.recorded_config import (
+    changes_since,
+    describe_changes,
+    last_config,
+    used_before,
+)
 from kempner.run.record.run_dir import RunDirectory
 
 T = TypeVar("T")
@@ -46,8 +68,6 @@ _LONGEST_NAME = 255
 
 @dataclass(frozen=True)
 class Ready:
-    """What was found: how many token ids the model has, and what is worth a warning."""
-
     vocab_size: int
     warnings: tuple[str, ...] = ()
 
@@ -82,6 +102,36 @@ def check_run_directory(run: RunDirectory, environ: Mapping[str, str] = os.envir
             )
         break
     _check_inside(run)
+    _check_rights(run)
+
+
+def _check_rights(run: RunDirectory) -> None:
+    """Raise `UsageError` if the modes of what is there keep this user from writing it.
+
+    A right that is away for now, with a ticket that has run out say, shows otherwise."""
+    for path in (run.path, run.ledger, run.metrics, run.attempts, run.supervisors, run.checkpoints):
+        found = _look(path.stat, path)
+        if found is not None and not (os.access(path, os.W_OK) or _may_write(found)):
+            raise UsageError(
+                f"{path} belongs to {_name(found.st_uid)} and cannot be written by you: two users "
+                "of a group can go on with one run where its files are writable for the group "
+                "(umask 002; for this run chmod -R g+w), or set run.name to another run"
+            )
+
+
+def _may_write(found: os.stat_result) -> bool:
+    if os.geteuid() in (0, found.st_uid):
+        return os.geteuid() == 0 or bool(found.st_mode & stat.S_IWUSR)
+    if found.st_gid in (os.getegid(), *os.getgroups()):
+        return bool(found.st_mode & stat.S_IWGRP)
+    return bool(found.st_mode & stat.S_IWOTH)
+
+
+def _name(user: int) -> str:
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return f"user {user}"
 
 
 def _check_inside(run: RunDirectory) -> None:
@@ -99,10 +149,10 @@ def check_ready(
 ) -> Ready:
     """Check data, the newest checkpoint and the room for others against a configuration.
 
-    Raises `DataError` if data or checkpoint do not fit, `UsageError` if the model cannot be spread
-    over a tensor group, `CheckpointWriteError` if not even one checkpoint has room, each saying
-    what to do, and as `StorageWaits.retry` where it cannot be seen now.
-    """
+    Raises `DataError` if data or checkpoint do not fit or checkpoints are gone, `UsageError` if the
+    model cannot be spread over a tensor group or the file system cannot hold checkpoints,
+    `CheckpointWriteError` if not even one checkpoint has room, each saying what to do, and as
+    `StorageWaits.retry` where it cannot be seen now."""
     index = _find_data(run, "data", config.data.dataset_path)
     vocab_size = vocabulary(config, index)
     check_tensor_degree(config, vocab_size)
@@ -113,9 +163,11 @@ def check_ready(
         Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
     )
     began_before = _began_before(run, environ)
+    _refuse_if_missing(config, run, folder)
+    if folder.path.is_dir() and (refusal := probe_file_system(folder.path).refusal(folder.path)):
+        raise UsageError(refusal)
     committed = _look(folder.committed, folder.path, began_before) or []
-    latest = _look(folder.latest, folder.path, began_before)
-    if (step := choose(committed, latest)) is not None:
+    if (step := _look(partial(newest, folder), folder.path, began_before)) is not None:
         _check_resume(config, run, folder.step(step), index, vocab_size)
     size = checkpoint_bytes(config, vocab_size)
     free = _look(partial(_free_bytes, folder.path), folder.path)
@@ -125,6 +177,93 @@ def check_ready(
     if room.refused and not (committed or began_before):
         raise CheckpointWriteError(f"{folder.path}: {room.sentence}")
     return Ready(vocab_size, (f"{folder.path}: {room.sentence}",) if room.sentence else ())
+
+
+def _refuse_if_missing(config: Config, run: RunDirectory, folder: CheckpointFolder) -> None:
+    history = _look(partial(RunHistory.read, run.ledger), run.ledger, worked=True)
+    known = None if history is None else history.last_step
+    here = used_before(run, "checkpoint", "dir", config.checkpoint.dir)
+    try:
+        storage_waits().retry(partial(refuse_if_missing, folder, known), here, path=folder.path)
+    except MissingError as error:
+        raise DataError(describe(error)) from error
+    except OSError:
+        return  # the ranks will see
+
+
+def await_script(command: Sequence[str], run: RunDirectory) -> None:
+    """Wait for the script of a program that has run before, and is away for a moment.
+
+    Raises as `StorageWaits.retry`. Of one that never was here, the program's interpreter says more.
+    """
+    script = script_of_words(command, Path.cwd())
+    if script is not None:
+        _look(script.stat, script, _began_before(run, os.environ))
+
+
+def keep_accepted(run: RunDirectory, config: Config) -> None:
+    """Keep a configuration that was checked, for the ranks and for a start that finds it changed.
+
+    A file that is edited while the run goes on is not read by half of its ranks. Raises as
+    `StorageWaits.retry`."""
+    content = dumps(config).encode()
+
+    def write() -> None:
+        run.path.mkdir(parents=True, exist_ok=True)
+        replace_durable(run.accepted, content, unique=secrets.token_hex(4))
+
+    try:
+        storage_waits().retry(write, worked=True, path=run.accepted)  # the lease is beside it
+    except OSError as error:
+        raise cannot_write(run.accepted, error) from error
+
+
+def complete_before(config: Config, run: RunDirectory, command: Sequence[str] = ()) -> str:
+    """Why nothing is to be started: the run is complete, and the same is asked for again.
+
+    Empty if anything may have changed since, or cannot be read, the last checkpoint included."""
+    try:
+        if run.gave_up.exists() or not _is_same(config, run):
+            return ""
+        history = RunHistory.read(run.ledger)
+        entries = history.entries(AttemptStarted, AttemptEnded)
+        ended = entries[-1] if entries else None
+        if ended is None or not isinstance(ended.event, AttemptEnded):
+            return ""
+        if ended.event.code != ExitCode.COMPLETED or ended.event.left_at is not None:
+            return ""
+        if command:
+            return _WAS_COMPLETE.format(path=run.path) if _older(command, ended.time) else ""
+        done = [event.step for event in history.events(Completed)]
+        folder = CheckpointFolder(
+            Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
+        )
+        if (kept := newest(folder)) is not None:
+            read(folder.step(kept))
+    except (DataError, OSError):
+        return ""
+    last = config.train.max_steps
+    complete = bool(done) and done[-1] >= last and kept is not None and kept >= last
+    return _WAS_COMPLETE.format(path=run.path) if complete else ""
+
+
+_WAS_COMPLETE = (
+    "the run in {path} is complete, and nothing has changed since: nothing is started (another "
+    "--run.name begins anew)"
+)
+
+
+def _is_same(config: Config, run: RunDirectory) -> bool:
+    before = last_config(run)
+    return before is not None and before.read_bytes() == dumps(config).encode()
+
+
+def _older(command: Sequence[str], than: float) -> bool:
+    """Whether all files of a command's program that can be found are older than that."""
+    found = files_of_words(command, Path.cwd())
+    return bool(found) and all(
+        max(path.stat().st_mtime, path.stat().st_ctime) < than for path in found.values()
+    )
 
 
 def _look(work: Callable[[], T], path: Path, worked: bool = False) -> T | None:
@@ -156,8 +295,7 @@ def _check_resume(
 ) -> None:
     """Raise `DataError` if the run cannot go on from a checkpoint, configured so.
 
-    Of one that is damaged nothing is said: the ranks go on to the next.
-    """
+    Of one that is damaged nothing is said: the ranks go on to the next."""
     try:
         manifest = read(checkpoint)
     except (DataError, OSError):

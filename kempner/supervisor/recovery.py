@@ -1,52 +1,202 @@
-"""What is done after an attempt failed: start the ranks again, leave the machine, or give up.
-
-Gives up on a run: writes the reason to the ledger and to the file `GAVE_UP`.
-"""
+"""What is done after an attempt failed: save its last step from the ranks' memory; start the ranks
+again, leave the machine, or give up, with the reason in the ledger and in the file `GAVE_UP`."""
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
+from kempner.checkpoint.format.manifest import FileEntry, Identity, Manifest, Origin
+from kempner.checkpoint.format.names import CheckpointFolder, in_progress_name
+from kempner.checkpoint.slots.pour import Offer, Poured
+from kempner.checkpoint.store import commit, retention
+from kempner.checkpoint.store.selection import newest
 from kempner.cluster.slurm.hostlist import node_of
 from kempner.run.output.logs import logger
+from kempner.run.process.durable_io import fsync_directory
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.retry import free_space_helps
-from kempner.run.process.threads import unless
+from kempner.run.process.retry import StorageUnavailableError, free_space_helps, storage_waits
+from kempner.run.process.signals import insists
+from kempner.run.process.threads import AwakeClock, unless
 from kempner.run.record import gave_up
-from kempner.run.record.attempts import Attempt, read_current
+from kempner.run.record.attempts import Attempt, Fence, read_current
 from kempner.run.record.events import (
     AttemptFailed,
     AttemptStarted,
+    CheckpointCommitted,
     NodeSuspected,
     ProgramAdvanced,
     Restarting,
     RunGivenUp,
+    SalvageDismissed,
+    StepSalvaged,
 )
 from kempner.run.record.gave_up import FirstFailure, GaveUp
+from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.attempt import AttemptFollower
 from kempner.supervisor.context import SupervisorContext
 from kempner.supervisor.launchers.base import CannotRestart
-from kempner.supervisor.nodes.health_check import NO_ANSWER
+from kempner.supervisor.monitors.hangs import is_deadlock
+from kempner.supervisor.nodes.exclusion import NO_ANSWER
 from kempner.supervisor.policy.outcome import Decision, RankExit, is_lost
 from kempner.supervisor.policy.restart import (
     FAILURES,
     HEALED_BY_A_RESTART,
+    WORTH_IT,
     Failure,
     RestartDecision,
     as_it_worked_before,
     decide_restart,
+    decide_salvage,
     decide_storage_restart,
+    dismissed_steps,
     find_outage,
+    in_vain,
     prevents_restart,
+    salvage_patience,
 )
 from kempner.supervisor.preflight import nodes_to_exclude
-from kempner.supervisor.salvage import dismiss_if_in_vain
+
+T = TypeVar("T")
+
+
+def salvage(context: SupervisorContext, follower: AttemptFollower, decision: Decision) -> None:
+    """After an attempt that ended with `decision`: its last step becomes the newest checkpoint, if
+    it is held in memory by all ranks. What cannot be salvaged is lost, and the run goes on.
+
+    Raises `SupersededError` if a newer attempt owns the run."""
+    wanted = context.program.ours and context.config.checkpoint.in_memory
+    if not wanted or decision.code not in WORTH_IT:
+        return
+    try:
+        attempt, history = follower.attempt, context.history
+        patience = context.config.resilience.patience
+        seconds = salvage_patience(history, attempt.number, time.time(), patience)
+        too_late = partial(_is_too_late, context, follower, AwakeClock(), seconds)
+        if unless(too_late, partial(_salvage, context, attempt), "salvage") is None:
+            logger().warning("the steps in memory are not waited for any longer")
+    except (OSError, StorageUnavailableError) as error:
+        logger().warning("the steps in memory cannot be salvaged", reason=str(error))
+
+
+def dismiss_if_in_vain(context: SupervisorContext, attempt: Attempt, reached: int) -> None:
+    """After a failure in step `reached`: a salvaged step gets one chance, and where none was made
+    after it, the checkpoint before it is the newest again.
+
+    Raises as `StorageWaits.retry`."""
+    history = context.history
+    step = in_vain(history, attempt.number, reached)
+    if step is None:
+        return
+    folder = _folder(context)
+    patient = partial(storage_waits().retry, worked=True, path=folder.path)
+    older = [s for s in patient(folder.committed) if s < step]
+    if not older:
+        return
+    patient(Fence(context.run.attempts, attempt).check)
+    # Each by itself: what has worked must not be done again after what has not.
+    aside = patient(partial(folder.set_aside, step, "abandoned", attempt.number))
+    fence = Fence(context.run.attempts, attempt)
+    patient(partial(commit.go_on_from, folder, older[-1], fence, logger().warning))
+    patient(partial(fsync_directory, folder.path))
+    logger().warning(f"step {step} was salvaged, and did not help: going back to step {older[-1]}")
+    event = SalvageDismissed(step, older[-1], aside.name)
+    context.ledger.record(event, attempt.number)
+
+
+def by_the_end(
+    context: SupervisorContext, follower: AttemptFollower | None, work: Callable[[], T], name: str
+) -> T | None:
+    """What work on storage returns, after the ranks; it is left to itself, with None, once the time
+    is needed to put the job back into the queue. Raises what the work raises."""
+    if follower is None or context.job is None:
+        return work()
+    done = unless(partial(follower.job.too_late_to_wait, follower.times), work, name)
+    if done is None and follower.job.too_late_to_wait(follower.times):
+        logger().warning("not waited for, as the job ends", what=name)
+    return done
+
+
+def _is_too_late(
+    context: SupervisorContext, follower: AttemptFollower, clock: AwakeClock, seconds: float
+) -> bool:
+    """Whether a salvage is no longer waited for: storage may hang, or be unavailable on one node.
+    The fence stops what is left of it once the next attempt begins."""
+    over = clock.now() > seconds or follower.job.too_late_to_wait(follower.times)
+    return over or insists(context.signals.received) or context.lease.lost
+
+
+def _salvage(context: SupervisorContext, attempt: Attempt) -> int:
+    """How many steps need not be made again."""
+    folder, began = _folder(context), time.monotonic()
+    latest = storage_waits().retry(partial(newest, folder), worked=True, path=folder.path)
+    offers = context.launcher.offers(attempt.nonce)
+    chosen = decide_salvage(offers, latest, dismissed_steps(context.history))
+    if chosen.step is None:
+        logger().info("nothing is salvaged", reason=chosen.reason)
+        return 0
+    step, held = chosen.step, [offer for offer in offers if offer.step == chosen.step]
+    own = {offer.rank for offer in held if not offer.copied}
+    copied = len({offer.rank for offer in held} - own)
+    write = partial(_make_checkpoint, context, attempt, folder, step, offers)
+    size = storage_waits().retry(write, worked=True, path=folder.path)
+    seconds, saved = round(time.monotonic() - began, 3), step - (latest or 0)
+    context.ledger.record(CheckpointCommitted(step, size), attempt.number)
+    context.ledger.record(StepSalvaged(step, saved, size, seconds, copied), attempt.number)
+    steps = "1 step" if saved == 1 else f"{saved} steps"
+    logger().warning(
+        f"step {step} was saved from memory: {steps} need not be made again", from_buddies=copied
+    )
+    return saved
+
+
+def _make_checkpoint(
+    context: SupervisorContext,
+    attempt: Attempt,
+    folder: CheckpointFolder,
+    step: int,
+    offers: Sequence[Offer],
+) -> int:
+    """Have the files written, and commit them; their size in bytes. Raises `OSError`."""
+    fence = Fence(context.run.attempts, attempt)
+    keep = retention.Keep.of(context.config.checkpoint)
+    retention.Pruner(folder, keep, fence).make_room()
+    written = folder.path / in_progress_name(step, attempt.number, secrets.token_hex(4))
+    try:
+        poured = context.launcher.pour(attempt.nonce, step, written)
+        missing = {offer.rank for offer in offers} - {each.rank for each in poured}
+        if missing:
+            raise FileNotFoundError(f"ranks {sorted(missing)} are not held in memory any more")
+        manifest = _manifest(poured, attempt)
+        commit.commit(folder, written, manifest, fence, logger().warning)
+    except OSError:
+        retention.discard(written)
+        raise
+    return sum(entry.bytes for entry in manifest.files.values())
+
+
+def _manifest(poured: Sequence[Poured], attempt: Attempt) -> Manifest:
+    first = next(each for each in poured if each.train_state is not None)
+    assert first.train_state is not None
+    files: Mapping[str, FileEntry] = {
+        name: entry for each in poured for name, entry in each.files.items()
+    }
+    told = dict(first.identity)
+    identity = Identity(**told | {"origin": Origin(**told["origin"])})
+    return Manifest(first.train_state, identity, attempt.number, time.time(), files)
+
+
+def _folder(context: SupervisorContext) -> CheckpointFolder:
+    given = context.config.checkpoint.dir
+    return CheckpointFolder(Path(given) if given else context.run.checkpoints)
+
 
 _ADVICE: Mapping[ExitCode, str] = {
     ExitCode.CRASHED: "fix what the exception or the signal points to",
@@ -58,9 +208,12 @@ _ADVICE: Mapping[ExitCode, str] = {
     ExitCode.DIVERGED: "lower optimizer.lr, or look at the data named above",
 }
 
+_IN_ORDER = "have all ranks of a process group call the same collectives in the same order"
+
 
 def give_up(
     run: RunDirectory,
+    ledger: Ledger,
     attempt: Attempt,
     decision: Decision,
     failure: Failure,
@@ -73,13 +226,14 @@ def give_up(
     start is not prevented. A run that a newer attempt has taken over is not marked: it is not over.
     """
     rank = decision.culprit
+    advice = _IN_ORDER if is_deadlock(failure.raised) else _advise(decision)
     verdict = GaveUp(
         code=decision.code,
         reason=decision.reason,
         attempt=attempt.number,
         first=None if rank is None else FirstFailure(rank, failure.step, node, failure.raised),
         see=[str(path) for path in evidence(run, attempt.number, rank)],
-        advice=f"{_advise(decision)}; then delete {run.gave_up}, and start again",
+        advice=f"{advice}; then delete {run.gave_up}, and start again",
     )
     try:
         if read_current(run.attempts) != attempt:
@@ -87,16 +241,15 @@ def give_up(
         if mark:
             gave_up.write(run, verdict)
         else:
-            verdict = replace(verdict, advice=f"{_advise(decision)}; then start again")
+            verdict = replace(verdict, advice=f"{advice}; then start again")
     except OSError as error:
         logger().warning("cannot be written", file=str(run.gave_up), error=error.strerror)
-        verdict = replace(verdict, advice=f"{_advise(decision)}; then start again")
-    Ledger(run.ledger).record(RunGivenUp.from_fields(verdict.fields()), attempt.number)
+        verdict = replace(verdict, advice=f"{advice}; then start again")
+    ledger.record(RunGivenUp.from_fields(verdict.fields()), attempt.number)
     return verdict
 
 
 def _advise(decision: Decision) -> str:
-    """What to do about it."""
     if decision.code is ExitCode.CHECKPOINT_FAILED and free_space_helps(decision.reason):
         return "free disk space or raise the quota"
     return _ADVICE[decision.code]
@@ -113,6 +266,10 @@ def evidence(run: RunDirectory, attempt: int, rank: int | None) -> list[Path]:
 BEGINS_WITHIN = 30.0
 """Seconds within which a program that fails before it has said a word has not begun."""
 
+GIVEN_BACK_WITHIN = 30.0
+"""Seconds that Slurm gets before a requeue to see that a lost node does not respond: it takes some
+twelve."""
+
 LONG = 60.0
 """Seconds after which a program of whose steps nothing is known counts as one that has worked."""
 
@@ -124,14 +281,17 @@ def restart_or_finish(
     earlier: Sequence[Failure],
 ) -> Decision | None:
     """Get ready to start again after a failure; how the run ends if that makes no sense."""
-    history = context.history.refresh()
-    worked = history.last_step is not None or any(f.step for f in earlier)
-    worked = worked or bool(history.events(ProgramAdvanced))
-    decision = as_it_worked_before(decision, worked)
-    if decision.code is ExitCode.STOPPED and _changes_nodes(context, follower):
+    if decision.code is ExitCode.USAGE:
+        decision = as_it_worked_before(decision, _has_worked(context.history, earlier))
+    why = follower.stop.reason
+    if decision.code is ExitCode.STOPPED and (
+        why.changes_nodes or (not context.signals.received and context.growth.explains(why))
+    ):
         return _start_on_others(context, follower, decision)
-    stops = follower.stop_reason.ends_run
-    if stops and (decision.environment or _may_pass(follower, decision)):
+    # A rank of a program that does not report may have been signalled before the stop was known.
+    healed = decision.code in HEALED_BY_A_RESTART and not decision.final
+    stops = why.ends_run
+    if stops and (decision.environment or (healed and follower.reports_nothing)):
         return replace(decision, code=ExitCode.STOPPED)
     if decision.code not in FAILURES or stops:
         return decision
@@ -141,13 +301,13 @@ def restart_or_finish(
     verdict = _decide_restart(context, decision, failure, earlier)
     bad = _better_without(context, follower, decision, node, verdict)
     if not (verdict.again or bad):
-        if decision.code is ExitCode.STORAGE_UNAVAILABLE and _may_come_back(context):
+        if decision.code is ExitCode.STORAGE_UNAVAILABLE and _comes_back(context):
             return replace(decision, reason=verdict.reason)
         final = replace(decision, reason=verdict.reason)
         mark = prevents_restart(failure, earlier, _ran_for_long(context, follower))
-        said = give_up(context.run, attempt, final, failure, node, mark)
+        said = give_up(context.run, context.ledger, attempt, final, failure, node, mark)
         return replace(final, reason=str(said))
-    if _may_come_back(context) and follower.too_late_to_restart():
+    if _comes_back(context) and follower.too_late_to_restart():
         reason = f"{decision.reason}; too little of the job's time is left to start again in it"
         return replace(decision, code=ExitCode.STOPPED, reason=reason)
     end = _start_again(context, follower, decision, verdict, bad)
@@ -156,18 +316,16 @@ def restart_or_finish(
     return end
 
 
-def _may_pass(follower: AttemptFollower, decision: Decision) -> bool:
-    """Whether a failure of a program that does not report may follow from the stop: a rank may have
-    been signalled before the stop and its reason were known here, and failed because of it."""
-    healed = decision.code in HEALED_BY_A_RESTART and not decision.final
-    return healed and follower.reports_nothing
+def _has_worked(history: RunHistory, earlier: Sequence[Failure]) -> bool:
+    stepped = history.last_step is not None or any(failure.step for failure in earlier)
+    return stepped or bool(history.events(ProgramAdvanced))
 
 
 def _ran_for_long(context: SupervisorContext, follower: AttemptFollower) -> bool:
     """Whether an attempt of a program that does not report its steps may have made some."""
     if not follower.reports_nothing:
         return False
-    started = context.history.refresh().entries(AttemptStarted)
+    started = context.history.entries(AttemptStarted)
     return bool(started) and time.time() - started[-1].time > LONG
 
 
@@ -185,7 +343,7 @@ def _start_again(
     if unable is None and is_asked_to_stop(context, follower):
         return replace(decision, code=ExitCode.STOPPED, reason=f"{decision.reason}; stopped")
     gone_nodes = set(before) - set(context.launcher.nodes) - context.launcher.joined.keys()
-    for gone in sorted(gone_nodes - follower.roster.stuck_hosts):
+    for gone in sorted(gone_nodes - follower.roster.stuck_hosts - context.departures.left):
         context.ledger.record(NodeSuspected(gone, NO_ANSWER), attempt.number)
     if unable is not None:
         return replace(decision, reason=unable.reason, bad_nodes=unable.nodes)
@@ -196,14 +354,6 @@ def _start_again(
     context.ledger.record(Restarting(verdict.reason), attempt.number)
     context.growth.take_back(context.ledger, attempt)  # it costs nothing now
     return None
-
-
-def _changes_nodes(context: SupervisorContext, follower: AttemptFollower) -> bool:
-    """Whether the ranks have stopped to go on at once, on more nodes or fewer."""
-    reason = follower.stop_reason
-    return reason.changes_nodes or (
-        not context.signals.received and context.growth.explains(reason)
-    )
 
 
 def _start_on_others(
@@ -225,13 +375,20 @@ def _prepare_again(
 ) -> CannotRestart | None:
     """Have the launcher get ready once more, `pause` seconds from now.
 
-    It is left to itself if a stop is asked for meanwhile.
-    """
+    It is left to itself if a stop is asked for meanwhile."""
     lost, stuck = follower.roster.lost_hosts(), follower.roster.stuck_pids()
+    launcher = context.launcher
+    before = set(launcher.nodes)
 
     def prepare() -> CannotRestart | None:
         time.sleep(pause)
-        return context.launcher.prepare_again(lost, stuck)
+        unable = launcher.prepare_again(lost, stuck)
+        gone = before - set(launcher.nodes) - launcher.joined.keys()
+        if context.job is not None:
+            # A requeued job would wait for a node that Slurm believes to be there.
+            waits = unable is not None and not gone <= set(stuck)
+            context.job.leave(gone, GIVEN_BACK_WITHIN if waits else 0.0)
+        return context.departures.leave(follower.attempt, unable)
 
     return unless(partial(is_asked_to_stop, context, follower), prepare, "prepare")
 
@@ -248,10 +405,11 @@ def _decide_restart(
 ) -> RestartDecision:
     """Whether to start again; `earlier` are the failures before, but for those of storage."""
     if decision.code is ExitCode.STORAGE_UNAVAILABLE:
-        now, history = time.time(), context.history.refresh()
-        outage = find_outage(history, failure.committed, now)
+        now, history = time.monotonic(), context.history
+        before = context.outages[-1] if context.outages else None
+        context.outages.append(find_outage(history, failure.committed, before, now))
         patience = context.config.resilience.patience
-        return decide_storage_restart(decision, outage, now, patience)
+        return decide_storage_restart(decision, context.outages[-1], now, patience)
     budget = context.config.supervise.max_restarts_without_progress
     return decide_restart(decision, failure, earlier, budget)
 
@@ -265,10 +423,9 @@ def _better_without(
 ) -> dict[str, str]:
     """Nodes without which the job should go on, by way of the queue, each with a reason.
 
-    None where it cannot, or where the same failure would follow it everywhere.
-    """
+    None where it cannot, or where the same failure would follow it everywhere."""
     job = context.job
-    if job is None or not _may_come_back(context):
+    if job is None or not _comes_back(context):
         return {}
     if not verdict.again and decision.code is not ExitCode.CHECKPOINT_FAILED:
         return {}
@@ -278,23 +435,23 @@ def _better_without(
     return bad if bad and (decision.environment or job.finds_others(list(bad))) else {}
 
 
-def _may_come_back(context: SupervisorContext) -> bool:
-    """Whether the job can be put back into the queue, to go on by way of it.
-
-    Ranks may fail before Slurm has said anything in their attempt.
-    """
-    job = context.job
-    known = job.last_known() if job is not None and job.batch else None
-    return known is not None and known.may_requeue
+def _comes_back(context: SupervisorContext) -> bool:
+    """Whether the job can be put back into the queue. Ranks may fail before Slurm has said anything
+    in their attempt."""
+    return context.job is not None and context.job.comes_back
 
 
 def _failure(context: SupervisorContext, follower: AttemptFollower, decision: Decision) -> Failure:
     culprit = next((end for end in follower.ends if end.rank == decision.culprit), None)
     raised = culprit.raised if culprit is not None else ""
+    if follower.reports_nothing and not follower.steps_done and not _begins(follower):
+        raised = ""  # it may have made many steps: twice the same proves nothing
+    if decision.code is ExitCode.HUNG and follower.evidence.hang is not None:
+        raised = raised or follower.evidence.hang.deadlock
     return Failure(
         # Of a rank that was killed the last report is old; the others' came as they left.
         step=follower.step_of(decision.culprit if raised else None),
-        committed=context.history.refresh().last_step,
+        committed=context.history.last_step,
         raised=raised,
         node_lost=decision.environment or (culprit is not None and is_lost(culprit)),
         code=int(decision.code),
@@ -308,4 +465,9 @@ def _unstarted(follower: AttemptFollower, culprit: RankExit | None) -> int | Non
     if culprit is None or not follower.reports_nothing or follower.steps_done:
         return None
     by_itself = culprit.status is not None and culprit.status > 0
-    return culprit.status if by_itself and follower.seconds_run() < BEGINS_WITHIN else None
+    return culprit.status if by_itself and _begins(follower) else None
+
+
+def _begins(follower: AttemptFollower) -> bool:
+    """Whether the first rank ended so soon that a program that says nothing cannot have begun."""
+    return follower.seconds_run() < BEGINS_WITHIN

@@ -34,8 +34,7 @@ _LONGEST = 60
 def describe_start(size: int, phases: Collection[Phase], last_step: int | None) -> str:
     """What `size` ranks are about, as a line; empty once one of them trains.
 
-    `phases` are those of the ranks that have connected, `last_step` the newest commit.
-    """
+    `phases` are those of the ranks that have connected, `last_step` the newest commit."""
     if any(phase not in _ON_THE_WAY for phase in phases):
         return ""
     ranks = count(size, "rank")
@@ -68,8 +67,7 @@ class StartProgress:
     training has begun.
 
     A program of the user's own may print what it likes: its line is made anew only as long as no
-    process of its has written anything.
-    """
+    process of its has written anything."""
 
     def __init__(
         self,
@@ -88,7 +86,6 @@ class StartProgress:
             self.update(())
 
     def update(self, phases: Collection[Phase]) -> None:
-        """Show where the ranks are that have connected, if that is news."""
         if self._over:
             return
         if self._whole_line is not None:

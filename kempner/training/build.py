@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 import kempner
 from kempner.checkpoint.context import CheckpointContext
@@ -20,15 +21,14 @@ from kempner.checkpoint.slots.memory import open_slots
 from kempner.checkpoint.store.retention import Keep
 from kempner.checkpoint.tensors.step_slots import StepMemory
 from kempner.config.loading import digest, dumps
-from kempner.config.sections import CheckpointSection, Config
+from kempner.config.sections import Config
 from kempner.data.files.index import check_held_out, fingerprint, vocabulary
 from kempner.data.files.token_file import Corpus
 from kempner.data.order.batch_slices import Slicing
 from kempner.data.serve.loader import Feed
-from kempner.model.compilation import compile_blocks
 from kempner.model.factory import create, place
 from kempner.model.factory import digest as weights_digest
-from kempner.model.sharding import build_model
+from kempner.model.sharding import build_model, compile_blocks, time_collectives
 from kempner.model.spec.communication import Choice
 from kempner.model.spec.mesh import check_tensor_degree
 from kempner.model.spec.shape import Shape, flops_per_token, model_record
@@ -46,12 +46,11 @@ from kempner.training.compute.forward_backward import choose_communication
 from kempner.training.compute.optimizer import build_optimizer
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks
-from kempner.training.loop import Data, LoopState, Tools, Training
-from kempner.training.observe.evaluation import Evaluation
+from kempner.training.loop import Data, Evaluation, Tools, Training
 from kempner.training.observe.metrics import StepMetrics, peak_flops
 from kempner.training.observe.profiler import Profiler
 from kempner.training.observe.progress_bar import open_display
-from kempner.training.policy.anomalies import Health, remembered
+from kempner.training.policy import Health, remembered
 from kempner.training.rank_link.rank_link import RankLink
 from kempner.training.rank_link.shutdown import StopListener
 
@@ -65,79 +64,73 @@ def build(
     faults: FaultInjector,
 ) -> Training:
     """Everything the loop needs, with the state of the newest checkpoint."""
-    run = rank_link.run
-    corpus = _open_tokens(run, "data", config.data.dataset_path)
+    run, gpu = rank_link.run, ranks.device.type == "cuda"
+    corpus, evaluation = _open_data(config, rank_link, ranks)
     vocab_size = vocabulary(config, corpus.index)
-    check_tensor_degree(config, vocab_size)
-    evaluation = _open_evaluation(config, run, corpus)
-    with rank_link.progress.waiting("what the others have read"):
-        ranks.agree_on(_what_steps_depend_on(config, corpus, evaluation.corpus))
     choice = choose_communication(config, vocab_size, ranks)
     model = _build_model(config, corpus, ranks, rank_link, choice)
-    if ranks.device.type == "cpu" and ranks.world.size > 1:
-        from kempner.training.groups.collective_timer import time_collectives  # imports FSDP
-
-        time_collectives(model, rank_link.progress.waiting)
     optimizer = build_optimizer(model, config.optimizer)
-    _collect_garbage_again()
-    flops = _flops_per_token(config, vocab_size, model)
+    gc.freeze()  # what the imports left: no later collection looks through a million objects
+    gc.enable()  # the pause began with the process
     record = partial(rank_link.record, attempt)
     history = read_history(run, attempt) if ranks.world.rank == 0 else RunHistory()
-    section = config.checkpoint
-    checkpoints = CheckpointEngine(
-        CheckpointContext(
-            path=Path(section.dir) if section.dir else run.checkpoints,
-            identity=_identity(config, corpus, vocab_size, ranks),
-            fence=Fence(run.attempts, attempt),
-            group=ranks.saves,
-            record=record,
-            waiting=rank_link.progress.waiting,
-            known=_known_checkpoint(config, run, history),
-            local_ranks=ranks.world.local_size,
-        ),
-        model,
-        optimizer,
-        keep=Keep(section.keep_last, section.keep_every),
-        background=section.async_save,
-        durations=history.durations,
-        memory=_step_memory(section, ranks),
+    checkpoints = _open_checkpoints(
+        config, rank_link, ranks, attempt, corpus, history, model, optimizer
     )
     if ranks.world.rank == 0:  # last: what it names was found
         storage_waits().retry(partial(_snapshot_config, config, run, attempt), worked=True)
     if faults.planned:
         record(FaultsPlanned(tuple(faults.planned)))
-    train_state = _resume(config, ranks, checkpoints, record, history)
-    return Training(
-        config=config,
-        ranks=ranks,
-        model=model,
-        optimizer=optimizer,
-        shutdown=shutdown,
-        checkpoints=checkpoints,
-        tools=Tools(
-            data=Data(partial(_open_feed, config, corpus, ranks), train_state),
-            step_metrics=_open_telemetry(config, run, ranks, attempt, flops, train_state, history),
-            evaluation=evaluation,
-            faults=faults,
-            progress=rank_link.progress,
-            record=record,
-            profiler=_open_profiler(config, run, ranks, attempt),
-            communication=choice,
-        ),
-        state=LoopState(train_state, Health(train_state.losses)),
+    state = _resume(config, ranks, checkpoints, record, history)
+    flops = _flops_per_token(config, vocab_size, model)
+    tools = Tools(
+        Data(partial(_open_feed, config, corpus, ranks), state),
+        _open_telemetry(config, rank_link, ranks, attempt, flops, state, history),
+        evaluation,
+        faults,
+        rank_link.progress,
+        record,
+        Profiler(config.profiling, run, attempt.number, ranks.world.rank, gpu),
+        choice,
     )
+    health = Health(state.losses)
+    return Training(config, ranks, model, optimizer, shutdown, checkpoints, tools, state, health)
 
 
-def _step_memory(section: CheckpointSection, ranks: Ranks) -> StepMemory | None:
-    """Where each step is kept; None if it is not to be, or the supervisor has decided against."""
-    if not section.in_memory or keeps_no_steps(os.environ):
-        return None
-    return StepMemory(open_slots(os.environ), ranks.votes)
-
-
-def _open_profiler(config: Config, run: RunDirectory, ranks: Ranks, attempt: Attempt) -> Profiler:
-    gpu = ranks.device.type == "cuda"
-    return Profiler(config.profiling, run, attempt.number, ranks.world.rank, gpu)
+def _open_checkpoints(
+    config: Config,
+    rank_link: RankLink,
+    ranks: Ranks,
+    attempt: Attempt,
+    corpus: Corpus,
+    history: RunHistory,
+    model: nn.Module,
+    optimizer: Optimizer,
+) -> CheckpointEngine:
+    run, section = rank_link.run, config.checkpoint
+    context = CheckpointContext(
+        path=Path(section.dir) if section.dir else run.checkpoints,
+        identity=_identity(config, corpus, vocabulary(config, corpus.index), ranks),
+        fence=Fence(run.attempts, attempt),
+        group=ranks.saves,
+        record=partial(rank_link.record, attempt),
+        waiting=rank_link.progress.waiting,
+        known=history.last_step,
+        known_here=used_before(run, "checkpoint", "dir", section.dir),
+        local_ranks=ranks.world.local_size,
+    )
+    memory = None
+    if section.in_memory and not keeps_no_steps(os.environ):  # or the supervisor is against it
+        memory = StepMemory(open_slots(os.environ), ranks.votes)
+    return CheckpointEngine(
+        context,
+        model,
+        optimizer,
+        keep=Keep.of(section),
+        background=section.async_save,
+        durations=history.durations,
+        memory=memory,
+    )
 
 
 def _build_model(
@@ -150,12 +143,16 @@ def _build_model(
         transformer.document_end = corpus.index.eot if config.data.document_mask else None
         if config.train.compile:
             compile_blocks(transformer)
-        return transformer
-    model = create(config, vocab_size)
-    with rank_link.progress.waiting("the others' initial weights"):
-        fact = f"what model.factory={config.model.factory} made (the digest of its weights)"
-        ranks.agree_on({fact: weights_digest(model)})
-    return place(model, config, vocab_size, ranks.device, ranks.mesh, choice)
+        model: nn.Module = transformer
+    else:
+        model = create(config, vocab_size)
+        with rank_link.progress.waiting("the others' initial weights"):
+            fact = f"what model.factory={config.model.factory} made (the digest of its weights)"
+            ranks.agree_on({fact: weights_digest(model)})
+        model = place(model, config, vocab_size, ranks.device, ranks.mesh, choice)
+    if ranks.device.type == "cpu" and ranks.world.size > 1:
+        time_collectives(model, rank_link.progress.waiting)
+    return model
 
 
 def _flops_per_token(config: Config, vocab_size: int, model: nn.Module) -> float:
@@ -179,15 +176,6 @@ def _what_steps_depend_on(
     return facts
 
 
-def _collect_garbage_again() -> None:
-    """End the pause that began with the process, once the imports are done.
-
-    What they left stays: no later collection looks through its million objects again.
-    """
-    gc.freeze()
-    gc.enable()
-
-
 def _resume(
     config: Config,
     ranks: Ranks,
@@ -195,10 +183,8 @@ def _resume(
     record: EventRecorder,
     history: RunHistory,
 ) -> TrainState:
-    """Load the newest checkpoint; where it stands, with every rollback that is known of.
-
-    A checkpoint knows of those before it only, and after a rollback an older one may be next.
-    """
+    """Load the newest checkpoint; where it stands, with every rollback that is known of. A
+    checkpoint knows of those before it only, and after a rollback an older one may be next."""
     train_state = checkpoints.restore(config.checkpoint.accept_changes)
     if train_state is None:
         record(StartedAnew())
@@ -231,7 +217,6 @@ def host_facts(device: torch.device) -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """The software that a checkpoint is made with."""
     return {
         "kempner": kempner.__version__,
         "torch": str(torch.__version__),
@@ -288,10 +273,8 @@ def _open_tokens(run: RunDirectory, section: str, folder: str) -> Corpus:
 
 
 def read_history(run: RunDirectory, attempt: Attempt) -> RunHistory:
-    """What the ledger tells; raises as `StorageWaits.retry` where it cannot be read now.
-
-    Later attempts know that there is one, and wait for a while if they do not see it.
-    """
+    """What the ledger tells; raises as `StorageWaits.retry` where it cannot be read now. Later
+    attempts know that there is one, and wait for a while if they do not see it."""
 
     def read() -> RunHistory:
         there = run.ledger.is_file() and run.ledger.stat().st_size
@@ -305,41 +288,34 @@ def read_history(run: RunDirectory, attempt: Attempt) -> RunHistory:
         return RunHistory()
 
 
-def _known_checkpoint(config: Config, run: RunDirectory, history: RunHistory) -> int | None:
-    """The step of the newest checkpoint that must be there; none in a folder that is new."""
-    return (
-        history.last_step if used_before(run, "checkpoint", "dir", config.checkpoint.dir) else None
-    )
-
-
-def _open_evaluation(config: Config, run: RunDirectory, corpus: Corpus) -> Evaluation:
-    if config.eval.dataset_path is None or config.eval.interval is None:
-        return Evaluation(config, None)
-    held_out = _open_tokens(run, "eval", config.eval.dataset_path)
-    check_held_out(config, corpus.index, held_out.index)
-    return Evaluation(config, held_out)
-
-
-def _changes(config: Config, run: RunDirectory, history: RunHistory) -> list[str]:
-    """What is configured otherwise than when the last checkpoint was committed."""
-    commits = history.entries(CheckpointCommitted)
-    now = config.model_dump(exclude_none=True)
-    return changes_since(run, commits[-1].attempt, now) if commits else []
+def _open_data(config: Config, rank_link: RankLink, ranks: Ranks) -> tuple[Corpus, Evaluation]:
+    corpus = _open_tokens(rank_link.run, "data", config.data.dataset_path)
+    check_tensor_degree(config, vocabulary(config, corpus.index))
+    held_out, section = None, config.eval
+    if section.dataset_path is not None and section.interval is not None:
+        held_out = _open_tokens(rank_link.run, "eval", section.dataset_path)
+        check_held_out(config, corpus.index, held_out.index)
+    with rank_link.progress.waiting("what the others have read"):
+        ranks.agree_on(_what_steps_depend_on(config, corpus, held_out))
+    return corpus, Evaluation(config, held_out)
 
 
 def _open_telemetry(
     config: Config,
-    run: RunDirectory,
+    rank_link: RankLink,
     ranks: Ranks,
     attempt: Attempt,
     flops: float,
     train_state: TrainState,
     history: RunHistory,
 ) -> StepMetrics:
+    run = rank_link.run
     display = open_display(ranks.world.rank, train_state.step, config.train.max_steps)
     if train_state.step > 0:
-        changes = describe_changes(_changes(config, run, history))
-        display.say(f"resumed at step {train_state.step}, sample {train_state.cursor}{changes}")
+        commits, now = history.entries(CheckpointCommitted), config.model_dump(exclude_none=True)
+        changes = changes_since(run, commits[-1].attempt, now) if commits else []
+        words = describe_changes(changes)
+        display.say(f"resumed at step {train_state.step}, sample {train_state.cursor}{words}")
     step_metrics = StepMetrics(
         config,
         run,
@@ -349,6 +325,7 @@ def _open_telemetry(
         flops_per_second_at_peak=peak_flops(ranks.device, ranks.world.size),
         flops_per_token=flops,
         display=display,
+        take_held_up=rank_link.progress.take_held_up,
     )
     step_metrics.start(train_state)
     return step_metrics

@@ -29,31 +29,33 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from kempner.checkpoint.format.manifest import TrainState
-from kempner.checkpoint.registered.groups import RegisteredState, gather, is_optimizer_of
+from kempner.checkpoint.registered.groups import gather, is_optimizer_of
 from kempner.config.sections import CheckpointSection
 from kempner.run.control.protocol import Phase
 from kempner.run.output import logs
 from kempner.run.output.console import protect, say
 from kempner.run.output.logs import logger
-from kempner.run.process.exit_codes import ExitCode, UsageError
-from kempner.run.process.stop_reason import StopReason
+from kempner.run.process.exit_codes import ExitCode, StopReason, UsageError
 from kempner.run.process.worker_process import heed_for_children
 from kempner.run.record.events import Completed
-from kempner.training.compute.seeds import program_seed
+from kempner.training.compute.forward_backward import program_seed
 from kempner.training.groups.process_groups import open_votes
 from kempner.training.homes import LOOPS
 from kempner.training.own_loop import OwnLoop
-from kempner.training.policy.final_save import time_to_spare
+from kempner.training.policy import time_to_spare
 from kempner.training.rank_link.rank_link import find_place
 from kempner.training.rank_link.shutdown import StopListener
-from kempner.training.recognition import describe_optimizer
-from kempner.training.session import RunEntry, at_prompt
+from kempner.training.session import RunEntry, at_prompt, describe_optimizer
 from kempner.training.survive import check_whole, device_of, open_checkpoints, parameters_of
-from kempner.training.vote.final_save import commit_last_step, unwritten
-from kempner.training.vote.vote import Vote, VoteGroup, VoteResult
-from kempner.training.watch import watch
-from kempner.training.watch.strangers import HeldObjects, UnheldObjects, find_living
-from kempner.training.watch.watch import LOOKS
+from kempner.training.vote import Vote, VoteGroup, VoteResult, commit_last_step, unwritten
+from kempner.training.watch import (
+    GENERATORS,
+    LOOKS,
+    GlobalGenerators,
+    HeldObjects,
+    UnheldObjects,
+    find_living,
+)
 
 
 @dataclass
@@ -76,7 +78,6 @@ class _Process:
         return self._listener
 
     def add(self, manager: CheckpointManager) -> None:
-        """Take note of another open manager."""
         self.managers.append(manager)
         self.pid = os.getpid()
 
@@ -154,13 +155,15 @@ class CheckpointManager:
             given = HeldObjects(model, optimizer, state or {}, per_rank or {}, watches_data=False)
             everything = gather(model, optimizer, given.state, given.per_rank)
             self._unheld = _UnheldObjects(UnheldObjects(given))
-            self._generators = watch.GlobalGenerators(torchs=True)
+            self._generators = GlobalGenerators(torchs=True)
             session = entry.meet(
                 device,
                 {"run_dir": str(run_dir), "keep_last": keep_last, **parameters_of(model)},
                 {"optimizer": describe_optimizer(optimizer)},
             )
-            everything = _with_generators(everything, self._generators)
+            registered, generators = everything.registered, {GENERATORS: self._generators.held()}
+            registered = replace(registered, per_rank={**registered.per_rank, **generators})
+            everything = replace(everything, registered=registered)
             self._engine = open_checkpoints(session, everything, optimizer, keep_last, None)
         self.run_dir = Path(run_dir)
         """Where the run is."""
@@ -224,11 +227,9 @@ class CheckpointManager:
             loop.save(None)
 
     def close(self) -> None:
-        """Wait for the save in flight, and release the run: another manager may have it.
-
-        The end of the block of a `ShutdownHandler` does so, and the end of the process. Raises
-        `CheckpointWriteError` if the last save has failed.
-        """
+        """Wait for the save in flight, and release the run: another manager may have it. The end of
+        the block of a `ShutdownHandler` does so, and the end of the process. Raises
+        `CheckpointWriteError` if the last save has failed."""
         if not self._closed:
             with self._session.progress.during(Phase.SAVE):
                 self._engine.settle()
@@ -239,17 +240,13 @@ class CheckpointManager:
                 raise unwritten(self._loop)
 
     def _vote_to_stop(self) -> StopReason:
-        """Why the ranks are to stop, if they are.
-
-        Raises `CheckpointWriteError`, on all ranks alike, if saves keep failing.
-        """
+        """Why the ranks are to stop, if they are. Raises `CheckpointWriteError`, on all ranks
+        alike, if saves keep failing."""
         return self._begun().agree().stop
 
     def _leave(self, stop: StopReason) -> ExitCode:
-        """Commit what can be, and part from the other ranks; how the loop has ended.
-
-        Raises `CheckpointWriteError`, on all ranks alike, if the last save has failed.
-        """
+        """Commit what can be, and part from the other ranks; how the loop has ended. Raises
+        `CheckpointWriteError`, on all ranks alike, if the last save has failed."""
         loop, code = self._loop, ExitCode.STOPPED if stop else ExitCode.COMPLETED
         if loop is not None:
             if self._trained:
@@ -368,12 +365,9 @@ class ShutdownHandler:
         return self
 
     def should_shutdown(self) -> bool:
-        """Whether to save and to leave the loop; the same on every rank.
-
-        Every rank must call it after the same steps: after each, or after every tenth, say.
-
-        Raises `CheckpointWriteError` if saves keep failing, as `resilience.patience` says.
-        """
+        """Whether to save and to leave the loop; the same on every rank. Every rank must call it
+        after the same steps: after each, or after every tenth, say. Raises `CheckpointWriteError`
+        if saves keep failing, as `resilience.patience` says."""
         if self._listener is None:
             raise UsageError("should_shutdown() belongs into `with ShutdownHandler() as shutdown:`")
         if not self._agreed:
@@ -428,15 +422,9 @@ class ShutdownHandler:
 
 
 def _leave_now(reason: StopReason) -> NoReturn:
-    """The ranks have agreed to stop, and the last save has ended."""
     if at_prompt() and reason is StopReason.INTERRUPT:
         raise KeyboardInterrupt
     raise SystemExit(int(ExitCode.STOPPED))
-
-
-def _with_generators(everything: RegisteredState, held: watch.GlobalGenerators) -> RegisteredState:
-    per_rank = {**everything.registered.per_rank, watch.GENERATORS: held.held()}
-    return replace(everything, registered=replace(everything.registered, per_rank=per_rank))
 
 
 def _refuse_second(run_dir: Path) -> None:

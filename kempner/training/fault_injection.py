@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kempner.checkpoint.tensors.state import local_part
-from kempner.config.fault_spec import FailPoint, Fault, parse_faults
+from kempner.config.resilience import FailPoint, Fault, parse_faults
 from kempner.config.sections import Config
 from kempner.run.control.protocol import Phase
 from kempner.run.output.logs import logger
@@ -36,10 +36,8 @@ and one that cannot print is a fault of its own."""
 
 
 def arm(config: Config, rank_link: RankLink) -> FaultInjector:
-    """What was asked to go wrong on this rank in this attempt; its fail points are set.
-
-    To be called before the ranks have met. Raises `UsageError` if the variable cannot be read.
-    """
+    """What was asked to go wrong on this rank in this attempt; its fail points are set. To be
+    called before the ranks have met. Raises `UsageError` if the variable cannot be read."""
     texts = [text for text in os.environ.get(VARIABLE, "").split(";") if text.strip()]
     try:
         planned = parse_faults([*config.resilience.faults, *texts])
@@ -63,12 +61,12 @@ class FaultInjector:
     def __init__(self, planned: Sequence[Fault], rank: int, attempt: int) -> None:
         self.planned = [fault.text for fault in planned]
         """All that is asked for, of any rank."""
-        self._armed = [f for f in planned if f.rank == rank and f.attempt == attempt]
+        self.armed = [f for f in planned if f.rank == rank and f.attempt == attempt]
         self._lock = threading.Lock()
 
     def set_fail_points(self) -> None:
         """Make this process's saves pass by here, at the points for which a fault is planned."""
-        phases = {fault.phase for fault in self._armed}
+        phases = {fault.phase for fault in self.armed}
         for point in FailPoint:
             handler = partial(self.maybe_inject, point) if point in phases else None
             set_fail_point(point, handler)
@@ -128,8 +126,8 @@ class FaultInjector:
     def _due(self, kinds: Sequence[str], phase: str, step: int | None) -> list[Fault]:
         """What is due, each said aloud; what happens once is over with that."""
         with self._lock:  # a save has threads of its own
-            due = [f for f in self._armed if f.kind in kinds and f.covers(phase, step)]
-            self._armed = [f for f in self._armed if f not in due or f.lasting]
+            due = [f for f in self.armed if f.kind in kinds and f.covers(phase, step)]
+            self.armed = [f for f in self.armed if f not in due or f.lasting]
         for fault in due:
             logger().warning("injecting fault", fault=fault.text, step=step)
         return due

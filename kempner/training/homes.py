@@ -1,11 +1,10 @@
-"""Where the loops of this process belong: in which run, and in which folder of it.
+"""Where the loops of this process belong, in which run and in which folder of it; and how the
+process ends: told to the supervisor, and as an exit status.
 
 A process may have several loops, as in cross-validation. The first that names no run directory is
 the run's own; the second has its checkpoints in `loops/2` of it, and so on, in the order of their
 calls: a program that is started again walks through those that are complete, and goes on in the one
 that is not.
-
-How a process with a loop of the user's ends: told to the supervisor, and as an exit status.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
 from kempner.run.process.signals import ignore_from_now_on
 from kempner.run.process.whereabouts import place_of
 from kempner.run.record.attempts import Attempt, Fence, begin_attempt
-from kempner.run.record.identity import RunIdentity
-from kempner.run.record.naming import ChosenRun, choose_run
+from kempner.run.record.identity import ChosenRun, RunIdentity, choose_run
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.groups.process_groups import Ranks
 from kempner.training.main import Ownership, classify, take_run
@@ -37,10 +35,8 @@ from kempner.training.rank_link.shutdown import StopListener
 
 class LastWords:
     """Tells the supervisor how this process ends: at its exit, or with the exception that ends it.
-
     At once in the latter case: an interpreter that goes down waits for threads, and those may wait
-    for ranks that wait for this one.
-    """
+    for ranks that wait for this one."""
 
     def __init__(self, rank_link: RankLink) -> None:
         self.code: ExitCode | None = None
@@ -113,8 +109,7 @@ def _code_of(error: BaseException, rank_link: RankLink) -> ExitCode:
 @dataclass(frozen=True)
 class Home:
     """`run` has the attempts and the ledger, `folder` what the loop is and its checkpoints. A loop
-    that names its folder has no `number`.
-    """
+    that names its folder has no `number`."""
 
     run: RunDirectory
     folder: RunDirectory
@@ -133,11 +128,9 @@ class Home:
         return self.folder.path.is_relative_to(self.run.path)
 
     def fence(self, ranks: Ranks, attempt: Attempt) -> Fence:
-        """What keeps attempts before this one from committing there.
-
-        A folder that the program names is no part of the supervisor's run: it has attempts of its
-        own. Raises `UsageError`, on all ranks alike, if it cannot be written.
-        """
+        """What keeps attempts before this one from committing there. A folder that the program
+        names is no part of the supervisor's run: it has attempts of its own. Raises `UsageError`,
+        on all ranks alike, if it cannot be written."""
         if self._within:
             return Fence(self.run.attempts, attempt)
         mine: Attempt | str = ""
@@ -150,21 +143,6 @@ class Home:
         if not isinstance(told, Attempt):
             raise UsageError(str(told))
         return Fence(self.folder.attempts, told)
-
-
-class Claim:
-    """The claim of this process on a run, for as many loops as use it at the same time."""
-
-    def __init__(self, ownership: Ownership) -> None:
-        self._ownership = ownership
-        self.attempt = ownership.attempt
-        self.users = 0
-
-    def release(self) -> None:
-        """Let go of the run, if no other loop uses it."""
-        self.users -= 1
-        if self.users == 0:
-            self._ownership.release()
 
 
 @dataclass(frozen=True)
@@ -186,7 +164,7 @@ class Loops:
     chosen: Path | None = None
     """The run of those, without a supervisor."""
     supervised: SupervisedProcess | None = None
-    _claims: dict[Path, Claim] = field(default_factory=dict)
+    _claims: dict[Path, Ownership] = field(default_factory=dict)
     _completed: dict[Path, object] = field(default_factory=dict)
 
     def find_home(
@@ -209,23 +187,22 @@ class Loops:
         beside = run.path / "loops" / str(self.count)
         return Home(run, run if self.count == 1 else RunDirectory(beside), self.count)
 
-    def claim(self, ranks: Ranks, link: RankLink, section: SuperviseSection) -> Claim:
+    def claim(self, ranks: Ranks, link: RankLink, section: SuperviseSection) -> Ownership:
         """The run is this process's: as it is already, or taken now; raises as `take_run`."""
         where = link.run.path.resolve()
         found = self._claims.get(where)
         if found is None or found.users == 0:
-            found = self._claims[where] = Claim(take_run(link.run, ranks, link.launch, section))
-        found.users += 1
+            found = self._claims[where] = take_run(link.run, ranks, link.launch, section)
+        else:
+            found.users += 1
         return found
 
     def complete(self, home: Home, facts: Mapping[str, object]) -> None:
-        """A loop has made all of its steps."""
         self._completed[home.folder.path.resolve()] = facts.get("steps")
 
     def refuse_completed(self, home: Home, facts: Mapping[str, object]) -> None:
         """Raise `UsageError` if an earlier loop has completed this one's run, and it asks for no
-        more: it would be handed out the other one's result.
-        """
+        more: it would be handed out the other one's result."""
         where, steps = home.folder.path.resolve(), facts.get("steps")
         if where in self._completed and self._completed[where] == steps:
             raise UsageError(
@@ -244,7 +221,6 @@ def forget_loops() -> None:
 
 
 def _choose(ranks: Ranks, usual: Path, program: RunIdentity, accepted: Collection[str]) -> Path:
-    """As rank 0 finds it."""
     chosen: ChosenRun | None = None
     if ranks.world.rank == 0:
         chosen = choose_run(usual, program, accepted)

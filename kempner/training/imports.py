@@ -10,5 +10,4 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 
 import kempner.checkpoint.tensors.dcp_metadata
-import kempner.training.groups.collective_timer
 import kempner.training.main

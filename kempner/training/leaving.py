@@ -99,21 +99,16 @@ def _users(frame: FrameType | None) -> frozenset[int]:
 
 
 def _is_left_by_hand(frame: FrameType | None, users: frozenset[int]) -> bool:
-    """Whether `frame` drops the iterator of a loop in one of `users` by `break` or `return`.
-
-    Where a generator is closed that has the loop, what has dropped that generator counts.
-    """
+    """Whether `frame` drops the iterator of a loop in one of `users` by `break` or `return`. Where
+    a generator is closed that has the loop, what has dropped that generator counts."""
     while frame is not None:
-        if _instruction(frame) in _DROPPING and id(frame) in users and not _raises(frame):
+        instruction = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        if instruction in _DROPPING and id(frame) in users and not _raises(frame):
             return True
         if not _is_generator(frame):
             return False
         frame = frame.f_back
     return False
-
-
-def _instruction(frame: FrameType) -> str:
-    return dis.opname[frame.f_code.co_code[frame.f_lasti]]
 
 
 def _raises(frame: FrameType) -> bool:

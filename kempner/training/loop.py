@@ -1,19 +1,25 @@
-"""The step loop. It reads from top to bottom; everything else serves it."""
+"""The step loop. It reads from top to bottom; everything else serves it.
+
+Evaluation: loss on held-out data, without any effect on training.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kempner.checkpoint.format.manifest import Rollback, TrainState
 from kempner.checkpoint.manager import CheckpointEngine
 from kempner.config.sections import Config
-from kempner.data.serve.loader import Feed, MicroBatch, StepBatch
+from kempner.data.files.token_file import Corpus
+from kempner.data.serve.loader import IGNORE, Feed, MicroBatch, StepBatch, eval_batches
 from kempner.model.spec.communication import EACH_MICRO_BATCH, Choice
 from kempner.run.control.heartbeat import Progress
 from kempner.run.control.protocol import Phase
@@ -21,35 +27,114 @@ from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import DivergedError, ExitCode, PeersLostError, RunError
 from kempner.run.record.events import Diverged, Evaluated, LedgerEvent, RolledBack
 from kempner.run.record.ledger import EventRecorder
-from kempner.training.compute.forward_backward import accumulate, weightless
+from kempner.training.compute.forward_backward import (
+    StepGradient,
+    sum_over_ranks,
+    summed_loss,
+    weightless,
+)
 from kempner.training.compute.optimizer import update
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks
-from kempner.training.observe.evaluation import Evaluation
 from kempner.training.observe.metrics import StepMetrics
 from kempner.training.observe.profiler import Profiler
-from kempner.training.policy.anomalies import Health, RollbackPlan, observe, plan_rollback
-from kempner.training.policy.lr_schedule import learning_rate
+from kempner.training.policy import (
+    Health,
+    RollbackPlan,
+    learning_rate,
+    observe,
+    plan_rollback,
+)
 from kempner.training.rank_link.shutdown import StopListener
-from kempner.training.vote.final_save import (
+from kempner.training.vote import (
+    Vote,
+    VoteGroup,
+    VoteResult,
     finish,
     refuse_to_go_on_unsaved,
     secure_last_step,
-    vote_to_go_on,
 )
-from kempner.training.vote.vote import Vote, VoteGroup, VoteResult
 
 
-@dataclass
-class LoopState:
-    """What moves with every step: where the run stands, and how sound its last losses are.
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Mean loss in nats per token, or None if a stop cut it short; and the last agreed."""
 
-    `save_postponed` is whether a save that was due waits for sound steps.
-    """
+    loss: float | None
+    agreed: VoteResult
 
-    train_state: TrainState
-    health: Health
-    save_postponed: bool = False
+
+@dataclass(frozen=True)
+class Evaluation:
+    """When to evaluate, and on what."""
+
+    config: Config
+    corpus: Corpus | None
+
+    def run(
+        self, model: nn.Module, ranks: Ranks, vote_group: VoteGroup, vote: Callable[[], Vote]
+    ) -> EvaluationResult:
+        """Evaluate, with a vote per batch: a stop does not wait for the end."""
+        assert self.corpus is not None  # no evaluation is due without held-out data
+        sums = torch.zeros(2, dtype=torch.float64)
+        agreed = VoteResult()
+        model.eval()
+        with torch.no_grad():
+            for micro_batches in eval_batches(
+                self.corpus,
+                seq_len=self.config.train.seq_len,
+                global_batch_size=self.config.train.global_batch_size,
+                micro_batch_size=self.config.train.micro_batch_size,
+                rank=ranks.data_rank,
+                world=ranks.degrees.data_world,
+                max_batches=self.config.eval.max_batches,
+            ):
+                ballot = vote_group.open(vote())
+                _add_losses(sums, model, micro_batches, ranks.device)
+                agreed = ballot.close()
+                if agreed.stop:
+                    break
+        model.train()
+        if agreed.stop:
+            return EvaluationResult(None, agreed)
+        total, tokens = sum_over_ranks(sums.to(ranks.device)).tolist()
+        return EvaluationResult(total / tokens, agreed)
+
+
+def evaluate_alone(
+    model: nn.Module,
+    corpus: Corpus,
+    device: torch.device,
+    *,
+    seq_len: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    max_batches: int,
+) -> tuple[float, int]:
+    """The loss, in nats per token, that a run has on held-out data, by this process alone; and of
+    how many tokens it is the mean. Raises `DataError` as `eval_batches`."""
+    sums = torch.zeros(2, dtype=torch.float64)
+    model.eval()
+    with torch.no_grad():
+        for micro_batches in eval_batches(
+            corpus,
+            seq_len=seq_len,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            max_batches=max_batches,
+        ):
+            _add_losses(sums, model, micro_batches, device)
+    total, tokens = sums.tolist()
+    return total / tokens, int(tokens)
+
+
+def _add_losses(
+    sums: torch.Tensor, model: nn.Module, micro_batches: list[MicroBatch], device: torch.device
+) -> None:
+    """Add the summed loss and the number of tokens to `sums` [2]."""
+    for micro_batch in micro_batches:
+        sums[0] += summed_loss(model, micro_batch, device).item()
+        sums[1] += (micro_batch.targets != IGNORE).sum()
 
 
 class Data:
@@ -70,7 +155,6 @@ class Data:
             return None
 
     def reopen(self, train_state: TrainState) -> None:
-        """Go on at another train state."""
         self.feed.close()
         self.feed = self._open(train_state)
 
@@ -78,8 +162,7 @@ class Data:
 @dataclass(frozen=True)
 class Tools:
     """What feeds and measures the steps, tells of them, and disturbs them on demand; and when the
-    ranks communicate in one.
-    """
+    ranks communicate in one."""
 
     data: Data
     step_metrics: StepMetrics
@@ -93,7 +176,9 @@ class Tools:
 
 @dataclass
 class Training:
-    """Everything the loop needs, ready to go."""
+    """Everything the loop needs, ready to go, and where the run stands. `train_state` moves with
+    every step, and `health` tells how sound the last losses are; `save_postponed` is whether a save
+    that was due waits for sound steps."""
 
     config: Config
     ranks: Ranks
@@ -102,38 +187,36 @@ class Training:
     shutdown: StopListener
     checkpoints: CheckpointEngine
     tools: Tools
-    state: LoopState
+    train_state: TrainState
+    health: Health
+    save_postponed: bool = False
 
     @cached_property
     def vote_group(self) -> VoteGroup:
-        """The group in which the ranks vote."""
         return VoteGroup(self.ranks.votes)
 
-    @property
-    def progress(self) -> Progress:
-        """What the supervisor is told of this rank."""
-        return self.tools.progress
+    @cached_property
+    def gradient(self) -> StepGradient:
+        ranks, tools = self.ranks, self.tools
+        return StepGradient(
+            self.model,
+            ranks.device,
+            self.config.train.seed,
+            ranks.world.rank,
+            ranks.degrees.tensor,
+            tools.communication,
+            tools.progress.waiting,
+        )
 
     def record(self, event: LedgerEvent) -> None:
         """A line for the run's ledger, from rank 0."""
         self.tools.record(event)
 
-    @property
-    def train_state(self) -> TrainState:
-        """The step and the position in the data."""
-        return self.state.train_state
-
-    @property
-    def health(self) -> Health:
-        """How sound the last losses are."""
-        return self.state.health
-
     def vote(self, void: bool = False) -> Vote:
-        """What this rank wants at this moment."""
         at_the_end = self.train_state.step == self.config.train.max_steps
-        diverged = self.health.trouble is not None or (at_the_end and not self.health.sound)
-        wanted = vote_to_go_on(self.shutdown, self.checkpoints)
-        return replace(wanted, void=void, diverged=diverged)
+        diverged = self.health.trouble is not None or (at_the_end and self.suspicious)
+        asked, saves = self.shutdown.request, self.checkpoints.poll()
+        return Vote.to_go_on(asked, *saves, void=void, diverged=diverged)
 
     @property
     def suspicious(self) -> bool:
@@ -141,45 +224,32 @@ class Training:
         return not self.health.sound
 
     def no_data(self) -> list[MicroBatch]:
-        """A step's worth of rows that weigh nothing."""
         train = self.config.train
         return weightless(self.tools.data.feed.micro_steps, train.micro_batch_size, train.seq_len)
-
-    def rate(self, step: int) -> float:
-        """The learning rate of a step."""
-        config = self.config
-        return learning_rate(step, config.optimizer.lr, config.train.max_steps, config.scheduler)
 
 
 def train(run: Training) -> ExitCode:
     """Train to the last step or until the ranks agree to stop; either way, commit and say how."""
-    last = run.config.train.max_steps
-    run.progress.step = run.train_state.step
-    agreed = evaluate_if_due(run)  # again, if the run was stopped in the middle of it
+    tools, progress, last = run.tools, run.tools.progress, run.config.train.max_steps
+    progress.made(run.train_state.step, before=True)
+    every, step, agreed = run.config.eval.interval, run.train_state.step, VoteResult()
+    if every and step and (step % every == 0 or step == last):
+        agreed = evaluate(run)  # again, if the run was stopped in the middle of it
     # The last step, too, must be a sound one: what is suspicious then gets a vote of its own.
-    while (run.train_state.step < last or not run.health.sound) and not agreed.stop:
+    while (run.train_state.step < last or run.suspicious) and not agreed.stop:
         step = run.train_state.step + 1
-        run.tools.profiler.begin(step)
-        with run.progress.held_up_by_data():
-            batch = run.tools.data.take(give_up=run.shutdown.should_shutdown)
+        if step >= tools.profiler.begins_at:
+            tools.profiler.begin(step)
+        with progress.held_up_by("data"):
+            batch = tools.data.take(give_up=run.shutdown.should_shutdown)
         ballot = run.vote_group.open(run.vote(void=batch is None))
         if batch is None and (agreed := ballot.close()).all_void:
             break  # no rank waits for another in the step: a stop need not wait for its end
-        with run.tools.faults.during_step(step, run.model):
-            loss = accumulate(
-                run.model,
-                batch.micro if batch is not None else run.no_data(),
-                device=run.ranks.device,
-                seed=run.config.train.seed,
-                step=step,
-                rank=run.ranks.world.rank,
-                copies=run.ranks.degrees.tensor,
-                choice=run.tools.communication,
-                waiting=run.progress.waiting,
-            )
-        with run.progress.held_up_by_save():
+        with tools.faults.during_step(step, run.model) if tools.faults.armed else nullcontext():
+            loss = run.gradient.add(run.no_data() if batch is None else batch.micro, step)
+        with progress.held_up_by("saves"):
             run.checkpoints.release_staging()
-        with run.progress.waiting("the vote"):
+        with progress.waiting("the vote"):
             agreed = ballot.close()
         if agreed.void or (agreed.diverged and agreed.stop):
             break  # a rank had no data, or the step is discarded: it did not happen, on any rank
@@ -187,92 +257,83 @@ def train(run: Training) -> ExitCode:
             roll_back(run)
             continue
         assert batch is not None  # a rank without one has made the vote void
-        rate = run.rate(step)
-        norm = update(
-            run.model,
-            run.optimizer,
-            loss,
-            rate,
-            run.config.train.clip_grad_norm,
-            run.progress.waiting,
-        )
-        run.state.train_state = advance(run, batch)
-        run.progress.made(step)
-        run.tools.profiler.end(step)
-        held_up = run.progress.take_held_up()
-        run.tools.step_metrics.record(run.train_state, loss, norm, rate, batch.positions, held_up)
+        advance(run, batch, loss)
         due = save_is_due(run, agreed)
-        take_note(run, everything=due or is_last_step(run, agreed))
+        take_note(run, everything=due or bool(agreed.stop) or step == last)
         if due:
             save_unless_suspicious(run, agreed)
         elif run.config.checkpoint.in_memory:
             keep_in_memory(run)
-        if not agreed.stop:
-            agreed = evaluate_if_due(run)
+        if every and not agreed.stop and (step % every == 0 or step == last):
+            agreed = evaluate(run)
     return finish_run(run, agreed)
 
 
-def advance(run: Training, batch: StepBatch) -> TrainState:
-    """Where the run stands after a step on `batch`."""
-    train, train_state = run.config.train, run.train_state
-    return replace(
-        train_state,
-        step=train_state.step + 1,
+def advance(run: Training, batch: StepBatch, loss: Tensor) -> None:
+    """Update the weights by the gradient of a step on `batch`, and go on from there."""
+    train, tools, before = run.config.train, run.tools, run.train_state
+    step, peak = before.step + 1, run.config.optimizer.lr
+    rate = learning_rate(step, peak, train.max_steps, run.config.scheduler)
+    waiting = tools.progress.waiting
+    norm = update(run.model, run.optimizer, loss, rate, train.clip_grad_norm, waiting)
+    run.train_state = replace(
+        before,
+        step=step,
         cursor=batch.cursor_after,
-        tokens=train_state.tokens + train.global_batch_size * train.seq_len,
+        tokens=before.tokens + train.global_batch_size * train.seq_len,
     )
+    tools.progress.made(step)
+    if tools.profiler.tracing:
+        tools.profiler.end(step)
+    tools.step_metrics.recent.send(run.train_state, loss, norm, rate)
+    if tools.step_metrics.log_samples:
+        tools.step_metrics.record_samples(run.train_state, batch.positions)
 
 
 def take_note(run: Training, everything: bool) -> None:
     """Learn what the last steps came to; of the newest one only if `everything` is asked for."""
-    for numbers in run.tools.step_metrics.arrivals(everything):
-        run.state.health, anomaly = observe(run.health, numbers, run.config.resilience)
+    for numbers in run.tools.step_metrics.recent.arrivals(everything):
+        run.tools.step_metrics.tell(numbers)
+        run.health, anomaly = observe(run.health, numbers, run.config.resilience)
         if anomaly is not None and run.ranks.world.rank == 0:
             step, in_a_row = numbers.train_state.step, run.health.suspects
             logger().warning(f"step {step} is suspicious: {anomaly.reason}", in_a_row=in_a_row)
             run.record(anomaly.event(step, anomaly.reason, in_a_row))
-    run.state.train_state = replace(run.train_state, losses=run.health.losses)
-
-
-def is_last_step(run: Training, agreed: VoteResult) -> bool:
-    """Whether this step is the last one of this attempt, to be saved before the ranks part."""
-    return bool(agreed.stop) or run.train_state.step == run.config.train.max_steps
+    run.train_state = replace(run.train_state, losses=run.health.losses)
 
 
 def save_is_due(run: Training, agreed: VoteResult) -> bool:
     """Whether to save now and train on: at the interval, and later where that did not work out.
-
-    Raises `CheckpointWriteError`, on all ranks alike, when saves keep failing.
-    """
-    config = run.config
-    limits = config.checkpoint.max_failures, config.resilience.patience
-    refuse_to_go_on_unsaved(run.checkpoints, agreed, *limits)
-    on_interval = run.train_state.step % config.checkpoint.interval == 0
+    Raises `CheckpointWriteError`, on all ranks alike, when saves keep failing."""
+    config, step = run.config, run.train_state.step
+    if agreed.superseded or agreed.failed_saves:
+        limits = config.checkpoint.max_failures, config.resilience.patience
+        refuse_to_go_on_unsaved(run.checkpoints, agreed, *limits)
+    on_interval = step % config.checkpoint.interval == 0
     # While saves fail, the interval is of no account: the next try has a time of its own.
-    due = agreed.save_again if agreed.failed_saves else on_interval or run.state.save_postponed
-    return due and not is_last_step(run, agreed)
+    due = agreed.save_again if agreed.failed_saves else on_interval or run.save_postponed
+    # The last step of this attempt is saved before the ranks part.
+    return due and not agreed.stop and step < config.train.max_steps
 
 
 def save_unless_suspicious(run: Training, agreed: VoteResult) -> None:
     """Start to save, unless the last steps are suspicious: then it is due again after the next."""
-    run.state.save_postponed = not run.health.sound
-    if run.state.save_postponed:
+    run.save_postponed = not run.health.sound
+    if run.save_postponed:
         return
     step = run.train_state.step
     with (
-        run.progress.during(Phase.SAVE),
+        run.tools.progress.during(Phase.SAVE),
         run.tools.faults.during_save(step, run.checkpoints.settle),
     ):
         run.checkpoints.save(run.train_state, agreed.failed_saves)
 
 
 def keep_in_memory(run: Training) -> None:
-    """Start to copy the state into memory that outlives this process.
-
-    What the newest step came to on a GPU is known once its state was copied: then it is judged.
-    """
+    """Start to copy the state into memory that outlives this process. What the newest step came to
+    on a GPU is known once its state was copied: then it is judged."""
     train_state, health, rule = run.train_state, run.health, run.config.resilience
-    unseen = run.tools.step_metrics.unseen()
+    unseen = run.tools.step_metrics.recent.unseen()
 
     def verdict() -> TrainState | None:
         judged = health
@@ -285,19 +346,17 @@ def keep_in_memory(run: Training) -> None:
 
 
 def roll_back(run: Training) -> None:
-    """Go back to a good checkpoint and leave out the data since.
-
-    Raises `DivergedError`, on all ranks alike, where that would not help.
-    """
+    """Go back to a good checkpoint and leave out the data since. Raises `DivergedError`, on all
+    ranks alike, where that would not help."""
     run.optimizer.zero_grad()  # of a step that does not count
     trouble = run.health.trouble or run.train_state
     to = agree_on_rollback(run, trouble)
-    with run.progress.during(Phase.LOAD):
+    with run.tools.progress.during(Phase.LOAD):
         good = run.checkpoints.roll_back(to, run.config.checkpoint.accept_changes)
         rollback = Rollback(trouble.step, good.step, start=good.cursor, end=trouble.cursor)
-        run.state.train_state = replace(good, rollbacks=(*run.train_state.rollbacks, rollback))
-        run.state.health, run.state.save_postponed = Health(good.losses), False
-        run.progress.step = good.step
+        run.train_state = replace(good, rollbacks=(*run.train_state.rollbacks, rollback))
+        run.health, run.save_postponed = Health(good.losses), False
+        run.tools.progress.made(good.step, before=True)
         run.tools.data.reopen(run.train_state)
         run.tools.step_metrics.start(run.train_state)
     run.record(RolledBack(**asdict(rollback)))
@@ -326,12 +385,10 @@ def agree_on_rollback(run: Training, trouble: TrainState) -> int:
     )
 
 
-def evaluate_if_due(run: Training) -> VoteResult:
-    """Evaluate where the interval says so; the result of its last vote."""
-    if not run.tools.evaluation.due(run.train_state.step):
-        return VoteResult()
+def evaluate(run: Training) -> VoteResult:
+    """Evaluate the weights; the result of the last vote meanwhile."""
     began = time.monotonic()
-    with run.progress.during(Phase.EVAL):
+    with run.tools.progress.during(Phase.EVAL):
         run.tools.faults.maybe_inject(Phase.EVAL, run.train_state.step)
         result = run.tools.evaluation.run(run.model, run.ranks, run.vote_group, run.vote)
     if result.loss is not None:
@@ -342,12 +399,10 @@ def evaluate_if_due(run: Training) -> VoteResult:
 
 
 def finish_run(run: Training, agreed: VoteResult) -> ExitCode:
-    """Commit the state of the last step if there is time, say why the run ends, and part.
-
-    Raises `CheckpointWriteError` if the state cannot be committed, and what keeps the data of a
-    rank from being read.
-    """
-    run.progress.phase = Phase.SAVE
+    """Commit the state of the last step if there is time, say why the run ends, and part. Raises
+    `CheckpointWriteError` if the state cannot be committed, and what keeps the data of a rank from
+    being read."""
+    run.tools.progress.phase = Phase.SAVE
     take_note(run, everything=True)
     if agreed.void and not agreed.stop:
         secure_last_step(run)
@@ -355,6 +410,6 @@ def finish_run(run: Training, agreed: VoteResult) -> ExitCode:
     code, words = finish(run, agreed)
     run.tools.step_metrics.end(words, completed=code is ExitCode.COMPLETED)
     run.tools.step_metrics.close()
-    run.progress.phase = Phase.EXIT
+    run.tools.progress.phase = Phase.EXIT
     run.ranks.final_barrier()
     return code

@@ -1,7 +1,4 @@
-"""Runs one rank: find its place, build everything, train, exit with the right code.
-
-Error message for running out of memory, with the relevant numbers.
-"""
+"""Runs one rank: find its place, build everything, train, exit with the right code."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from kempner.cluster.slurm.hostlist import node_name
 from kempner.cluster.slurm.job import restart_count
 from kempner.cluster.world import World
 from kempner.config.sections import Config, SuperviseSection
-from kempner.model.compilation import keep_compiled
+from kempner.model.sharding import keep_compiled
 from kempner.run.control.heartbeat import Progress
 from kempner.run.control.launch_env import Launch
 from kempner.run.control.leftovers import end_leftovers
@@ -113,11 +110,8 @@ def main(config: Config, rank_link: RankLink, shutdown: StopListener) -> NoRetur
 
 def classify(error: BaseException, rank_link: RankLink) -> ExitCode:
     """The exit code for an unexpected exception: a lost peer, storage that fails, or a crash of
-    this rank.
-
-    What the supervisor has said takes precedence. The error decides where it has said nothing yet,
-    or there is no supervisor.
-    """
+    this rank. What the supervisor has said takes precedence. The error decides where it has said
+    nothing yet, or there is no supervisor."""
     told = rank_link.link is not None and rank_link.link.peer_lost is not None
     if isinstance(error, OSError) and error.filename is not None and error.errno in PASSING:
         return ExitCode.STORAGE_UNAVAILABLE  # with a file: it is not about a connection
@@ -186,29 +180,26 @@ def thread_count(config: Config, world: World) -> int:
     return max(1, len(os.sched_getaffinity(0)) // world.local_size)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ownership:
-    """The attempt that a rank belongs to, and the claim on the run of rank 0 without a supervisor.
-
-    With one the supervisor holds the claim.
-    """
+    """The attempt that a rank belongs to, and the claim on the run of rank 0 without a supervisor:
+    with one, the supervisor holds it. `users` are the loops that use it at the same time."""
 
     attempt: Attempt
     lease: Lease | None = None
+    users: int = 1
 
     def release(self) -> None:
-        """Release the lease, so that the next start need not wait."""
-        if self.lease is not None:
+        self.users -= 1
+        if self.users == 0 and self.lease is not None:
             self.lease.release()
 
 
 def take_run(
     run: RunDirectory, ranks: Ranks, launch: Launch | None, section: SuperviseSection
 ) -> Ownership:
-    """The supervisor's attempt, or one that rank 0 begins where there is no supervisor.
-
-    Raises `UsageError`, on every rank, if another process owns the run, or it cannot be written.
-    """
+    """The supervisor's attempt, or one that rank 0 begins where there is no supervisor. Raises
+    `UsageError`, on every rank, if another process owns the run, or it cannot be written."""
     if launch is not None:
         return Ownership(launch.attempt)
     mine: Ownership | str = ""

@@ -21,16 +21,18 @@ from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.retry import storage_waits
 from kempner.run.record.events import LedgerEvent
-from kempner.training.policy.final_save import time_to_spare
+from kempner.training.policy import time_to_spare
 from kempner.training.rehearsal.switch import recorder
 from kempner.training.session import Session
-from kempner.training.vote.final_save import (
+from kempner.training.vote import (
+    Ballot,
     Saver,
+    Vote,
+    VoteGroup,
+    VoteResult,
     finish,
     refuse_to_go_on_unsaved,
-    vote_to_go_on,
 )
-from kempner.training.vote.vote import Ballot, LoopSteps, StepVote, Vote, VoteGroup, VoteResult
 
 IDLE_AT_MOST = 8
 """Steps in a row in which no optimizer has stepped. `GradScaler` skips some when it begins."""
@@ -61,7 +63,6 @@ class OwnLoop:
         self._recorder = recorder()
 
     def begin(self) -> None:
-        """Training goes on from here."""
         self.session.tell_ready(self.train_state.step)
 
     @property
@@ -93,10 +94,8 @@ class OwnLoop:
         return agreed
 
     def part(self, step: int) -> VoteResult:
-        """This rank has left the loop with `step` steps done; what all ranks say to that.
-
-        Raises `UsageError` unless all have left after the same step.
-        """
+        """This rank has left the loop with `step` steps done; what all ranks say to that. Raises
+        `UsageError` unless all have left after the same step."""
         if self._ballot is not None:  # that of the step in which it has left
             self._ballot.close()
             self._ballot = None
@@ -146,10 +145,8 @@ class OwnLoop:
                 logger().warning("the save in flight has failed", reason=str(error))
 
     def leave(self, agreed: VoteResult, steps: int | None = None) -> ExitCode:
-        """Commit what can be, and part from the other ranks; how the loop has ended.
-
-        `steps` is how many there are, where the program has left before the last.
-        """
+        """Commit what can be, and part from the other ranks; how the loop has ended. `steps` is how
+        many there are, where the program has left before the last."""
         self.session.progress.phase = Phase.SAVE
         if self._recorder is not None:
             self._recorder.left()
@@ -158,16 +155,14 @@ class OwnLoop:
         return code
 
     def vote(self) -> Vote:
-        """This rank's vote at this moment."""
-        vote = vote_to_go_on(self.shutdown, self.checkpoints)
-        return StepVote(**vars(vote), own=LoopSteps(self.idle, self.left_after))
+        vote = Vote.to_go_on(self.shutdown.request, *self.checkpoints.poll())
+        return replace(vote, idle=self.idle, left_after=self.left_after)
 
     def _refuse_to_go_on_unsaved(self, agreed: VoteResult) -> None:
         limits = CheckpointSection().max_failures, storage_waits().patience
         refuse_to_go_on_unsaved(self.checkpoints, agreed, *limits)
 
     def record(self, event: LedgerEvent) -> None:
-        """Record an event in the run's ledger."""
         self.session.record(event)
 
 

@@ -1,21 +1,31 @@
-"""A program's place in its run, whatever its training loop: found, claimed, reported and left."""
+"""A program's place in its run, whatever its training loop: found, claimed, reported and left.
+
+Whether it is the program that the run belongs to, rank 0 checks, and all ranks learn the result:
+
+    standing = recognise(folder, ranks, this_program(ranks, facts), ...)  # refused or told
+    standing.refuse_if_complete(step)  # when the newest checkpoint is loaded
+    standing.keep(run)  # the next start is compared with this one
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import NoReturn
 
 import torch
+from torch.optim import Optimizer
 
 from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format.manifest import Identity, Origin
-from kempner.cluster.machine.rlimits import raise_open_file_limit
+from kempner.cluster.machine import raise_open_file_limit
 from kempner.config.resilience import ResilienceSection
 from kempner.config.sections import SuperviseSection
 from kempner.config.site import DistributedSection
@@ -27,39 +37,136 @@ from kempner.run.control.trackers import begin_next_loop, note_mlflow_run
 from kempner.run.output import logs
 from kempner.run.output.console import protect
 from kempner.run.output.logs import logger, open_log
-from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
+from kempner.run.process.exit_codes import DataError, ExitCode, RunError, UsageError
 from kempner.run.process.retry import storage_waits
 from kempner.run.process.worker_process import heed_for_children
 from kempner.run.record.attempts import Fence
 from kempner.run.record.events import CheckpointCommitted, LedgerEvent, RankReady, Resumed
 from kempner.run.record.history import RunHistory
-from kempner.run.record.identity import OUTPUT_DIR, RunIdentity, accepted_names
-from kempner.run.record.program import relative
+from kempner.run.record.identity import (
+    OUTPUT_DIR,
+    Consequence,
+    Difference,
+    RunIdentity,
+    accepted_names,
+    compare,
+    describe_refusal,
+    plain,
+    read_identity,
+    write_identity,
+)
+from kempner.run.record.lease import Holder
+from kempner.run.record.program import files_of_process, identity_of_process, keep_copies, relative
 from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.save_times import Durations
 from kempner.training.build import host_facts, read_history, versions
-from kempner.training.compute.seeds import set_rng
+from kempner.training.compute.forward_backward import set_rng
 from kempner.training.groups.process_groups import Ranks, adopt
-from kempner.training.homes import LOOPS, Claim, Home, LastWords, SupervisedProcess
+from kempner.training.homes import LOOPS, Home, LastWords, SupervisedProcess
+from kempner.training.main import Ownership
 from kempner.training.rank_link.rank_link import RankLink, join
 from kempner.training.rank_link.shutdown import StopListener
-from kempner.training.recognition import RunComparison, recognise, this_program
+
+_ANOTHER_RUN = "give it another run_dir"
 
 
 @dataclass(frozen=True)
-class RunBeside:
-    """The run of a trainer whose results are in `output_dir`; made by `run_beside`."""
+class RunComparison:
+    """What the run in `folder` was at its start before (None: it is new, or older than this is
+    kept), what it is now, and the differences; the same on all ranks."""
 
-    output_dir: Path
+    folder: RunDirectory
+    before: RunIdentity | None
+    now: RunIdentity
+    differences: tuple[Difference, ...] = field(default=())
+
+    def refuse_if_complete(self, step: int) -> None:
+        """Raise `DataError` if the run is complete at `step` and was made by a program with other
+        facts. Differences that the user accepts change how a run goes on, and a complete run does
+        not go on."""
+        accepted = [each for each in self.differences if each.verdict is Consequence.ACCEPTED]
+        steps = self.now.facts.get("steps")
+        if accepted and isinstance(steps, int) and step >= steps:
+            changes = "; ".join(each.sentence for each in accepted)
+            raise DataError(
+                f"the run in {self.folder.path} is complete at step {step}, and is not this "
+                f"program's result: {changes}; ask for more steps, or {_ANOTHER_RUN}"
+            )
+
+    def keep(self, run: RunDirectory) -> None:
+        """Have the next start be compared with this one, and the run keep copies of the program; by
+        rank 0."""
+        keep_copies(run, files_of_process(sys.argv, sys.modules, Path.cwd()))
+        now = self.now if self.before is None else self.now.after(self.before)
+        write = partial(write_identity, self.folder, now)
+        try:
+            storage_waits().retry(write, path=self.folder.identity)
+        except OSError as error:  # the next start is compared with an older one
+            logger().warning("cannot keep what the run is", error=str(error))
 
 
-def run_beside(output_dir: str | Path) -> RunBeside:
-    """What to give to `RunEntry` as `run_dir` for a run that belongs to a folder of results.
+def recognise(
+    folder: RunDirectory,
+    ranks: Ranks,
+    program: RunIdentity,
+    accepted: Collection[str],
+    launched_as_before: bool,
+) -> RunComparison:
+    """Compare this program with the one whose run it is, and say what differs, in a line each.
+    `launched_as_before` says that a supervisor has looked at its command. Raises `DataError`, on
+    all ranks alike, where the result would be another program's."""
+    standing = RunComparison(folder, None, program)
+    if ranks.world.rank == 0:
+        before = storage_waits().retry(partial(read_identity, folder), path=folder.identity)
+        if before is not None and launched_as_before:
+            program = replace(program, launched=before.launched)
+            standing = RunComparison(folder, None, program)
+        # Without a checkpoint it begins anew, whatever was tried before.
+        if before is not None and any(folder.checkpoints.glob("step-*")):
+            found = compare(before, program, accepted)
+            standing = RunComparison(folder, before, program, tuple(found))
+    told = ranks.broadcast(standing)
+    assert isinstance(told, RunComparison)  # rank 0 made one
+    if refusal := describe_refusal(told.differences, folder.path, _ANOTHER_RUN):
+        raise DataError(refusal)
+    for each in told.differences:
+        accepted_first = "accepted: " if each.verdict is Consequence.ACCEPTED else ""
+        ranks.say(f"{accepted_first}{each.sentence}")
+    return told
 
-    It is where the run of a loop without `run_dir` would be; a start of the same program with
-    another folder is another run.
-    """
-    return RunBeside(Path(output_dir))
+
+_HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+"""What of an optimizer's groups is no setting, or says how it computes, and not what."""
+
+
+def describe_optimizer(optimizer: Optimizer) -> dict[str, object]:
+    """What an optimizer is, for the facts of a run: its class, and the settings of its groups in
+    whatever order."""
+    groups = [
+        {name: value for name, value in group.items() if name not in _HOW and _is_setting(value)}
+        | {"parameters": sum(parameter.numel() for parameter in group["params"])}
+        for group in optimizer.param_groups
+    ]
+    ordered = sorted(groups, key=lambda group: json.dumps(group, sort_keys=True))
+    return {"class": type(optimizer).__name__, "groups": ordered}
+
+
+def _is_setting(value: object) -> bool:
+    parts = value if isinstance(value, list | tuple) else [value]
+    return all(isinstance(part, int | float | str | None) for part in parts)
+
+
+def this_program(ranks: Ranks, facts: Mapping[str, object]) -> RunIdentity:
+    """What this process runs, with the `facts` of its loop; on rank 0 with its files."""
+    told = {name: plain(value) for name, value in facts.items()}
+    if ranks.world.rank != 0:
+        return RunIdentity(facts=told)
+    return replace(
+        identity_of_process(sys.argv, sys.modules, os.environ, Path.cwd()),
+        facts=told,
+        surroundings={"ranks": ranks.world.size, "host": platform.node(), **versions()},
+        claimed_by=asdict(Holder.here(0.0)),
+    )
 
 
 class RunEntry:
@@ -70,21 +177,22 @@ class RunEntry:
     `runs/<script>`, or one beside that if it is another command's. The second loop of a process
     that names none belongs into `loops/2` of that, and so on. `accept_changes` names differences
     to the run as it was that are not to be refused. With a `listener` the signals are left to
-    what has made that. What follows, `meet` among it, belongs into `guard`.
+    what has made that. With an `output_dir` the run belongs to that folder of a trainer's results:
+    with another one it is another run. What follows, `meet` among it, belongs into `guard`.
     """
 
     def __init__(
         self,
         name: str,
-        run_dir: str | Path | RunBeside | None,
+        run_dir: str | Path | None,
         accept_changes: Collection[str] = (),
         listener: StopListener | None = None,
+        output_dir: str | Path | None = None,
     ) -> None:
         protect()
         logs.configure()
         self._accepted = accepted_names(accept_changes, os.environ)
-        self._beside = run_dir if isinstance(run_dir, RunBeside) else None
-        self._named = place_of(run_dir) if run_dir and not isinstance(run_dir, RunBeside) else None
+        self._named, self._output_dir = place_of(run_dir) if run_dir else None, output_dir
         self._session: Session | None = None
         entered = LOOPS.supervised
         self._shutdown = entered.shutdown if entered else listener or StopListener(at_prompt())
@@ -97,7 +205,6 @@ class RunEntry:
             self.rank_link = self._entered.rank_link
 
     def _enter(self, name: str) -> SupervisedProcess:
-        """Call the supervisor, if there is one."""
         launch = Launch.from_environment(os.environ)
         terms = launch.terms if launch is not None else None
         usual = (
@@ -141,7 +248,10 @@ class RunEntry:
             ranks.agree_on({**agree_on, "number of loops before": LOOPS.count})
         self.rank_link.progress.begin_another()
         self._entered.last_words.code = None
-        program = this_program(ranks, {**(facts or {}), **self._folder_of_results()})
+        told = dict(facts or {})
+        if self._output_dir is not None:
+            told[OUTPUT_DIR] = relative(str(self._output_dir), Path.cwd())
+        program = this_program(ranks, told)
         home = LOOPS.find_home(ranks, self.rank_link, self._named, program, self._accepted)
         link = self.rank_link = replace(self.rank_link, run=home.run)
         claim = LOOPS.claim(ranks, link, _as_told(self._entered.terms))
@@ -171,11 +281,6 @@ class RunEntry:
         storage_waits().configure(patience, shutdown.should_shutdown)
         return ranks
 
-    def _folder_of_results(self) -> dict[str, object]:
-        if self._beside is None:
-            return {}
-        return {OUTPUT_DIR: relative(str(self._beside.output_dir), Path.cwd())}
-
 
 class Session:
     """A rank's place in its run. When the loop is over, `end` and `give_back` must follow."""
@@ -183,7 +288,7 @@ class Session:
     def __init__(
         self,
         rank_link: RankLink,
-        claim: Claim,
+        claim: Ownership,
         home: Home,
         ranks: Ranks,
         shutdown: StopListener,
@@ -198,11 +303,6 @@ class Session:
         self.accepted: Collection[str] = ()
         """Names of differences that the user accepts, for `CheckpointEngine.restore` as well."""
 
-    @property
-    def recorded_facts(self) -> Mapping[str, object]:
-        """The facts that the start before gave to `meet`; empty where there was none."""
-        return self.standing.recorded_facts
-
     @cached_property
     def durations(self) -> Durations:
         """How long the saves of this run took; rank 0 knows."""
@@ -215,7 +315,6 @@ class Session:
         return read_history(self._rank_link.run, self._claim.attempt)
 
     def context(self, optimizer: str | None, seed: int | None) -> CheckpointContext:
-        """Of the checkpoints of this run, which are made with `optimizer` and `seed`."""
         ranks = self.ranks
         identity = Identity(
             world=ranks.world.size,
@@ -238,14 +337,12 @@ class Session:
         )
 
     def tell_ready(self, step: int) -> None:
-        """Say that training goes on from `step`.
-
-        Raises `DataError`, on all ranks alike, if nothing is left to do of what was another run.
-        """
+        """Say that training goes on from `step`. Raises `DataError`, on all ranks alike, if nothing
+        is left to do of what was another run."""
         self.standing.refuse_if_complete(step)
         if self.ranks.world.rank == 0:
             self.standing.keep(self._home.run)
-        self.progress.step = step
+        self.progress.made(step, before=True)
         self.progress.enter(Phase.COMPILE)
         if step:
             self.say(f"resumed at step {step}{self._which}")
@@ -255,7 +352,6 @@ class Session:
         logger().info("ready", step=step, pid=os.getpid())
 
     def seed_step(self, seed: int, step: int) -> None:
-        """Seed torch's generators by step and rank."""
         set_rng(seed, step, 0, self.ranks.world.rank)
 
     @contextmanager
@@ -272,10 +368,8 @@ class Session:
             note_mlflow_run(RunDirectory(launch.terms.run).trackers)
 
     def end(self, code: ExitCode, words: str, complete: bool) -> None:
-        """Leave the other ranks; the supervisor is sent `code` when this process exits.
-
-        `complete` is whether nothing is left to do.
-        """
+        """Leave the other ranks; the supervisor is sent `code` when this process exits. `complete`
+        is whether nothing is left to do."""
         self.say(f"{words}{self._which}")
         if complete:
             LOOPS.complete(self._home, self.standing.now.facts)
@@ -293,10 +387,8 @@ class Session:
             self._last_words.uncommitted = words
 
     def give_back(self, code: ExitCode | None) -> None:
-        """Let go of the run and of what this process shares with whatever it does next.
-
-        `code` is how the loop has ended; None if by an exception.
-        """
+        """Let go of the run and of what this process shares with whatever it does next. `code` is
+        how the loop has ended; None if by an exception."""
         self.release()
         # Whom the supervisor stops has nothing left to do, and is not to die of a signal now.
         if code is None or code is ExitCode.COMPLETED or self._rank_link.launch is None:
@@ -304,7 +396,6 @@ class Session:
             heed_for_children(False)
 
     def release(self) -> None:
-        """Release the run, so that the next start need not wait."""
         if not self._released:
             self._released = True
             self._claim.release()
@@ -315,21 +406,17 @@ class Session:
 
     @property
     def run(self) -> RunDirectory:
-        """The directory of the run."""
         return self._home.folder
 
     def trap_signals(self) -> None:
-        """From now on the stop signals come here."""
         self.shutdown.install()
         heed_for_children(True)
 
     @property
     def progress(self) -> Progress:
-        """The progress that is reported to the supervisor."""
         return self._rank_link.progress
 
     def record(self, event: LedgerEvent) -> None:
-        """Record an event in the run's ledger."""
         if isinstance(event, CheckpointCommitted | Resumed):
             event = replace(event, place=self._home.place)
         self._rank_link.record(self._claim.attempt, event)
@@ -340,7 +427,6 @@ class Session:
         return f" (loop {self._home.number})" if self._home.number > 1 else ""
 
     def say(self, words: str) -> None:
-        """Print a sentence, on rank 0 only."""
         self.ranks.say(words)
 
 
@@ -359,10 +445,8 @@ def _as_told(terms: LaunchTerms | None) -> SuperviseSection:
 
 
 def _usual(name: str, script: str) -> Path:
-    """The default run directory: as `kempner supervise` would name it.
-
-    Raises `UsageError` without a script: another notebook's run would be taken for this one's.
-    """
+    """The default run directory: as `kempner supervise` would name it. Raises `UsageError` without
+    a script: another notebook's run would be taken for this one's."""
     stem = Path(script).stem
     if at_prompt() or stem in ("", "-c", "-"):
         raise UsageError(

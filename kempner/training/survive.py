@@ -6,36 +6,292 @@
 Iterating resumes from the newest checkpoint, at its place in the data, votes in every step, saves,
 and stops all ranks after the same step. Under `kempner supervise -- COMMAND` the ranks also report
 to the supervisor.
+
+However the loop is left, what is done is committed: after the last step or `finish` the run is
+complete; after a `break` or a `return` it goes on at the next start. After an exception the newest
+checkpoint stays as it is, since the step under way is not whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+import json
+import os
+from collections.abc import Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Generic, TypeVar, cast, overload
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from kempner.checkpoint.format.manifest import read
+from kempner.checkpoint.format.manifest import TrainState, read
 from kempner.checkpoint.format.names import CheckpointFolder
 from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.registered.groups import RegisteredState, gather
+from kempner.checkpoint.registered.objects import Held
 from kempner.checkpoint.store.retention import Keep
-from kempner.checkpoint.store.selection import choose
+from kempner.checkpoint.store.selection import newest
 from kempner.config.sections import CheckpointSection
-from kempner.data.serve.draws import key
-from kempner.data.serve.places import supply_of
-from kempner.run.process.exit_codes import DataError, UsageError
-from kempner.training.compute.seeds import given_seed, program_seed
-from kempner.training.recognition import describe_optimizer
-from kempner.training.session import RunEntry, Session
-from kempner.training.survivor import NAME, Batches, LoopPlan, Survivor
-from kempner.training.watch.strangers import HeldObjects
-from kempner.training.watch.watch import Watch
+from kempner.data.serve.draws import kept, key
+from kempner.data.serve.places import Supply, supply_of
+from kempner.run.process.durable_io import replace_durable
+from kempner.run.process.exit_codes import DataError, ExitCode, RunError, StopReason, UsageError
+from kempner.run.process.retry import storage_waits
+from kempner.training.compute.forward_backward import given_seed, program_seed
+from kempner.training.leaving import Steps, StepsEnd, describe_uncommitted
+from kempner.training.own_loop import OwnLoop, describe_idleness
+from kempner.training.session import RunEntry, Session, at_prompt, describe_optimizer
+from kempner.training.vote import VoteResult
+from kempner.training.watch import HeldObjects, Watch
+
+NAME = "data"
+"""Under which a checkpoint holds the place."""
+
+
+class Batches:
+    """What each step trains on: a batch, or a list of `accumulate` of them."""
+
+    def __init__(self, supply: Supply, accumulate: int | None) -> None:
+        self._supply, self._accumulate = supply, accumulate
+        self._before: dict[str, Any] | None = None
+        self._put_back = False
+        self.epoch = 0
+        """The epoch that the last batch belonged to."""
+
+    def take(self) -> Any:
+        self._before = self._supply.state_dict()
+        if self._accumulate is None:
+            return self._one()
+        return [self._one() for _ in range(self._accumulate)]
+
+    def _one(self) -> Any:
+        batch, self.epoch = self._supply.take()
+        return batch
+
+    def put_back(self) -> None:
+        """The step that was begun is not made: its batches are those of the next start."""
+        self._put_back = self._before is not None
+
+    def close(self) -> None:
+        self._supply.close()
+
+    def held_with(self, everything: RegisteredState) -> RegisteredState:
+        objects = everything.registered
+        held = {NAME: Held(self._place, self._supply.load_state_dict)}
+        if self._supply.shared:
+            objects = replace(objects, shared={**objects.shared, **held})
+        else:
+            objects = replace(objects, per_rank={**objects.per_rank, **held})
+        return replace(everything, registered=objects)
+
+    def _place(self) -> Mapping[str, Any]:
+        if self._put_back and self._before is not None:
+            return self._before
+        return self._supply.state_dict()
+
+
+@dataclass(frozen=True)
+class LoopPlan:
+    """What a loop is to do: `steps`, and a save every `save_every` of them."""
+
+    steps: int
+    save_every: int
+    seed: int
+
+
+Step = TypeVar("Step", covariant=True)
+
+
+class Survivor(Generic[Step]):
+    """The steps of a loop, to be iterated over once, on every rank.
+
+    After a stop the state is committed, and iterating raises `SystemExit` with 75. A `break` or
+    `return` commits, too; the run goes on at the next start, unless `finish` was called.
+
+    From the call of `survive` to the end of the loop, however it ends, the stop signals come here;
+    then they do again what they did before. In another thread than the main one Python traps no
+    signals, and only the supervisor's orders stop the loop.
+
+    At a prompt (a notebook, IPython, `python -i`) they come here only while the loop runs. After a
+    Ctrl-C the state is committed, and iterating raises `KeyboardInterrupt`; a second one within two
+    seconds raises it at once. `run_dir` has no default there.
+    """
+
+    def __init__(
+        self,
+        plan: LoopPlan,
+        session: Session,
+        checkpoints: CheckpointEngine,
+        batches: Batches | None,
+        watch: Watch,
+    ) -> None:
+        self._plan, self._session, self._batches = plan, session, batches
+        self.checkpoints, self._watch = checkpoints, watch
+        self._loop = OwnLoop(session, checkpoints, checkpoints.restore(session.accepted))
+        watch.restored()
+        self._done_before = self._loop.train_state.step
+        self._finished = session.ranks.broadcast(self._read_mark()) == self._done_before
+        self._begun = False
+        self._trained = 0
+        # Of every optimizer: another one may step other parts of the model.
+        self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
+
+    @property
+    def train_state(self) -> TrainState:
+        """How many steps are done."""
+        return self._loop.train_state
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the data, counted from 0, that the last batch belonged to."""
+        return self._batches.epoch if self._batches is not None else 0
+
+    def finish(self) -> None:
+        """The step under way is the last one: with it the run is complete.
+
+        On all ranks in the same step, by what all of them know. Leave the loop by `break`, or go
+        on: there is no other step.
+        """
+        self._finished = True
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """The block is no step, on one rank or on all: it may take its time, and what it draws
+        changes nothing that is drawn later."""
+        devices = [self._session.ranks.device] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+        with (
+            torch.random.fork_rng(devices=devices),
+            kept(),
+            self._session.evaluation(),
+        ):
+            yield
+
+    def __iter__(self) -> Iterator[Step]:
+        if self._begun:
+            raise UsageError("survive(...) was iterated over before; call it again to go on")
+        self._begun = True
+        return cast("Iterator[Step]", Steps(self.run))
+
+    def run(self, leaving: StepsEnd) -> Generator[object, None, None]:
+        """Make the steps, and part from the run however they end."""
+        if at_prompt():
+            self._session.trap_signals()
+        code: ExitCode | None = None
+        try:
+            code = yield from self._steps()
+        except GeneratorExit:
+            if leaving.by_hand:
+                code = self._leave()
+                return
+            self._loop.wait_for_save()
+            words = describe_uncommitted(self._loop.train_state.step, self._plan.steps)
+            self._session.leave_uncommitted(words)
+            raise
+        finally:
+            self.checkpoints.release_staging()  # nothing waits for that once the hook is gone
+            self._hook.remove()
+            if self._batches is not None:
+                self._batches.close()
+            self._session.give_back(code)
+        if code is not ExitCode.COMPLETED:
+            if at_prompt() and self._session.shutdown.reason() is StopReason.INTERRUPT:
+                raise KeyboardInterrupt
+            raise SystemExit(int(code))
+
+    def _steps(self) -> Generator[object, None, ExitCode]:
+        loop, steps = self._loop, self._plan.steps
+        loop.begin()
+        if self._watch.begin(self._plan.seed, self._session.ranks.world.rank == 0):
+            self._session.say("NumPy and random draw other numbers: the number of ranks differs")
+        agreed, unchecked = VoteResult(), True
+        while loop.train_state.step < steps and not (agreed.stop or self._finished):
+            step = loop.train_state.step + 1
+            loop.begin_step()
+            given = self._begin(step)
+            yield given
+            self._end()
+            agreed = loop.end_step(step)
+            on_interval = step % self._plan.save_every == 0
+            last = step == steps or self._finished
+            due = not last and loop.save_is_due(agreed, on_interval)
+            look = self._watch.end_step(on_interval)
+            if unchecked:  # the optimizer has its state now
+                self.checkpoints.check_state()
+                unchecked = False
+            elif look:
+                self.checkpoints.check_registered()
+            if due:
+                loop.save(agreed)
+        if self._finished and loop.train_state.step < steps and not agreed.stop:
+            agreed = loop.part(loop.train_state.step)
+        return self._complete(agreed)
+
+    def _begin(self, step: int) -> object:
+        given: object = step
+        if self._batches is not None:
+            with self._session.progress.held_up_by("data"):
+                given = step, self._batches.take()
+        self._session.seed_step(self._plan.seed, step)
+        self._watch.begin_step()
+        self._trained = 0
+        return given
+
+    def _end(self) -> None:
+        self._loop.idle = 0 if self._trained else self._loop.idle + 1
+
+    def _before_optimizer(self, optimizer: Optimizer, *_: object) -> None:
+        self._trained += 1
+        self._watch.stepped(optimizer)
+        self.checkpoints.release_staging()
+
+    def _complete(self, agreed: VoteResult) -> ExitCode:
+        loop = self._loop
+        # What follows the loop draws the same, whether or not this process has made any step.
+        self._session.seed_step(self._plan.seed, loop.train_state.step + 1)
+        made = loop.train_state.step - self._done_before
+        # Before there is a checkpoint that says so: all ranks know then that nothing was done.
+        if not agreed.stop and made and not self._done_before and loop.ask().idle >= made:
+            raise UsageError(describe_idleness(made))
+        if self._finished:  # also where it was asked to stop in its last step
+            self._write_mark(loop.train_state.step)
+        return loop.leave(agreed)
+
+    def _leave(self) -> ExitCode:
+        """The program has left the loop by `break` or `return`: commit what is done."""
+        loop = self._loop
+        step = loop.train_state.step
+        if loop.voting and self._trained:
+            step += 1
+        elif self._batches is not None:
+            self._batches.put_back()
+        try:
+            self._end()
+            agreed = loop.part(step)
+            if step == self._plan.steps or self._finished:
+                return self._complete(agreed)
+            return loop.leave(agreed, self._plan.steps)
+        except RunError as error:  # Python shows none that is raised here, and goes on
+            self._session.end_with(error)
+
+    def _read_mark(self) -> int | None:
+        """The step after which the loop was finished before; rank 0 knows."""
+        mark = self._session.run.finished
+        if self._session.ranks.world.rank != 0 or not mark.exists():
+            return None
+        step = json.loads(mark.read_text())["step"]
+        return step if isinstance(step, int) and step else None
+
+    def _write_mark(self, step: int) -> None:
+        """Before the step is committed: the mark of one that is not means nothing."""
+        if self._session.ranks.world.rank == 0 and step < self._plan.steps:
+            mark, content = self._session.run.finished, json.dumps({"step": step}).encode()
+            write = partial(replace_durable, mark, content, unique=str(os.getpid()))
+            storage_waits().retry(write, path=mark)
 
 
 @overload
@@ -90,60 +346,46 @@ def survive(
     accept_changes: Collection[str] = (),
 ) -> Survivor[Any]:
     """Iterate over this instead of `range(1, steps + 1)`: it yields the steps not done yet, each
-    with a batch of `data` where that is given.
+    with a batch of `data` where that is given, or with `accumulate` of them.
 
-    Call it once on every rank, after `init_process_group`, when `model` and `optimizer` are final;
-    both are loaded from the newest checkpoint, if there is one. A checkpoint is saved every
-    `save_every` steps, and the last `keep_last` are kept. Each step begins with torch's generators
-    seeded by `seed`, the step and the rank, so that a resumed step draws the same numbers. By
-    default that is the seed which rank 0 has given to `torch.manual_seed`; the run keeps it.
+    Call it once on every rank, after `init_process_group`, when `model` and `optimizer` are final.
+    Both, and what else `state` (the same on all ranks) and `per_rank` name, are loaded from the
+    newest checkpoint: modules and optimizers, sharded or not; whatever has `state_dict` and
+    `load_state_dict`; dicts, lists, tensors and arrays, filled in place; generators of random
+    numbers. A run with `per_rank` goes on with as many ranks only. One checkpoint is saved every
+    `save_every` steps, and the last `keep_last` are kept. Each step seeds torch's generators by
+    `seed` (by default rank 0's of `torch.manual_seed`; the run keeps it), the step and the rank.
 
-    `data` is a `DataLoader`, torchdata's `StatefulDataLoader`, a stream that has a state, or a
-    loader that accelerate or Fabric has made of one. After its last batch it begins anew, in
-    another order if it shuffles. A resumed run goes on with the next sample, with any number of
-    workers and, for a data set with a length, of ranks. With `accumulate`, a step has a list of so
-    many batches.
+    `data` is a `DataLoader`, torchdata's `StatefulDataLoader`, a stream that has a state, or what
+    accelerate or Fabric has made of one. After its last batch it begins anew. A resumed run goes on
+    with the next sample, with any number of workers and, if the data have a length, of ranks.
 
-    `state` is what else comes back with a checkpoint, by name: modules and optimizers, which may be
-    sharded; whatever has `state_dict` and `load_state_dict`, such as a scheduler; a dict, a list, a
-    tensor or an array, which are filled in place; generators of random numbers. It is the same on
-    all ranks, or that of rank 0 counts. `per_rank` is what differs on each, modules and optimizers
-    apart; such a run goes on with as many ranks only.
-
-    `run_dir` is the run directory; by default the supervisor's, or else `runs/<script>`.
-    `accept_changes` names what may differ from the start before, as a refusal tells it.
-
-    After a stop the state is committed, and iterating raises `SystemExit` with 75. A `break` or
-    `return` commits, too; the run goes on at the next start, unless `finish` was called. Raises
-    `UsageError` (also if the ranks are called with different arguments or data), `DataError` or
-    `CheckpointWriteError` with a sentence, which is printed without a traceback.
-
-    From this call to the end of the loop, however it ends, the stop signals come here; then they do
-    again what they did before. In another thread than the main one Python traps no signals, and
-    only the supervisor's orders stop the loop.
-
-    At a prompt (a notebook, IPython, `python -i`) they come here only while the loop runs. After a
-    Ctrl-C the state is committed, and iterating raises `KeyboardInterrupt`; a second one within two
-    seconds raises it at once. `run_dir` has no default there.
+    `run_dir` is by default the supervisor's, or else `runs/<script>`. `accept_changes` names what
+    may differ from the start before. Raises `UsageError`, also where the ranks disagree,
+    `DataError` or `CheckpointWriteError`, printed as a sentence. How it ends: see `Survivor`.
     """
     todo = LoopRequest(steps, save_every, keep_last, seed, accumulate)
+    given = HeldObjects(model, optimizer, state or {}, per_rank or {}, data)
     entry = RunEntry("survive", run_dir, accept_changes)
     with entry.guard():
-        todo.check(has_data=data is not None)
-        device = device_of("survive", model, optimizer)
-        given = {"state": state or {}, "per_rank": per_rank or {}}
-        _keep_name_free(data, given)
-        everything = gather(model, optimizer, given["state"], given["per_rank"])
-        session = entry.meet(device, *_facts(todo, model, optimizer, data, given))
-        noise = _agreed_seed(session, seed)
-        batches = _open_batches(session, data, todo, noise)
-        if batches is not None:
-            everything = batches.held_with(everything)
-        held = HeldObjects(model, optimizer, given["state"], given["per_rank"], data)
-        watch = Watch(everything, held)
-        everything = watch.held_with(everything)
-        checkpoints = open_checkpoints(session, everything, optimizer, keep_last, noise)
-        return Survivor(LoopPlan(steps, save_every, noise), session, checkpoints, batches, watch)
+        return _enter(entry, todo, given)
+
+
+def _enter(entry: RunEntry, todo: LoopRequest, given: HeldObjects) -> Survivor[Any]:
+    todo.check(has_data=given.data is not None)
+    device = device_of("survive", given.model, given.optimizer)
+    _keep_name_free(given)
+    everything = gather(given.model, given.optimizer, given.state, given.per_rank)
+    session = entry.meet(device, *_facts(todo, given))
+    noise = _agreed_seed(session, todo.seed)
+    batches = _open_batches(session, given.data, todo, noise)
+    if batches is not None:
+        everything = batches.held_with(everything)
+    watch = Watch(everything, given)
+    everything = watch.held_with(everything)
+    checkpoints = open_checkpoints(session, everything, given.optimizer, todo.keep_last, noise)
+    plan = LoopPlan(todo.steps, todo.save_every, noise)
+    return Survivor(plan, session, checkpoints, batches, watch)
 
 
 @dataclass(frozen=True)
@@ -178,27 +420,24 @@ def check_whole(caller: str, name: str, given: object, smallest: int | None) -> 
         raise UsageError(f"{caller}({name}={given}): it must be at least {smallest}")
 
 
-def _facts(
-    todo: LoopRequest,
-    model: nn.Module,
-    optimizer: Optimizer,
-    data: Any,
-    given: Mapping[str, Mapping[str, object]],
-) -> tuple[dict[str, object], dict[str, object]]:
+def _facts(todo: LoopRequest, given: HeldObjects) -> tuple[dict[str, object], dict[str, object]]:
     """What all ranks must agree on; and what the run is, as later starts are compared with it."""
-    facts: dict[str, object] = {"steps": todo.steps, "optimizer": describe_optimizer(optimizer)}
+    optimizer = describe_optimizer(given.optimizer)
+    facts: dict[str, object] = {"steps": todo.steps, "optimizer": optimizer}
     if (seed := given_seed() if todo.seed is None else int(todo.seed)) is not None:
         facts["seed"] = seed
-    if data is not None:
-        facts["data"] = _describe(data)
+    if given.data is not None:
+        facts["data"] = _describe(given.data)
     agree_on: dict[str, object] = {
         "steps": todo.steps,
         "save_every": todo.save_every,
         "seed": todo.seed,
+        "state": sorted(given.state),
+        "per_rank": sorted(given.per_rank),
+        "data": facts.get("data"),
+        "accumulate": todo.accumulate,
     }
-    agree_on |= {name: sorted(objects) for name, objects in given.items()}
-    agree_on |= {"data": facts.get("data"), "accumulate": todo.accumulate}
-    return {**agree_on, **parameters_of(model)}, facts
+    return {**agree_on, **parameters_of(given.model)}, facts
 
 
 def parameters_of(model: nn.Module) -> dict[str, object]:
@@ -208,7 +447,6 @@ def parameters_of(model: nn.Module) -> dict[str, object]:
 
 
 def _describe(data: Any) -> str:
-    """What kind of data it is, and how long."""
     dataset = getattr(data, "dataset", data)
     try:
         return f"{type(dataset).__name__} of {len(dataset)}"
@@ -216,9 +454,9 @@ def _describe(data: Any) -> str:
         return type(dataset).__name__
 
 
-def _keep_name_free(data: Any, given: Mapping[str, Mapping[str, object]]) -> None:
-    for argument, objects in given.items():
-        if data is not None and NAME in objects:
+def _keep_name_free(given: HeldObjects) -> None:
+    for argument, objects in (("state", given.state), ("per_rank", given.per_rank)):
+        if given.data is not None and NAME in objects:
             raise UsageError(
                 f"survive({argument}=...): the place in the data comes back by itself; leave "
                 f"{NAME!r} out of {argument}, or give it another name"
@@ -236,7 +474,7 @@ def _agreed_seed(session: Session, given: int | None) -> int:
 def _seed_of_run(session: Session) -> int | None:
     """With which it began; None if there is nothing of it yet."""
     folder = CheckpointFolder(session.run.checkpoints)
-    step = choose(folder.committed(), folder.latest()) if folder.path.exists() else None
+    step = newest(folder) if folder.path.exists() else None
     try:
         return None if step is None else read(folder.step(step), worked=True).identity.seed
     except DataError:  # the restore tells of it, and sets it aside
@@ -271,7 +509,6 @@ def open_checkpoints(
     keep_last: int,
     seed: int | None,
 ) -> CheckpointEngine:
-    """The checkpoints of a run that is made with `optimizer` and `seed`."""
     return CheckpointEngine(
         session.context(type(optimizer).__name__.lower(), seed),
         everything.model,

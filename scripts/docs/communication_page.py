@@ -15,7 +15,7 @@ from kempner.model.spec.communication import (
     node_traffic,
     step_buffers,
 )
-from kempner.model.spec.communication_choice import USUAL_GPU, Situation, choose, needed_memory
+from kempner.model.spec.memory import USUAL_GPU, Situation, choose, estimate_memory
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.spec.shape import Shape
 
@@ -61,7 +61,7 @@ def row(nodes: int, mesh: MeshDegrees, chosen: bool) -> str:
     choice = choose(config, situation) if chosen else EACH_MICRO_BATCH
     buffers = step_buffers(shape, mesh, choice, micro_batches=micro_batches, compute_bytes=2)
     traffic = node_traffic(buffers, mesh, GPUS)
-    memory = needed_memory(config, situation, shape, choice).total
+    memory = estimate_memory(config, shape, mesh, situation.compute_bytes, choice).total
     cells = [
         str(nodes),
         f"{mesh.replicate} x {mesh.shard}",

@@ -12,8 +12,7 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import get_type_hints
 
-from kempner.run.record.events import LedgerEvent
-from kempner.run.record.vocabulary import SUBJECTS
+from kempner.run.record.events import SUBJECTS, LedgerEvent
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "events.md"
 

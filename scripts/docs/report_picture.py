@@ -28,7 +28,7 @@ from browser import Browser, chromium  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 from kempner.cli.insight.status_view import panel  # noqa: E402
-from kempner.insight.status.read import JobWatch  # noqa: E402
+from kempner.insight.status.job import JobWatch  # noqa: E402
 from kempner.insight.status.runs import RunFollower  # noqa: E402
 from kempner.run.record.ledger import read_lines  # noqa: E402
 from kempner.run.record.run_dir import RunDirectory  # noqa: E402

@@ -1,8 +1,9 @@
-"""The file system's process: `file_system.py FOLDER MOUNT SOCKET LOG`.
+"""The file system's process: `file_system.py FOLDER MOUNT SOCKET LOG SECONDS`.
 
 It mirrors FOLDER at MOUNT, takes rules at the Unix socket SOCKET (a request a connection: see
 `Control`), and writes each fault that it injects to LOG, as a line of JSON. It ends, and unmounts,
-when its standard input does.
+when its standard input does. What it has told of names and files the kernel believes for SECONDS,
+as a client of a network file system does: what others change meanwhile is seen late.
 """
 
 from __future__ import annotations
@@ -133,15 +134,18 @@ class Mirror(mfusepy.Operations):
 
     use_ns = True
 
-    def __init__(self, folder: Path, faults: Faults, ready: Callable[[], None]) -> None:
+    def __init__(
+        self, folder: Path, faults: Faults, ready: Callable[[], None], believed: float = 0.0
+    ) -> None:
         self._folder, self._faults, self._ready = folder, faults, ready
+        self._believed = believed
 
     def init_with_config(self, conn_info: Any, config_3: Any) -> None:
         conn_info.max_write = 2**20
         if config_3 is not None:
             for name in ("entry_timeout", "attr_timeout", "negative_timeout", "ac_attr_timeout"):
-                setattr(config_3, name, 0.0)
-            config_3.direct_io = 1
+                setattr(config_3, name, self._believed)
+            config_3.direct_io = 0 if self._believed else 1
             config_3.use_ino = 1
         self._ready()
 
@@ -303,12 +307,12 @@ class Control(threading.Thread):
                 stream.write(json.dumps(answer) + "\n")
 
 
-def main(folder: str, mount: str, control: str, log: str) -> None:
+def main(folder: str, mount: str, control: str, log: str, believed: str) -> None:
     faults = Faults(Path(log))
     Control(Path(control), faults).start()
     threading.Thread(target=_follow_parent, args=(mount, faults), daemon=True).start()
     mfusepy.FUSE(
-        Mirror(Path(folder), faults, lambda: print("ready", flush=True)),
+        Mirror(Path(folder), faults, lambda: print("ready", flush=True), float(believed)),
         mount,
         foreground=True,
         fsname="kempner-faulty-storage",

@@ -97,16 +97,18 @@ class Mount:
 
 
 @contextmanager
-def mounted(place: Path) -> Iterator[Mount]:
+def mounted(place: Path, believed: float = 0.0) -> Iterator[Mount]:
     """A faulty file system with all that belongs to it in the new folder `place`.
 
+    Its client believes for `believed` seconds what it was told: what happens in the folder beside
+    it is seen late.
     What still hangs in it when this ends goes on before it is unmounted.
     """
     short = Path(tempfile.mkdtemp(prefix="kempner-"))  # a socket's path has 107 characters at most
     mount = Mount(place / "folder", place / "mount", place / "faults.jsonl", short / "control")
     for folder in (mount.folder, mount.path):
         folder.mkdir(parents=True)
-    arguments = (mount.folder, mount.path, mount.control, mount.log)
+    arguments = (mount.folder, mount.path, mount.control, mount.log, believed)
     with open(place / "file_system.out", "wb") as errors:
         process = subprocess.Popen(
             [sys.executable, str(PROGRAM), *map(str, arguments)],

@@ -14,9 +14,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from kempner.rehearse.rehearsal import Rehearsal
+from kempner.rehearse.rehearsal import Rehearsal, Stage
 from kempner.rehearse.report import report
-from kempner.rehearse.stage import Stage
 from kempner.run.process.exit_codes import ExitCode, UsageError
 
 HERE = Path(__file__).parent

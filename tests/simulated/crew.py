@@ -10,7 +10,7 @@ from kempner.checkpoint.format.manifest import TrainState
 from kempner.run.control.protocol import Phase, Report
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.record.attempts import Attempt
-from kempner.supervisor.control.events import LastReport
+from kempner.supervisor.control.program_reports import LastReport
 from kempner.supervisor.policy.outcome import RankExit
 from simulated.engine import Life, Process
 

@@ -15,20 +15,22 @@ from kempner.cluster.slurm.allocation import Allocation, without
 from kempner.cluster.slurm.command import next_pause
 from kempner.cluster.slurm.job import JobState
 from kempner.run.control.protocol import Phase
-from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.stop_reason import StopReason
+from kempner.run.process.exit_codes import ExitCode, StopReason
 from kempner.run.record.events import AttemptFailed, NotRequeued, Requeued, RunGivenUp
 from kempner.supervisor.attempt import RESTART_TAKES
-from kempner.supervisor.monitors.base import Snapshot
-from kempner.supervisor.monitors.findings import Hang
+from kempner.supervisor.monitors.base import Hang, PhaseStats, Snapshot, learned, to_event
 from kempner.supervisor.monitors.hangs import HangDetector
-from kempner.supervisor.monitors.phase_durations import learned, to_event
-from kempner.supervisor.monitors.phase_stats import PhaseStats
-from kempner.supervisor.policy import outcome, requeue, restart, stop
-from kempner.supervisor.policy.attempt_state import AttemptLife, AttemptState, Deadline, Trigger
+from kempner.supervisor.policy import outcome, restart, stop
 from kempner.supervisor.policy.outcome import Decision, RankExit
 from kempner.supervisor.policy.restart import Failure
-from kempner.supervisor.policy.stop import StandingStop, StopOrder
+from kempner.supervisor.policy.stop import (
+    AttemptLife,
+    AttemptState,
+    Deadline,
+    StandingStop,
+    StopOrder,
+    Trigger,
+)
 from kempner.supervisor.slurm.job_monitor import LATE, WITHOUT_END
 from simulated.engine import Process, Steps
 from simulated.ranks import Ranks
@@ -312,8 +314,8 @@ class Daemon:
         world, job = self._world, self._job
         state = yield from self._job_at_last(decision)
         step = world.history.last_step
-        fruitless = requeue.requeues_without_progress(world.history, job.id, step)
-        parting = requeue.decide_requeue(decision, self._first, state, True, fruitless)
+        fruitless = restart.requeues_without_progress(world.history, job.id, step)
+        parting = restart.decide_requeue(decision, self._first, state, True, fruitless)
         refusal = ""
         if parting.requeue:
             preempted = state is not None and state.times.preempt is not None
@@ -335,7 +337,7 @@ class Daemon:
         """What Slurm says of the job, asked until it is too late if the job is to go on."""
         left, failures = self._seconds_left(), 0
         until = self._world.engine.now + (WITHOUT_END if left is None else left + LATE)
-        goes_on = decision.code in requeue.RESUMES_ELSEWHERE or decision.bad_nodes
+        goes_on = decision.code in restart.RESUMES_ELSEWHERE or decision.bad_nodes
         while (state := self._world.slurm.show(self._job)) is None and goes_on:
             failures += 1
             if self._world.engine.now + next_pause(failures) > until:

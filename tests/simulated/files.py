@@ -92,7 +92,9 @@ class Place:
         return content
 
     def readlink(self) -> str:
-        if not isinstance(link := self._find(), Link):
+        if (link := self._find()) is None:
+            raise FileNotFoundError(errno.ENOENT, "is not there", str(self))
+        if not isinstance(link, Link):
             raise OSError(errno.EINVAL, "is no link", str(self))
         return link
 
@@ -153,6 +155,14 @@ def _write_durable(path: Place, content: object) -> None:
     path.write(content)
 
 
+def _is_listed(path: Place) -> bool:
+    return path.exists()
+
+
+def _rename(source: Place, target: Place, arrived: object = None) -> None:
+    source.rename(target)
+
+
 def _fsync_directory(path: Place) -> None:
     path._disk.before("fsync", path, None)
 
@@ -166,6 +176,9 @@ def in_memory() -> Iterator[None]:
     """
     exchanged = [
         (durable_io, {"write_durable": _write_durable, "fsync_directory": _fsync_directory}),
+        (durable_io, {"is_listed": _is_listed, "rename": _rename}),
+        (names, {"is_listed": _is_listed, "rename": _rename, "write_durable": _write_durable}),
+        (commit, {"rename": _rename}),
         (commit, {"write_durable": _write_durable, "fsync_directory": _fsync_directory}),
         (commit, {"encode": lambda manifest: manifest}),
         (names, {"fsync_directory": _fsync_directory}),

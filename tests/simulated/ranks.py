@@ -17,11 +17,17 @@ from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import DataError, DivergedError, ExitCode, RunError
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.events import RolledBack, StartedAnew
-from kempner.training import loop
-from kempner.training.policy import anomalies, final_save
-from kempner.training.policy.anomalies import Health, Numbers, remembered
-from kempner.training.policy.final_save import Action, SaveInFlight, SaveSituation, SaveTimes
-from kempner.training.vote import final_save as last_votes
+from kempner.training import loop, policy
+from kempner.training import vote as last_votes
+from kempner.training.policy import (
+    Action,
+    Health,
+    Numbers,
+    SaveInFlight,
+    SaveSituation,
+    SaveTimes,
+    remembered,
+)
 from simulated.crew import Crew, Hear
 from simulated.engine import Process, Steps
 from simulated.saves import Saves
@@ -126,7 +132,7 @@ class Ranks(Crew):
         step, cursor = train_state.step + 1, train_state.cursor
         train_state = replace(train_state, step=step, cursor=self._slices.next(cursor), tokens=step)
         loss = self.world.loss(step, cursor)
-        self.health, _ = anomalies.observe(
+        self.health, _ = policy.observe(
             self.health, Numbers(train_state, loss, 1.0, 0.1), self.world.config.resilience
         )
         self.train_state = replace(train_state, losses=self.health.losses)
@@ -137,7 +143,7 @@ class Ranks(Crew):
         trouble = self.health.trouble or self.train_state
         committed = self.saves.branch()
         budget = self.world.config.resilience.max_rollbacks
-        plan = anomalies.plan_rollback(committed, self.train_state.rollbacks, budget)
+        plan = policy.plan_rollback(committed, self.train_state.rollbacks, budget)
         if plan.to is None:
             raise DivergedError(plan.reason)
         yield from self.enter(Phase.LOAD)
@@ -158,7 +164,7 @@ class Ranks(Crew):
         stopping, tries, clock = self.asked_at is not None, last_votes.LAST_TRIES, self.world.engine
         while True:
             self.saves.poll()
-            move = final_save.decide_final_save(
+            move = policy.decide_final_save(
                 SaveSituation(
                     step=self.train_state.step,
                     committed=self.saves.committed_step,
@@ -231,7 +237,7 @@ class Ranks(Crew):
             config=self.world.config,
             checkpoints=self.saves,
             train_state=self.train_state,
-            state=SimpleNamespace(save_postponed=self.save_postponed),
+            save_postponed=self.save_postponed,
         )
 
     def _skip(self) -> None:

@@ -99,9 +99,7 @@ class Saves:
         if not self._folder.path.exists():
             self._folder.path.mkdir(parents=True)
         retention.sweep(self._folder, self._ranks.attempt.number)
-        train_state = self._load(
-            lambda: selection.choose(self._folder.committed(), self._folder.latest())
-        )
+        train_state = self._load(lambda: selection.head(self._folder))
         if train_state is None and self._folder.latest() is not None:
             raise DataError("no checkpoint verifies")
         self._world.oracle.restored(None if train_state is None else train_state.step)
@@ -110,9 +108,9 @@ class Saves:
         return train_state
 
     def branch(self) -> list[int]:
-        """The committed steps up to `latest`, ascending."""
-        latest = self._folder.latest()
-        return [s for s in self._folder.committed() if latest is None or s <= latest]
+        """The committed steps of the live branch, ascending."""
+        tip = selection.head(self._folder)
+        return [s for s in self._folder.committed() if tip is None or s <= tip]
 
     def load_up_to(self, to: int) -> TrainState | None:
         """Go back to the newest checkpoint up to `to` that is not damaged."""
@@ -130,10 +128,7 @@ class Saves:
                 self._folder.set_aside(step, "damaged", self._ranks.attempt.number)
                 continue
             self.committed_step = step
-            if self._folder.latest() != step:
-                self._fence.check()
-                attempt = self._ranks.attempt
-                self._folder.point_latest(step, unique=f"a{attempt.number}-{attempt.nonce}")
+            commit.go_on_from(self._folder, step, self._fence, lambda sentence: None)
             return manifest.train_state
         return None
 

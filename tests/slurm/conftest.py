@@ -12,6 +12,7 @@ import pytest
 import warm
 from harness import Run
 from lab import Cluster, missing
+from neighbours import Neighbours
 from recording import Record
 from submitting import LONG, Project
 from versions import told_version, why_no_root
@@ -76,6 +77,14 @@ def cluster(
 def project(cluster: Cluster, tmp_path: Path, corpus: Path) -> Project:
     """The project's scripts in a folder that all nodes share, and a tiny run."""
     return Project.make(cluster, tmp_path / "project", corpus)
+
+
+@pytest.fixture
+def neighbours(cluster: Cluster, tmp_path: Path) -> Iterator[Neighbours]:
+    """Others who wait for nodes once they `arrive`: none of their jobs may fail by our doing."""
+    others = Neighbours(cluster, tmp_path)
+    yield others
+    others.leave()
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,7 @@ from harness import wait_until
 from patience import scaled, slowness
 from versions import root_of
 
-from kempner.lab import cluster, needs
+from kempner.lab import cluster, place
 from kempner.lab.machines import address
 from kempner.lab.slurm_conf import LOGIN, Options, write_configuration
 
@@ -48,7 +48,7 @@ SERVICES = ("slurmctld", "slurmd", "slurmstepd", "slurmdbd", "munged", "mariadbd
 
 def missing() -> str:
     """Why there can be no lab here, in a few words; empty if there can."""
-    if lacking := needs.lacking_tools():
+    if lacking := place.lacking_tools():
         return f"a real Slurm needs {', '.join(lacking)}"
     return "" if os.geteuid() == 0 else "a real Slurm needs root"
 

@@ -138,7 +138,8 @@ class Project:
     def hurry(self) -> None:
         """Have steps take no longer than they must."""
         for node in self.cluster.options.node_names:
-            self.cluster.heal(node, "ib0")
+            if self.cluster.machines[node].up:
+                self.cluster.heal(node, "ib0")
 
     def ranks(self, node: str) -> list[int]:
         """The processes of the ranks that the agent of a node has forked, as numbered outside."""

@@ -9,10 +9,10 @@ import pytest
 from callers import Supervisor
 
 from kempner.run.control import client as link_module
-from kempner.run.output import console
+from kempner.run.link import server as channel_module
+from kempner.run.output import writers
 from kempner.run.process import retry
 from kempner.run.process.retry import StorageWaits
-from kempner.supervisor.control import server as channel_module
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def nothing_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def all_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is told is there at once, also on a machine that is busy for half a second."""
-    monkeypatch.setattr(console, "PATIENCE", 60.0)
+    monkeypatch.setattr(writers, "PATIENCE", 60.0)
 
 
 @pytest.fixture

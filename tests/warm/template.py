@@ -118,7 +118,7 @@ class Template:
         kind = "spare" if spare else "brief" if brief else "alone"
         options = (kind, str(cwd or Path.cwd()), str(stdout or ""))
         command = (sys.executable, str(PROGRAM), *options, *arguments)
-        fork = partial(self._server.fork, command, environ, output.fileno(), ours=True)
+        fork = partial(self._server.fork, command, environ, (output.fileno(),) * 2, ours=True)
         with self._lock:
             if self._server.pid is None:
                 with dear():

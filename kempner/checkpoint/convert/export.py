@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kempner.checkpoint.convert.tensor_copy import (
+    INDEX,
+    WHOLE,
     OnBytes,
     Source,
     copy_data_file,
@@ -44,10 +46,8 @@ def export_torch(source: Source, out: Path, on_bytes: OnBytes) -> None:
 
 @dataclass(frozen=True)
 class Form:
-    """A model in another format: what each key is written as, and its name there.
-
-    `files` are small files to add.
-    """
+    """A model in another format: what each key is written as, and its name there. `files` are small
+    files to add."""
 
     tensors: Mapping[str, Saved]
     names: Mapping[str, str]
@@ -55,23 +55,21 @@ class Form:
 
 
 def export_safetensors(source: Source, out: Path, form: Form, on_bytes: OnBytes) -> None:
-    """A folder at `out` with the model's weights.
-
-    `model.safetensors`, or numbered files and `model.safetensors.index.json` where there is more
-    than `SHARD_BYTES`.
-    """
+    """A folder at `out` with the model's weights. `model.safetensors`, or numbered files and
+    `model.safetensors.index.json` where there is more than `SHARD_BYTES`."""
     shards, names, besides = shard(form.tensors, SHARD_BYTES), form.names, form.files
     with publish(out) as path:
         path.mkdir()
         weight_map: dict[str, str] = {}
         for number, tensors in enumerate(shards, 1):
-            file = _shard_name(number, len(shards))
+            of = len(shards)
+            file = f"model-{number:05d}-of-{of:05d}.safetensors" if of > 1 else WHOLE
             weight_map |= {names[key]: file for key in tensors}
             pour(path / file, lay_out_safetensors(path / file, tensors, names), source, on_bytes)
         if len(shards) > 1:
             size = sum(length(saved) for tensors in shards for saved in tensors.values())
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-            besides = {**besides, "model.safetensors.index.json": _json(index)}
+            besides = {**besides, INDEX: _json(index)}
         for name, content in besides.items():
             write_durable(path / name, content)
         fsync_directory(path)
@@ -99,13 +97,8 @@ def _write_metadata(source: Source, target: Path) -> None:
 
 
 def model_tensors(source: Source) -> dict[str, Saved]:
-    """The model's share of a checkpoint, by key."""
     tensors = source.contents.tensors
     return {key: saved for key, saved in tensors.items() if key.startswith(MODEL)}
-
-
-def _shard_name(number: int, of: int) -> str:
-    return f"model-{number:05d}-of-{of:05d}.safetensors" if of > 1 else "model.safetensors"
 
 
 def _json(content: object) -> bytes:

@@ -1,7 +1,6 @@
 """Commits tensors from another format as the first checkpoint of a run.
 
 The source decides how its tensors are cut; containers, checksums and both indexes are written here.
-
 Memory holds what one step of the reader gives.
 """
 
@@ -25,9 +24,9 @@ from kempner.checkpoint.format.manifest import (
     Manifest,
     TrainState,
     encode_sidecar,
+    entry_of,
     sidecar_name,
     sum_file,
-    whole_sum,
 )
 from kempner.checkpoint.format.names import METADATA, CheckpointFolder, in_progress_name
 from kempner.checkpoint.format.shard_plan import (
@@ -46,8 +45,7 @@ from kempner.run.process.durable_io import write_durable
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.attempts import Attempt
 
-NO_ATTEMPT = 0
-"""The attempt in the names and the manifest of what belongs to no attempt of the run."""
+NO_ATTEMPT = 0  # the attempt in the names and the manifest of what belongs to no attempt of the run
 
 
 @dataclass(frozen=True)
@@ -67,10 +65,8 @@ class _FirstCommitFence:
 
 def commit_first(into: Path, step: int, write: Callable[[Path], Manifest]) -> Path:
     """Commit what `write` puts into the folder that it is given, as the checkpoint of `step`.
-
     Returns its path below `into`. Raises `UsageError` if `into` has a checkpoint, `OSError` for
-    what cannot be written, and what `write` raises; nothing is left then.
-    """
+    what cannot be written, and what `write` raises; nothing is left then."""
     folder = CheckpointFolder(into)
     attempt = Attempt(NO_ATTEMPT, secrets.token_hex(4))
     guard = _FirstCommitFence(folder, step, attempt)
@@ -95,11 +91,9 @@ def write_listed(
     read: Reader,
     on_bytes: OnBytes,
 ) -> dict[str, FileEntry]:
-    """Write `specs` into the folder `path`, cut and dealt out over files as `files` says.
-
-    Returns what the manifest says of every file. How a spec is cut, `files` alone decides. Raises
-    `OSError` for what cannot be written, and what `read` raises.
-    """
+    """Write `specs` into the folder `path`, cut and dealt out over files as `files` says. Returns
+    what the manifest says of every file. How a spec is cut, `files` alone decides. Raises `OSError`
+    for what cannot be written, and what `read` raises."""
     written: dict[str, FileEntry] = {}
     contents = []
     index = _index(specs, files)
@@ -128,14 +122,14 @@ def _index(specs: Sequence[TensorSpec], files: Sequence[Collection[Chunk]]) -> L
 
 def _write_small(path: Path, content: bytes) -> dict[str, FileEntry]:
     write_durable(path, content)
-    return {path.name: FileEntry(len(content), xxh3_128=whole_sum(content))}
+    return {path.name: entry_of(content)}
 
 
 def _write_file(
     path: Path, placed: Sequence[Placed], tensors: Iterator[Tensor], on_bytes: OnBytes
 ) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
+    with open(path, "xb", buffering=0) as file:
+        descriptor = file.fileno()
         reserve(descriptor, file_length(placed))
         for item, tensor in zip(placed, tensors, strict=True):
             at = item.start
@@ -145,16 +139,12 @@ def _write_file(
                 at += len(content)
             on_bytes(tensor.nbytes)
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def place_of(manifest: Manifest, step: int | None, cursor: int | None) -> Manifest:
     """The manifest of the import: that of the checkpoint, unless another place is asked for.
-
     Another step or cursor is another place in the data, so that nothing holds any more of what was
-    counted up to here, and data and seed are free.
-    """
+    counted up to here, and data and seed are free."""
     if step is None and cursor is None:
         return manifest
     before = manifest.train_state
@@ -167,9 +157,7 @@ def place_of(manifest: Manifest, step: int | None, cursor: int | None) -> Manife
 
 def import_own(checkpoint: Path, manifest: Manifest, into: Path, on_bytes: OnBytes) -> Path:
     """Copy a checkpoint with a manifest, as the first one of the folder `into`; return its path.
-
-    Every byte is checked. Raises `DataError` for damage, and as `commit_first`.
-    """
+    Every byte is checked. Raises `DataError` for damage, and as `commit_first`."""
 
     def write(path: Path) -> Manifest:
         for name, entry in manifest.files.items():

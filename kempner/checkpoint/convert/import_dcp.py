@@ -4,13 +4,9 @@ Every tensor is read without running what is in its container, checked against w
 of it, and written anew: in kempner's own containers, with checksums, and committed like any save.
 Memory holds two of the largest stored part.
 
-Reads DCP's files without executing their pickles.
-
 `.metadata` is a pickle, which the stock reader loads without restriction: a user who can write to a
 checkpoint could run code in every job that resumes from it. Here only the classes that DCP itself
 writes are allowed. Tensors are read by `torch.load(weights_only=True)`, as in the stock reader.
-
-Maps the keys of a foreign checkpoint to those of kempner: pure, with reasons for refusals.
 
 DCP flattens a nested state into keys joined by dots. What is obvious is taken: `model.<parameter>`
 as it is; `optimizer` or `optim`, with or without `state` between (as `get_state_dict` of
@@ -24,7 +20,7 @@ import io
 import math
 import pickle
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,21 +39,18 @@ from torch.distributed.checkpoint.metadata import (
 
 from kempner.checkpoint.convert.first_commit import NO_ATTEMPT, commit_first, write_listed
 from kempner.checkpoint.convert.tensor_copy import OnBytes
-from kempner.checkpoint.format.manifest import FileEntry, Identity, Manifest, TrainState
+from kempner.checkpoint.format.manifest import Identity, Manifest, TrainState
 from kempner.checkpoint.format.names import METADATA
 from kempner.checkpoint.format.shard_plan import Chunk, Placed, TensorSpec
 from kempner.run.process.exit_codes import DataError, cannot_read
 
 _DCP = "torch.distributed.checkpoint"
+_OF_METADATA = (
+    *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties"),
+    *("ChunkStorageMetadata", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING"),
+)
 _LET_THROUGH = {
-    (f"{_DCP}.metadata", "Metadata"),
-    (f"{_DCP}.metadata", "MetadataIndex"),
-    (f"{_DCP}.metadata", "StorageMeta"),
-    (f"{_DCP}.metadata", "TensorStorageMetadata"),
-    (f"{_DCP}.metadata", "TensorProperties"),
-    (f"{_DCP}.metadata", "ChunkStorageMetadata"),
-    (f"{_DCP}.metadata", "BytesStorageMetadata"),
-    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
+    *((f"{_DCP}.metadata", name) for name in _OF_METADATA),
     (f"{_DCP}.filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -130,12 +123,10 @@ class Fit:
 
 
 def fit(tensors: Collection[str], others: Collection[str]) -> Fit:
-    """Map the keys of `tensors`, and judge those of `others`, which are no tensors.
-
-    Outside of model and optimizer everything is left out: schedules, counters and random states
-    follow from the configuration and the step; so do the optimizer's groups. Raises `DataError`,
-    naming keys, if something of the model or of the optimizer's state does not fit.
-    """
+    """Map the keys of `tensors`, and judge those of `others`, which are no tensors. Outside of
+    model and optimizer everything is left out: schedules, counters and random states follow from
+    the configuration and the step; so do the optimizer's groups. Raises `DataError`, naming keys,
+    if something of the model or of the optimizer's state does not fit."""
     root = _root([*tensors, *others])
     names: dict[str, str] = {}
     left_out, misfits, taken = [], [], set()
@@ -163,7 +154,6 @@ def fit(tensors: Collection[str], others: Collection[str]) -> Fit:
 
 
 def listed(keys: Collection[str]) -> str:
-    """The first few of some keys, in words."""
     first = ", ".join(list(keys)[:3])
     return f"{first} and {len(keys) - 3} more" if len(keys) > 3 else first
 
@@ -206,8 +196,6 @@ _ADAMW = {"step", "exp_avg", "exp_avg_sq"}
 
 @dataclass(frozen=True)
 class StockCheckpoint:
-    """A stock checkpoint whose keys fit."""
-
     path: Path
     metadata: Metadata
     fit: Fit
@@ -269,15 +257,20 @@ class StockCheckpoint:
 def import_dcp(
     foreign: StockCheckpoint, into: Path, train_state: TrainState, on_bytes: OnBytes
 ) -> Path:
-    """Commit a stock checkpoint as the first one of the folder `into`; return its path.
-
-    Raises `DataError` if something in it is not a plain tensor, and as `commit_first`.
-    """
+    """Commit a stock checkpoint as the first one of the folder `into`; return its path. Raises
+    `DataError` if something in it is not a plain tensor, and as `commit_first`."""
 
     def write(path: Path) -> Manifest:
-        files = _write(foreign, path, on_bytes)
-        world = sum(entry.sums is not None for entry in files.values())
-        identity = _what_is_known(foreign, world)
+        found = [*foreign.files().items()]
+
+        def read(number: int, placed: Sequence[Placed]) -> Iterator[Tensor]:
+            name, parts = found[number]
+            in_order = ((item.chunk, parts[item.chunk]) for item in placed)
+            return _read_parts(foreign.path / name, in_order)
+
+        cut = [parts.keys() for _, parts in found]
+        files = write_listed(path, foreign.specs(), cut, read, on_bytes)
+        identity = _what_is_known(foreign, len(found))
         return Manifest(train_state, identity, NO_ATTEMPT, time.time(), files)
 
     return commit_first(into, train_state.step, write)
@@ -286,34 +279,16 @@ def import_dcp(
 def _what_is_known(foreign: StockCheckpoint, world: int) -> Identity:
     names = (name for name in foreign.fit.names.values() if name.startswith("optimizer."))
     entries = {name.rpartition(".")[2] for name in names}
-    return Identity(
-        world=world,
-        mesh={},
-        seed=None,
-        data_fingerprint=None,
-        model={},
-        optimizer="adamw" if entries == _ADAMW else None,
-    )
+    optimizer = "adamw" if entries == _ADAMW else None
+    return Identity(world, {}, None, None, {}, optimizer)
 
 
-def _write(foreign: StockCheckpoint, path: Path, on_bytes: OnBytes) -> dict[str, FileEntry]:
-    found = [*foreign.files().items()]
-
-    def read(number: int, placed: Sequence[Placed]) -> Iterator[Tensor]:
-        name, parts = found[number]
-        return _read_parts(foreign.path / name, placed, parts)
-
-    return write_listed(path, foreign.specs(), [parts.keys() for _, parts in found], read, on_bytes)
-
-
-def _read_parts(
-    path: Path, placed: Sequence[Placed], parts: Mapping[Chunk, _StorageInfo]
-) -> Iterator[Tensor]:
-    """The tensors of one file in the order of `placed`, contiguous."""
+def _read_parts(path: Path, parts: Iterable[tuple[Chunk, _StorageInfo]]) -> Iterator[Tensor]:
+    """The tensors of one file in the order of `parts`, contiguous."""
     try:
         with open(path, "rb") as file:
-            for item in placed:
-                yield _read_part(file, path, item.chunk, parts[item.chunk])
+            for chunk, stored in parts:
+                yield _read_part(file, path, chunk, stored)
     except OSError as error:
         raise cannot_read(path, error) from error
 
@@ -323,27 +298,15 @@ def _assembled(spec: TensorSpec, parts: Iterable[tuple[Path, Chunk, _StorageInfo
     for path, chunk, stored in parts:
         box = zip(chunk.offsets, chunk.sizes, strict=True)
         where = tuple(slice(begin, begin + size) for begin, size in box)
-        tensor[where] = _read_alone(path, chunk, stored)
+        (tensor[where],) = _read_parts(path, [(chunk, stored)])
     return tensor
-
-
-def _read_alone(path: Path, chunk: Chunk, stored: _StorageInfo) -> Tensor:
-    try:
-        with open(path, "rb") as file:
-            return _read_part(file, path, chunk, stored)
-    except OSError as error:
-        raise cannot_read(path, error) from error
 
 
 def _read_part(file: BinaryIO, path: Path, chunk: Chunk, stored: _StorageInfo) -> Tensor:
     if stored.transform_descriptors:
         raise DataError(f"{path} is compressed or encrypted, which kempner does not read")
     file.seek(stored.offset)
-    content = io.BytesIO(file.read(stored.length))
-    return _tensor(content, chunk, f"{path}, byte {stored.offset}")
-
-
-def _tensor(content: io.BytesIO, chunk: Chunk, where: str) -> Tensor:
+    content, where = io.BytesIO(file.read(stored.length)), f"{path}, byte {stored.offset}"
     try:
         tensor = torch.load(content, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:

@@ -3,8 +3,6 @@
 They become float32, as a run keeps its weights. Memory holds the largest tensor, as it is stored
 and as float32.
 
-Finds and reads tensors in a folder of safetensors files, one at a time.
-
 The format is eight bytes with the header's length, the header in JSON, and the tensors without
 gaps (https://github.com/huggingface/safetensors, "Format"). Its own library maps whole files, whose
 pages would count as memory.
@@ -26,17 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kempner.checkpoint.convert.first_commit import NO_ATTEMPT, commit_first, write_listed
-from kempner.checkpoint.convert.tensor_copy import SAFETENSORS_DTYPES, OnBytes, octets
+from kempner.checkpoint.convert.tensor_copy import INDEX, SAFETENSORS_DTYPES, WHOLE, OnBytes, octets
 from kempner.checkpoint.format.contents import Saved, are_numbers
 from kempner.checkpoint.format.manifest import Identity, Manifest, TrainState
 from kempner.checkpoint.format.shard_plan import Chunk, Placed, TensorSpec
 from kempner.run.process.exit_codes import DataError, cannot_read
 
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-_LARGEST_HEADER = 100_000_000
-"""Bytes; the library refuses more, too."""
-
+_LARGEST_HEADER = 100_000_000  # bytes; the library refuses more, too
 _DTYPES = {theirs: ours for ours, theirs in SAFETENSORS_DTYPES.items()}
 
 
@@ -52,27 +46,22 @@ class TensorLocation:
     def read(self) -> Tensor:
         """The tensor. Raises `DataError` if the file has become shorter, and as `cannot_read`."""
         tensor = torch.empty(self.shape, dtype=getattr(torch, self.dtype))
-        into, at = octets(tensor), self.start
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                while into and (done := os.preadv(descriptor, [into], at)):
-                    into, at = into[done:], at + done
-            finally:
-                os.close(descriptor)
+            with open(self.path, "rb") as file:
+                file.seek(self.start)
+                count = file.readinto(octets(tensor))
         except OSError as error:
             raise cannot_read(self.path, error) from error
-        if into:
-            raise DataError(f"{self.path} ends before byte {at + len(into)}; copy it again")
+        if count < tensor.nbytes:
+            end = self.start + tensor.nbytes
+            raise DataError(f"{self.path} ends before byte {end}; copy it again")
         return tensor
 
 
 def find_tensors(folder: Path) -> dict[str, TensorLocation]:
-    """Every tensor of a model in a folder, by name.
-
-    That are those of `model.safetensors.index.json`, or of `model.safetensors`. Raises `DataError`
-    for what is missing or damaged, and as `cannot_read`.
-    """
+    """Every tensor of a model in a folder, by name. That are those of
+    `model.safetensors.index.json`, or of `model.safetensors`. Raises `DataError` for what is
+    missing or damaged, and as `cannot_read`."""
     if not (folder / INDEX).is_file():
         return _header(folder / WHOLE)
     placed = _json(folder / INDEX, (folder / INDEX).read_bytes()).get("weight_map")
@@ -134,16 +123,13 @@ def _json(path: Path, content: bytes) -> dict[str, Any]:
 
 _FLOAT32 = "float32"
 
-EXACT = ("float32", "bfloat16", "float16")
-"""The types whose numbers float32 holds all."""
+EXACT = ("float32", "bfloat16", "float16")  # the types whose numbers float32 holds all
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters of a model by our names; `rows` is how many each has in the checkpoint.
-
-    Those beyond the stored ones are 0. `model` is what the checkpoint says of the model.
-    """
+    """The parameters of a model by our names; `rows` is how many each has in the checkpoint. Those
+    beyond the stored ones are 0. `model` is what the checkpoint says of the model."""
 
     located: Mapping[str, TensorLocation]
     rows: Mapping[str, int]
@@ -151,7 +137,6 @@ class Weights:
 
     @property
     def saved(self) -> dict[str, Saved]:
-        """What the checkpoint has, by its keys."""
         return {
             f"model.{name}": Saved((self.rows[name], *tensor.shape[1:]), _FLOAT32)
             for name, tensor in self.located.items()
@@ -161,11 +146,9 @@ class Weights:
 def import_weights(
     weights: Weights, into: Path, train_state: TrainState, on_bytes: OnBytes
 ) -> Path:
-    """Commit the weights as the first checkpoint of the folder `into`; return its path.
-
-    Each safetensors file becomes one of the checkpoint. Raises as `TensorLocation.read` and
-    `commit_first`.
-    """
+    """Commit the weights as the first checkpoint of the folder `into`; return its path. Each
+    safetensors file becomes one of the checkpoint. Raises as `TensorLocation.read` and
+    `commit_first`."""
     saved = weights.saved
     specs = [TensorSpec(key, s.shape, s.dtype, (1,), (None,)) for key, s in saved.items()]
     files: dict[Path, list[Chunk]] = {}

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
 from kempner.checkpoint.format.contents import Contents, Saved
-from kempner.checkpoint.format.manifest import Manifest, read, whole_sum
-from kempner.checkpoint.io.file_writer import reserve, write_all
-from kempner.checkpoint.io.verified_reader import Cursor, VerifiedFile
+from kempner.checkpoint.format.manifest import Manifest, read
+from kempner.checkpoint.io.file_writer import reserve, write_all, write_from
+from kempner.checkpoint.io.verify import Cursor, VerifiedFile, read_whole
 from kempner.checkpoint.tensors.load import fill, open_contents
 from kempner.run.process.durable_io import write_durable
 from kempner.run.process.exit_codes import DataError
@@ -26,16 +26,13 @@ from kempner.run.process.exit_codes import DataError
 BATCH_BYTES = 256 << 20
 """Tensors that are read together, so that small ones do not cost a file opened each."""
 
-OnBytes = Callable[[int], None]
-"""Told how many bytes more of tensors are done."""
+OnBytes = Callable[[int], None]  # told how many bytes more of tensors are done
 
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """Where in a file the bytes of the tensor `key` begin, and as what it is written there.
-
-    It may be of another floating-point type than in the checkpoint, and without the last rows.
-    """
+    """Where in a file the bytes of the tensor `key` begin, and as what it is written there. It may
+    be of another floating-point type than in the checkpoint, and without the last rows."""
 
     key: str
     at: int
@@ -44,8 +41,6 @@ class TensorSlot:
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint to take tensors from."""
-
     path: Path
     manifest: Manifest
     contents: Contents
@@ -79,7 +74,6 @@ class Source:
 
 
 def length(saved: Saved) -> int:
-    """Bytes of a whole tensor."""
     return math.prod(saved.shape) * dtype_of(saved).itemsize
 
 
@@ -90,30 +84,23 @@ def dtype_of(saved: Saved) -> torch.dtype:
 
 
 def total(tensors: Mapping[str, Saved]) -> int:
-    """Bytes of all tensors."""
     return sum(map(length, tensors.values()))
 
 
 def pour(path: Path, slots: Sequence[TensorSlot], source: Source, on_bytes: OnBytes) -> None:
-    """Write tensors into their slots of the file at `path`, which has its length; fsync it.
-
-    Raises `DataError` for damage in the checkpoint and `OSError` for what cannot be written.
-    """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        reserve(descriptor, os.fstat(descriptor).st_size)
-        places = {slot.key: slot for slot in slots}
+    """Write tensors into their slots of the file at `path`, which has its length; fsync it. Raises
+    `DataError` for damage in the checkpoint and `OSError` for what cannot be written."""
+    places = {slot.key: slot for slot in slots}
+    with open(path, "r+b", buffering=0) as file:
+        reserve(file.fileno(), os.fstat(file.fileno()).st_size)
         for key, tensor in source.read(places):
             slot = places[key]
-            write_all(descriptor, octets(_fitted(tensor, slot.written)), slot.at)
+            write_all(file.fileno(), octets(_fitted(tensor, slot.written)), slot.at)
             on_bytes(tensor.nbytes)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        os.fsync(file.fileno())
 
 
 def octets(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -128,46 +115,27 @@ def _empty(saved: Saved) -> Tensor:
     return torch.empty(saved.shape, dtype=dtype_of(saved))
 
 
-_SLAB_BLOCKS = 16
-
-
 def copy_data_file(
     checkpoint: Path, manifest: Manifest, name: str, target: Path, on_bytes: OnBytes
 ) -> None:
-    """Copy a file that has checksums by block, and fsync it.
+    """Copy a file that has checksums by block, and fsync it. Raises `DataError` for a damaged
+    block, and `OSError` for what cannot be written."""
+    file = VerifiedFile(checkpoint / name, manifest.files[name], manifest.files)
+    with Cursor(file) as cursor:
 
-    Raises `DataError` for a damaged block, and `OSError` for what cannot be written.
-    """
-    entry = manifest.files[name]
-    file = VerifiedFile(checkpoint / name, entry, manifest.files)
-    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    cursor = Cursor(file)
-    try:
-        reserve(descriptor, entry.bytes)
-        step = _SLAB_BLOCKS * file.block_bytes
-        buffer = memoryview(bytearray(min(step, entry.bytes)))
-        for start in range(0, entry.bytes, step):
-            slab = buffer[: min(step, entry.bytes - start)]
+        def read(slab: memoryview, start: int) -> None:
             cursor.fill(slab, start // file.block_bytes)
-            write_all(descriptor, slab, start)
             on_bytes(len(slab))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-        cursor.close()
+
+        write_from(target, file.sums.bytes, read)
 
 
 def copy_small_file(checkpoint: Path, manifest: Manifest, name: str, target: Path) -> None:
     """Copy a file that has one checksum, and fsync it; raises as `copy_data_file`."""
-    path = checkpoint / name
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    if whole_sum(content) != manifest.files[name].xxh3_128:
-        raise DataError(f"{name}: checksum does not match")
-    write_durable(target, content)
+    write_durable(target, read_whole(checkpoint / name, manifest.files[name]))
 
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 SAFETENSORS_DTYPES = {
     "bool": "BOOL",
@@ -191,12 +159,10 @@ SAFETENSORS_DTYPES = {
 def lay_out_safetensors(
     path: Path, tensors: Mapping[str, Saved], names: Mapping[str, str]
 ) -> list[TensorSlot]:
-    """Create a safetensors file for `tensors`, called as `names` says by key; where they go.
-
-    The format is eight bytes with the header's length, the header in JSON, and the tensors without
-    gaps (https://github.com/huggingface/safetensors, "Format"). Its own library writes a file only
-    from tensors that are all in memory. Raises `DataError` for a dtype that the format lacks.
-    """
+    """Create a safetensors file for `tensors`, called as `names` says by key; where they go. The
+    format is eight bytes with the header's length, the header in JSON, and the tensors without gaps
+    (https://github.com/huggingface/safetensors, "Format"). Its own library writes a file only from
+    tensors that are all in memory. Raises `DataError` for a dtype that the format lacks."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     ends = [0]
     for key, saved in tensors.items():

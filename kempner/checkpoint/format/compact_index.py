@@ -7,13 +7,13 @@ only that:
     {"format": 1, "world": 4096, "tensors": [["model.norm.weight", [512], "float32", [4096], [0]]],
      "containers": [["float32", [1], 4, 1216]]}
 
-a tensor being its key, shape, dtype, device mesh, the dimension that is cut along each dimension
-of the mesh, or null, and the dimensions of the mesh as they cut, if not from the first to the last;
-and a container the dtype and sizes of a part, the bytes of its data and all of its bytes. If any
-tensor is frozen, `"base": [0]` has the numbers of those that are. Tensors that another library has
-cut are listed, as follows.
+A tensor is its key, shape, dtype and device mesh; for each dimension of the mesh the dimension of
+the tensor that is cut along it, or null; and the order in which the dimensions of the mesh cut, if
+that is not from the first to the last. A container is what one part takes in a file: its dtype and
+sizes, the bytes of its data, and all of its bytes with the header. If any tensor is frozen,
+`"base": [0]` has the positions of those that are.
 
-The index of a checkpoint whose tensors another library has cut: it lists the parts.
+Where another library has cut the tensors, the index lists the parts instead:
 
     {"format": 1, "tensors": [["model.norm.weight", [512], "float32", 0]],
      "cuts": [[[0, [0], [256]], [1, [256], [256]]]], "containers": [["float32", [256], 1024, 2176]]}
@@ -67,8 +67,6 @@ class ListedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class ListedTensor:
-    """A tensor, and the number of its cut."""
-
     key: str
     shape: tuple[int, ...]
     dtype: str
@@ -79,10 +77,7 @@ class ListedIndex:
     """The `Contents` of such a checkpoint; `cuts` are the pieces of each, in any order."""
 
     def __init__(
-        self,
-        listed: Sequence[ListedTensor],
-        cuts: Sequence[Sequence[ListedPart]],
-        extents: Extents,
+        self, listed: Sequence[ListedTensor], cuts: Sequence[Sequence[ListedPart]], extents: Extents
     ) -> None:
         self.tensors = {tensor.key: Saved(tensor.shape, tensor.dtype) for tensor in listed}
         self._listed, self._cuts, self._extents = listed, cuts, extents
@@ -108,14 +103,12 @@ class ListedIndex:
         return cls(listed, list(numbers), extents)
 
     def parts(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Part]:
-        """The stored parts that overlap a box; see `Contents`."""
         for piece in self._overlapping(self._cut_of[key], tuple(offsets), tuple(sizes)):
             placed = self._table(piece.file)[key, piece.offsets]
             length = placed.container.length
             yield Part(piece.offsets, piece.sizes, data_file(piece.file), placed.start, length)
 
     def placed(self, file: int) -> list[Placed]:
-        """The contents of a file, by its number."""
         of_cut = [[piece for piece in cut if piece.file == file] for cut in self._cuts]
         chunks = (
             Chunk(tensor.key, piece.offsets, piece.sizes, tensor.dtype)
@@ -125,7 +118,6 @@ class ListedIndex:
         return arrange(chunks, self._extents)
 
     def to_fields(self) -> dict[str, Any]:
-        """What `from_fields` reads."""
         tensors = [[tensor.key, tensor.shape, tensor.dtype, tensor.cut] for tensor in self._listed]
         pieces = (
             (tensor.dtype, piece.sizes)
@@ -208,7 +200,6 @@ class CompactIndex:
         self._overlaps: dict[tuple[object, ...], list[int]] = {}
 
     def parts(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Part]:
-        """The stored parts that overlap a box; see `Contents`."""
         nth = self._nth[key]
         kind = self._layouts[nth].kinds[key]
         for rank in self._holders(nth, kind, tuple(offsets), tuple(sizes)):
@@ -231,10 +222,8 @@ class CompactIndex:
         return self._overlaps[box]
 
     def _file(self, number: int) -> tuple[list[Chunk | None], Mapping[str, Placed]]:
-        """The pieces in a file by kind, and where in it each tensor's container is, by key.
-
-        Most ranks' files are laid out alike, and share one such table.
-        """
+        """The pieces in a file by kind, and where in it each tensor's container is, by key. Most
+        ranks' files are laid out alike, and share one such table."""
         if number not in self._files:
             nth, rank = divmod(number, self.world)
             pieces = self._layouts[nth].pieces(rank)
@@ -256,12 +245,15 @@ def encode(specs: Sequence[TensorSpec], world: int, extents: Extents) -> bytes:
     fields = {"format": _FORMAT, "world": world, "tensors": tensors, "containers": containers}
     if base := [number for number, spec in enumerate(specs) if spec.base]:
         fields["base"] = base
-    return (json.dumps(fields, separators=(",", ":")) + "\n").encode()
+    return _encoded(fields)
 
 
 def encode_listed(index: ListedIndex) -> bytes:
     """The bytes of an index that lists its parts."""
-    fields = {"format": _FORMAT, **index.to_fields()}
+    return _encoded({"format": _FORMAT, **index.to_fields()})
+
+
+def _encoded(fields: Mapping[str, Any]) -> bytes:
     return (json.dumps(fields, separators=(",", ":")) + "\n").encode()
 
 

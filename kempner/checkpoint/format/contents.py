@@ -1,9 +1,7 @@
 """What a checkpoint contains and where: one view of DCP's `.metadata` and the compact index.
 
-How many bytes the containers of a checkpoint take, as its index says it.
-
-They depend on dtype and sizes alone, but also on the torch that wrote them; another one, which
-loads, may put other bytes around a tensor.
+How many bytes a container takes depends on dtype and sizes, but also on the torch that wrote it;
+another one, which loads, may put other bytes around a tensor. So the index says it.
 """
 
 from __future__ import annotations
@@ -25,10 +23,8 @@ class Saved:
 
 @dataclass(frozen=True)
 class Part:
-    """A rectangular part of a tensor, and the container that holds it.
-
-    `offsets` and `sizes` in elements, one per dimension; `start` and `length` in bytes of `file`.
-    """
+    """A rectangular part of a tensor, and the container that holds it. `offsets` and `sizes` in
+    elements, one per dimension; `start` and `length` in bytes of `file`."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -38,18 +34,12 @@ class Part:
 
 
 class Contents(Protocol):
-    """The tensors of a checkpoint."""
-
     @property
-    def tensors(self) -> Mapping[str, Saved]:
-        """Every tensor, by its key."""
-        ...
+    def tensors(self) -> Mapping[str, Saved]: ...
 
     def parts(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Iterable[Part]:
         """The stored parts of a tensor that overlap the box at `offsets` of `sizes` elements.
-
-        Raises `DataError` if one of them is stored nowhere.
-        """
+        Raises `DataError` if one of them is stored nowhere."""
         ...
 
 
@@ -62,12 +52,10 @@ class RenamedContents:
 
     @property
     def tensors(self) -> Mapping[str, Saved]:
-        """Every tensor, by its new key."""
         saved = self.contents.tensors
         return {key: saved[old] for key, old in self.before.items()}
 
     def parts(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Iterable[Part]:
-        """As `Contents.parts`."""
         return self.contents.parts(self.before[key], offsets, sizes)
 
 
@@ -88,9 +76,7 @@ class Extent(Protocol):
     def data(self) -> int: ...
 
     @property
-    def length(self) -> int:
-        """Bytes of the whole container."""
-        ...
+    def length(self) -> int: ...
 
 
 Extents = Callable[[str, tuple[int, ...]], Extent]
@@ -114,10 +100,8 @@ def list_extents(
 
 
 def read_extents(listed: Any) -> Extents:
-    """The extents that an index lists. Raises `ValueError` or `TypeError` for what is no list.
-
-    What is returned raises `DataError` for a kind of piece that is not listed.
-    """
+    """The extents that an index lists. Raises `ValueError` or `TypeError` for what is no list. What
+    is returned raises `DataError` for a kind of piece that is not listed."""
     known: dict[tuple[str, tuple[int, ...]], _SharedContents] = {}
     for dtype, sizes, data, length in listed:
         numbers = [*sizes, data, length]

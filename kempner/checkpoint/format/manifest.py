@@ -5,9 +5,8 @@ carry one xxh3_128 of their bytes. A data file names its rank's sidecar (`sums-<
 holds an xxh3_64 for each of the file's blocks, so that a reader can check the range that it needs.
 
 The manifest is stored in one canonical form (sorted keys, two spaces, a final newline) and carries
-a checksum of itself, so that any flipped bit in it shows.
-
-The train state: where a run stands, all of its state that is not in a tensor.
+a checksum of itself, so that any flipped bit in it shows. The train state in it is all of a run's
+state that is not in a tensor.
 """
 
 from __future__ import annotations
@@ -29,11 +28,8 @@ from kempner.run.process.retry import read_filled, storage_waits
 
 @dataclass(frozen=True)
 class Rollback:
-    """The loss diverged, last at step `at`; the run rolled back to step `to`.
-
-    The samples [`start`, `end`) of the endless order, from that checkpoint to the trouble, are left
-    out from then on.
-    """
+    """The loss diverged, last at step `at`; the run rolled back to step `to`. The samples [`start`,
+    `end`) of the endless order, from that checkpoint to the trouble, are left out from then on."""
 
     at: int
     to: int
@@ -43,12 +39,10 @@ class Rollback:
 
 @dataclass(frozen=True)
 class TrainState:
-    """Where the run stands.
-
-    `step` steps are done, `cursor` is the next position in the endless order of samples, `tokens`
-    counts what was trained on. `losses` are those of the last sound steps, the newest last, with
-    which new ones are compared; `rollbacks` are all of the run so far.
-    """
+    """Where the run stands. `step` steps are done, `cursor` is the next position in the endless
+    order of samples, `tokens` counts what was trained on. `losses` are those of the last sound
+    steps, the newest last, with which new ones are compared; `rollbacks` are all of the run so
+    far."""
 
     step: int = 0
     cursor: int = 0
@@ -58,10 +52,8 @@ class TrainState:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
-        """Back from what `dataclasses.asdict` gave; other fields are passed over.
-
-        Raises `KeyError` or `TypeError` where they are of something else.
-        """
+        """Back from what `dataclasses.asdict` gave; other fields are passed over. Raises `KeyError`
+        or `TypeError` where they are of something else."""
         return cls(
             step=fields["step"],
             cursor=fields["cursor"],
@@ -95,11 +87,9 @@ class FileSums:
 
 @dataclass(frozen=True)
 class Origin:
-    """What made a checkpoint, beside what must fit.
-
-    `config_hash` is the digest of the whole configuration, `host` what bit-identity depends on
-    (device, threads, processor), `versions` the software. Empty where it is not known.
-    """
+    """What made a checkpoint, beside what must fit. `config_hash` is the digest of the whole
+    configuration, `host` what bit-identity depends on (device, threads, processor), `versions` the
+    software. Empty where it is not known."""
 
     config_hash: str = ""
     host: Mapping[str, Any] = field(default_factory=dict)
@@ -187,11 +177,9 @@ def _within(name: str) -> str:
 
 
 def read(checkpoint: Path, worked: bool = False) -> Manifest:
-    """The manifest of a checkpoint folder; `worked` is whether it is known to be there.
-
-    Raises `DataError` if it is absent or damaged, and as `StorageWaits.retry` where it cannot be
-    read now.
-    """
+    """The manifest of a checkpoint folder; `worked` is whether it is known to be there. Raises
+    `DataError` if it is absent or damaged, and as `StorageWaits.retry` where it cannot be read
+    now."""
     path = checkpoint / MANIFEST
     try:
         return decode(storage_waits().retry(partial(read_filled, path), worked), path)
@@ -205,7 +193,6 @@ def digest(manifest: Manifest) -> str:
 
 
 def sidecar_name(rank: int) -> str:
-    """The file with the block sums of what `rank` wrote."""
     return f"sums-{rank:05d}.json"
 
 
@@ -235,26 +222,21 @@ def decode_sidecar(content: bytes, where: Path) -> tuple[int, dict[str, FileSums
 
 
 def sum_file(path: Path) -> FileSums:
-    """Read a file once and sum its blocks."""
     blocks, length = [], 0
-    with open(path, "rb", buffering=0) as file:
-        while block := _read_block(file, BLOCK_BYTES):
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK_BYTES):
             blocks.append(xxhash.xxh3_64_hexdigest(block))
             length += len(block)
     return FileSums(bytes=length, blocks=tuple(blocks))
 
 
 def whole_sum(content: bytes | memoryview) -> str:
-    """The checksum of a small file."""
     return xxhash.xxh3_128_hexdigest(content)
 
 
-def _read_block(file: Any, size: int) -> bytes:
-    parts, missing = [], size
-    while missing and (part := file.read(missing)):
-        parts.append(part)
-        missing -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+def entry_of(content: bytes | memoryview) -> FileEntry:
+    """What a manifest says of a small file."""
+    return FileEntry(len(content), xxh3_128=whole_sum(content))
 
 
 def _checksum(fields: Mapping[str, Any]) -> str:

@@ -1,7 +1,9 @@
 """Names of files and folders in the checkpoint folder.
 
     step-00000120                      committed, if its manifest says so
-    latest -> step-00000120            the newest commit of the live branch
+    latest -> step-00000120            the newest commit of the live branch; a file with that name
+                                       where there are no links
+    .latest.a3-77aa01bc.120            is to take the place of `latest` once step 120 is committed
     .step-00000120.a3-9f1c22ab         in progress, by attempt 3
     step-00000120.abandoned-a4         a commit that attempt 4 made again after a fallback
     step-00000120.damaged-a4           a commit that attempt 4 found damaged
@@ -16,26 +18,25 @@ from __future__ import annotations
 
 import errno
 import re
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from kempner.run.process.durable_io import fsync_directory, rename
+from kempner.run.process.durable_io import fsync_directory, is_listed, rename, write_durable
+from kempner.run.process.retry import PASSING
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
-METADATA = ".metadata"
-"""What DCP calls its description of a checkpoint."""
-
+METADATA = ".metadata"  # what DCP calls its description of a checkpoint
 SHARED_OBJECTS = "objects.pt"
 """What a program has registered for all ranks together, and is no module or optimizer."""
 
 VERIFIED = "verified.jsonl"
-WITHDRAWN = "manifest.withdrawn.json"
-"""The manifest's name once the checkpoint is to be deleted."""
+WITHDRAWN = "manifest.withdrawn.json"  # the manifest's name once the checkpoint is to be deleted
+_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
+"""Error numbers of a read where there is no file or link of that name."""
 
-_NO_LINK = {errno.ENOENT, errno.ENOTDIR, errno.EINVAL}
-"""Error numbers of readlink(2) where there is no link of that name."""
-
+_LONGEST_TEXT = 64  # characters of a file `latest` that are read
 _STEP = re.compile(r"step-(\d{8,})")
 _ASIDE = re.compile(r"(step-\d{8,})\.(abandoned|damaged)-a(\d+)(?:\.\d+)?")
 _IN_PROGRESS = re.compile(r"\.step-(\d{8,})\.a(\d+)-[0-9a-f]+")
@@ -43,12 +44,10 @@ _MARKER = re.compile(r"\.reading-(step-\d{8,})\.[0-9a-f]+")
 
 
 def objects_file(rank: int) -> str:
-    """The file of what a program has registered for each rank."""
     return f"objects-{rank:05d}.pt"
 
 
 def step_name(step: int) -> str:
-    """The name of a committed checkpoint."""
     return f"step-{step:08d}"
 
 
@@ -83,25 +82,54 @@ def parse_step(name: str) -> int | None:
 
 @dataclass(frozen=True)
 class SetAside:
-    """What a checkpoint that was set aside tells by its name; `why` is "abandoned" or "damaged"."""
-
     step: int
     why: str
     attempt: int
 
 
 def parse_aside(name: str) -> SetAside | None:
-    """The meaning of a name that `CheckpointFolder.set_aside` gave, or None for any other name."""
     match = _ASIDE.fullmatch(name)
     step = parse_step(match[1]) if match else None
     return SetAside(step, match[2], int(match[3])) if match and step is not None else None
 
 
+def _named_by(path: Path) -> int | None:
+    """The step that a link or a file names, or None if it is not there or names none of ours."""
+    try:
+        try:
+            return parse_step(str(path.readlink()))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        with open(path, encoding="ascii", errors="replace") as file:
+            return parse_step(file.read(_LONGEST_TEXT).strip())
+    except OSError as error:
+        if error.errno in _NOTHING:
+            return None
+        raise
+
+
+@dataclass
+class Tip:
+    """What this process knows of the live branch: its newest `step`, None before it has chosen one.
+    `durable` is whether the entry of that step is on disk, `pointed` whether `latest` names it. Two
+    threads catch up with it, one at a time."""
+
+    step: int | None = None
+    durable: bool = True
+    pointed: bool = True
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def reach(self, step: int) -> None:
+        """From now on this is the newest; the folder does not show it yet."""
+        with self.lock:
+            self.step, self.durable, self.pointed = step, False, False
+
+
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """The folder that holds a run's checkpoints."""
-
     path: Path
+    tip: Tip = field(default_factory=Tip, compare=False, repr=False)
 
     def step(self, step: int) -> Path:
         """Where the checkpoint of `step` is, or will be."""
@@ -115,51 +143,68 @@ class CheckpointFolder:
         """Steps whose deletion has begun, but whose folder still has its name, ascending."""
         return self._steps_with(WITHDRAWN)
 
+    def entries(self) -> list[Path]:
+        """All that is in it; empty if it is not there. Raises `OSError`."""
+        return list(self.path.iterdir()) if self.path.is_dir() else []
+
     def markers(self, step: int) -> list[Path]:
         """The files of those who read the checkpoint of `step`."""
-        matches = ((entry, _MARKER.fullmatch(entry.name)) for entry in self.path.iterdir())
+        matches = ((entry, _MARKER.fullmatch(entry.name)) for entry in self.entries())
         return sorted(entry for entry, m in matches if m and m[1] == step_name(step))
 
     def latest(self) -> int | None:
-        """The step that `latest` names, or None if it is absent or names no step of ours.
-
-        The link's text decides, not what it resolves to: a link that points out of this folder is
-        not followed. Raises `OSError` if it cannot be read now.
-        """
-        try:
-            return parse_step(str((self.path / LATEST).readlink()))
-        except OSError as error:
-            if error.errno in _NO_LINK:
-                return None
-            raise
+        """The step that `latest` names, or None if it is absent or names no step of ours. The text
+        of the link, or of the file, decides, not what it resolves to: a link that points out of
+        this folder is not followed. Raises `OSError` if it cannot be read now."""
+        return _named_by(self.path / LATEST)
 
     def is_bare(self) -> bool:
         """Whether nothing in it is ours, or it is not there. Raises `OSError`."""
-        if not self.path.is_dir():
-            return True
-        names = [entry.name for entry in self.path.iterdir()]
+        names = (entry.name for entry in self.entries())
         return not any(n == LATEST or parse_step(n) or parse_aside(n) for n in names)
 
+    def copies(self) -> list[Path]:
+        """Everything in it that may hold a step: committed or not, in progress, set aside."""
+        ours = (parse_step, parse_aside, _IN_PROGRESS.fullmatch)
+        entries = self.entries()
+        return sorted(e for e in entries if any(is_one(e.name) is not None for is_one in ours))
+
+    def prepared(self) -> dict[Path, int]:
+        """What is to take the place of `latest`, and the step that it names."""
+        entries = [e for e in self.entries() if e.name.startswith(f".{LATEST}.")]
+        return {entry: step for entry in entries if (step := _named_by(entry)) is not None}
+
+    def prepare_latest(self, step: int, unique: str) -> Path:
+        """Make what is to take the place of `latest`: a link, or a file where there are no links.
+        From then on `step` counts as the newest once it is committed, whenever the swap
+        succeeds."""
+        next_latest = self.path / f".{LATEST}.{unique}.{step}"
+        if _named_by(next_latest) != step:
+            next_latest.unlink(missing_ok=True)
+            try:
+                next_latest.symlink_to(step_name(step))
+            except OSError as error:
+                if error.errno in PASSING:
+                    raise
+                write_durable(next_latest, f"{step_name(step)}\n".encode())
+        return next_latest
+
     def point_latest(self, step: int, unique: str) -> None:
-        """Swap `latest` to `step` by an atomic rename, durably."""
-        temporary = self.path / f".{LATEST}.{unique}"
-        temporary.unlink(missing_ok=True)
-        temporary.symlink_to(step_name(step))
-        rename(temporary, self.path / LATEST, arrived=lambda: self.latest() == step)
+        """Swap `latest` to `step` by an atomic rename, durably; nothing else is prepared then."""
+        next_latest = self.prepare_latest(step, unique)
+        rename(next_latest, self.path / LATEST, arrived=lambda: self.latest() == step)
         fsync_directory(self.path)
+        for outdated in self.prepared():
+            outdated.unlink(missing_ok=True)
 
     def leftovers(self, before_attempt: int) -> list[Path]:
         """In-progress folders of attempts below `before_attempt`, which will not be finished."""
-        if not self.path.is_dir():
-            return []
-        matches = ((entry, _IN_PROGRESS.fullmatch(entry.name)) for entry in self.path.iterdir())
+        matches = ((entry, _IN_PROGRESS.fullmatch(entry.name)) for entry in self.entries())
         return sorted(entry for entry, m in matches if m and int(m[2]) < before_attempt)
 
     def set_aside(self, step: int, why: str, attempt: int) -> Path:
         """Rename a checkpoint out of the way, to `step-<s>.<why>-a<attempt>`; return its new path.
-
-        `why` is "abandoned" or "damaged". The caller fsyncs the folder.
-        """
+        `why` is "abandoned" or "damaged". The caller fsyncs the folder."""
         name = f"{step_name(step)}.{why}-a{attempt}"
         target, again = self.path / name, 1
         while target.exists():
@@ -169,7 +214,7 @@ class CheckpointFolder:
         return target
 
     def _steps_with(self, file: str) -> list[int]:
-        if not self.path.is_dir():
-            return []
-        steps = (parse_step(entry.name) for entry in self.path.iterdir())
-        return sorted(s for s in steps if s is not None and (self.step(s) / file).is_file())
+        steps = (parse_step(entry.name) for entry in self.entries())
+        # A withdrawal is our own act.
+        seen = is_listed if file == MANIFEST else lambda path: bool(path.is_file())
+        return sorted(s for s in steps if s is not None and seen(self.step(s) / file))

@@ -19,12 +19,10 @@ from zlib import crc32
 
 from kempner.checkpoint.format.contents import Extent, Extents
 
-ALIGNMENT = 64
-"""Containers start at multiples of this, and so does the data in them."""
+ALIGNMENT = 64  # containers start at multiples of this, and so does the data in them
 
 
-SMALL = 256
-"""Elements up to which a tensor takes no more room than its container."""
+SMALL = 256  # elements up to which a tensor takes no more room than its container
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,6 @@ class ListedChunk(NamedTuple):
 
 @lru_cache(1 << 16)
 def coordinate(rank: int, mesh: tuple[int, ...]) -> tuple[int, ...]:
-    """Where `rank` sits in a row-major mesh."""
     place = []
     for size in reversed(mesh):
         rank, at = divmod(rank, size)
@@ -150,11 +147,9 @@ def holders(spec: TensorSpec, offsets: Sequence[int], sizes: Sequence[int]) -> I
 
 
 def _writer(spec: TensorSpec) -> int:
-    """Which of its holders writes what is held several times, modulo their number.
-
-    What is large is spread over them. What is small is all with the first: a reader that needs
-    every counter of an optimizer would otherwise open hundreds of files for a few bytes each.
-    """
+    """Which of its holders writes what is held several times, modulo their number. What is large is
+    spread over them. What is small is all with the first: a reader that needs every counter of an
+    optimizer would otherwise open hundreds of files for a few bytes each."""
     return crc32(spec.key.encode()) if math.prod(spec.shape) > SMALL else 0
 
 
@@ -177,11 +172,9 @@ def _cut(
     order: tuple[int, ...],
     here: tuple[int, ...],
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Offsets and sizes of the part at a place of the mesh; None where nothing is left for it.
-
-    Cut as `torch.chunk` does: every piece as large as the first, until nothing is left. A
-    parameter and its optimizer state are cut alike, and get the same objects.
-    """
+    """Offsets and sizes of the part at a place of the mesh; None where nothing is left for it. Cut
+    as `torch.chunk` does: every piece as large as the first, until nothing is left. A parameter and
+    its optimizer state are cut alike, and get the same objects."""
     offsets, sizes = [0] * len(shape), list(shape)
     for level in order or range(len(mesh)):
         at, dim = here[level], placements[level]
@@ -203,17 +196,11 @@ def place(specs: Iterable[TensorSpec], rank: int, container: Extents) -> list[Pl
 
 
 class Layouts:
-    """What lies in any rank's file. What is cut into pieces of the same sizes is placed once.
+    """What lies in any rank's file. What is cut into pieces of the same sizes is placed once. A
+    large model has thousands of tensors, but few kinds of them, which are cut alike; and most
+    ranks' files differ in the offsets alone."""
 
-    A large model has thousands of tensors, but few kinds of them, which are cut alike; and most
-    ranks' files differ in the offsets alone.
-    """
-
-    def __init__(
-        self,
-        specs: Sequence[TensorSpec],
-        container: Extents,
-    ) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], container: Extents) -> None:
         self._specs, self._container = specs, container
         numbers: dict[tuple[object, ...], int] = {}
         self.kinds = {
@@ -221,8 +208,7 @@ class Layouts:
                 (spec.shape, spec.mesh, spec.placements, spec.order, _writers(spec)), len(numbers)
             )
             for spec in specs
-        }
-        """The number of each tensor's kind, by key."""
+        }  # the number of each tensor's kind, by key
         examples = {self.kinds[spec.key]: spec for spec in specs}
         self.examples = [examples[kind] for kind in range(len(numbers))]
         """One tensor of each kind, by number."""
@@ -233,10 +219,8 @@ class Layouts:
         return [chunk_of(spec, rank) for spec in self.examples]
 
     def placed(self, pieces: Sequence[Chunk | None], rank: int) -> list[Placed]:
-        """The file of `rank`, which has these `pieces`; offsets may be those of another rank.
-
-        The same object for all files that are laid out alike.
-        """
+        """The file of `rank`, which has these `pieces`; offsets may be those of another rank. The
+        same object for all files that are laid out alike."""
         sizes = tuple(piece.sizes if piece is not None else None for piece in pieces)
         if sizes not in self._placed:
             self._placed[sizes] = place(self._specs, rank, self._container)
@@ -250,9 +234,7 @@ def by_file(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
 
 
 def list_all(
-    specs: Sequence[TensorSpec],
-    world: int,
-    container: Extents,
+    specs: Sequence[TensorSpec], world: int, container: Extents
 ) -> Iterator[list[ListedChunk]]:
     """The contents of every file, by its number."""
     for part in by_file(specs):
@@ -269,7 +251,6 @@ def list_all(
 
 
 def listed(placed: Iterable[Placed]) -> list[ListedChunk]:
-    """One file's contents, as a table of contents lists them."""
     return [
         ListedChunk(p.chunk.key, p.chunk.offsets, p.chunk.sizes, p.start, p.container.length)
         for p in placed
@@ -287,7 +268,6 @@ def arrange(chunks: Iterable[Chunk], container: Extents) -> list[Placed]:
 
 
 def file_length(placed: Sequence[Placed]) -> int:
-    """Bytes of the file with these contents."""
     return placed[-1].start + placed[-1].container.length if placed else 0
 
 
@@ -297,11 +277,14 @@ def data_file(number: int) -> str:
 
 
 def base_file(rank: int, world: int) -> str:
-    """The name of the file with what is frozen."""
     return data_file(world + rank)
 
 
 def digest(specs: Iterable[TensorSpec]) -> int:
     """63 bits that differ between plans; ranks compare theirs at every save."""
-    text = "\n".join(map(repr, specs)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    return number_of("\n".join(map(repr, specs)))
+
+
+def number_of(text: str) -> int:
+    """63 bits that differ between texts."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

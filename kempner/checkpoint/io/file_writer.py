@@ -6,10 +6,9 @@ kernel's work to clean it up, would take a core from training. Where they do not
 back early and dropped behind: a cache full of dirty checkpoint pages makes the last fsync, and
 whatever else needs memory, slow.
 
-The files of what is frozen: written twice, then linked from one checkpoint to the next.
-
-Each checkpoint stays complete by itself: whatever reads, copies or deletes one need not know of it,
-and the file goes with the last checkpoint that has it. A flipped bit in it damages every checkpoint
+The files of what is frozen are written twice, then linked from one checkpoint to the next. Each
+checkpoint stays complete by itself: whatever reads, copies or deletes one need not know of it, and
+the file goes with the last checkpoint that has it. A flipped bit in it damages every checkpoint
 that it is linked to, so neighbours never share one: there are two, taken in turn.
 """
 
@@ -18,8 +17,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -30,9 +31,7 @@ from kempner.checkpoint.format.manifest import BLOCK_BYTES, FileSums, decode_sid
 from kempner.checkpoint.format.names import CheckpointFolder
 from kempner.run.process.exit_codes import DataError
 
-SLAB_BYTES = 16 * BLOCK_BYTES
-"""Bytes per write(2)."""
-
+SLAB_BYTES = 16 * BLOCK_BYTES  # bytes per write(2)
 WRITE_BEHIND = 4
 """Slabs that may be on their way to the disk before the writer waits for the oldest."""
 
@@ -60,36 +59,50 @@ def yield_to_training() -> None:
 
 def write_stream(path: Path, content: memoryview) -> FileSums:
     """Create `path` with `content` (bytes), fsync it, and return the checksums of its blocks.
-
     Raises `OSError`, naming `path`: ENOSPC or EDQUOT before anything is written where the file
-    system can reserve space.
-    """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    system can reserve space."""
+    whole = _begins_on_a_page(content)
+    return _write(path, len(content), lambda start, end: content[start:end], whole)
+
+
+def write_from(path: Path, length: int, read: Callable[[memoryview, int], None]) -> FileSums:
+    """The same of `length` bytes that `read` brings, slab by slab, from a place on."""
+    buffer = memoryview(mmap.mmap(-1, max(1, min(length, SLAB_BYTES))))
+
+    def take(start: int, end: int) -> memoryview:
+        slab = buffer[: end - start]
+        read(slab, start)
+        return slab
+
+    return _write(path, length, take, length >= DIRECT_ALIGNMENT)
+
+
+def _write(
+    path: Path, length: int, take: Callable[[int, int], memoryview], direct: bool
+) -> FileSums:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        return _pour(descriptor, content)
+        return _pour(descriptor, length, take, direct)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
 
 
-def _pour(descriptor: int, content: memoryview) -> FileSums:
-    reserve(descriptor, len(content))
+def _pour(
+    descriptor: int, length: int, take: Callable[[int, int], memoryview], direct: bool
+) -> FileSums:
+    reserve(descriptor, length)
     blocks: list[str] = []
-    write = _DirectWriter(descriptor) if _begins_on_a_page(content) else _CachedWriter(descriptor)
+    write = _DirectWriter(descriptor) if direct else _CachedWriter(descriptor)
     with ThreadPoolExecutor(1, "checksums", initializer=yield_to_training) as beside:
-        for start in range(0, len(content), SLAB_BYTES):
-            slab = content[start : start + SLAB_BYTES]
+        for start in range(0, length, SLAB_BYTES):
+            slab = take(start, min(start + SLAB_BYTES, length))
             sums = beside.submit(_sum_blocks, slab)
             write(slab, start)
             blocks += sums.result()
     os.fsync(descriptor)
-    return FileSums(bytes=len(content), blocks=tuple(blocks))
-
-
-def sum_content(content: memoryview) -> FileSums:
-    """The checksums of the blocks of a file with `content` (bytes)."""
-    return FileSums(bytes=len(content), blocks=tuple(_sum_blocks(content)))
+    return FileSums(bytes=length, blocks=tuple(blocks))
 
 
 def _sum_blocks(slab: memoryview) -> list[str]:
@@ -113,7 +126,9 @@ class _CachedWriter:
         write_all(self._descriptor, slab, start)
         _sync_range(self._descriptor, start, len(slab), _START_WRITING)
         if start >= WRITE_BEHIND * SLAB_BYTES:
-            _drop_behind(self._descriptor, start - WRITE_BEHIND * SLAB_BYTES)
+            behind = start - WRITE_BEHIND * SLAB_BYTES
+            _sync_range(self._descriptor, behind, SLAB_BYTES, _WAIT_WRITTEN)
+            os.posix_fadvise(self._descriptor, behind, SLAB_BYTES, os.POSIX_FADV_DONTNEED)
 
 
 class _DirectWriter(_CachedWriter):
@@ -154,15 +169,9 @@ def reserve(descriptor: int, length: int) -> None:
 
 
 def write_all(descriptor: int, slab: memoryview, at: int) -> None:
-    """Write every byte of `slab` from byte `at` on. Raises `OSError`."""
     while slab:
         written = os.pwrite(descriptor, slab, at)
         slab, at = slab[written:], at + written
-
-
-def _drop_behind(descriptor: int, start: int) -> None:
-    _sync_range(descriptor, start, SLAB_BYTES, _WAIT_WRITTEN)
-    os.posix_fadvise(descriptor, start, SLAB_BYTES, os.POSIX_FADV_DONTNEED)
 
 
 def _sync_range(descriptor: int, start: int, length: int, flags: int) -> None:
@@ -182,9 +191,9 @@ class BaseFiles:
 
     def write(self, path: Path, name: str, sidecar: str, content: memoryview) -> FileSums:
         """Have `content` in the file `name` of `path`, by a link if the checkpoint before the
-        newest has the same; the checksums of its blocks. Raises `OSError` as `write_stream`.
-        """
-        sums, target = sum_content(content), path / name
+        newest has the same; the checksums of its blocks. Raises `OSError` as `write_stream`."""
+        target = path / name
+        sums = FileSums(bytes=len(content), blocks=tuple(_sum_blocks(content)))
         older = self._folder.committed()[-2:-1]
         if not older or not self._link(self._folder.step(older[0]), name, sidecar, sums, target):
             write_stream(target, content)

@@ -1,21 +1,25 @@
-"""Verifies a checkpoint by reading every byte; needs no torch.
+"""Reads the files that a manifest lists, and verifies every byte; needs no torch.
 
-Stores results of `verify` beside the checkpoints, since a commit never changes.
-
-One JSON object a line. A checkpoint is known by the digest of its manifest, so that a finding
-follows it through a rename and never speaks of another one that came to have its name.
+A file is damaged, or it cannot be read now: then it is tried again. Data files are read in ranges
+too, block by block. Results of `verify` are stored beside the checkpoints, one JSON object a line.
+A checkpoint is known there by the digest of its manifest, so that a finding follows it through a
+rename and never speaks of another one that came to have its name.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Self, TypeVar
 
 import xxhash
 
@@ -30,17 +34,16 @@ from kempner.checkpoint.format.manifest import (
     whole_sum,
 )
 from kempner.checkpoint.format.names import MANIFEST, VERIFIED
-from kempner.checkpoint.io.patient_reads import read_listed
 from kempner.run.process.durable_io import append_line
 from kempner.run.process.exit_codes import DataError
-from kempner.run.process.retry import empty
+from kempner.run.process.retry import empty, storage_waits
 from kempner.run.record.ledger import read_lines
 
-READERS = 4
-"""Files that are read at a time."""
+T = TypeVar("T")
 
-OnRead = Callable[[int], None]
-"""Told how many bytes more were read; from several threads."""
+READERS = 4  # files that are read at a time
+
+OnRead = Callable[[int], None]  # told how many bytes more were read; from several threads
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,8 @@ class Damage:
 
 
 def verify(checkpoint: Path, on_read: OnRead = lambda count: None) -> list[Damage]:
-    """Everything that is wrong with a checkpoint; empty if every byte is as committed.
-
-    Raises as `StorageWaits.retry` where it cannot be read now.
-    """
+    """Everything that is wrong with a checkpoint; empty if every byte is as committed. Raises as
+    `StorageWaits.retry` where it cannot be read now."""
     try:
         manifest = read(checkpoint)
     except DataError as error:
@@ -81,49 +82,49 @@ def verify(checkpoint: Path, on_read: OnRead = lambda count: None) -> list[Damag
 
 
 def verify_files(
-    checkpoint: Path,
-    manifest: Manifest,
-    names: Iterable[str],
-    on_read: OnRead = lambda count: None,
+    checkpoint: Path, manifest: Manifest, names: Iterable[str], on_read: OnRead = lambda count: None
 ) -> list[Damage]:
-    """Check the named files against the manifest, so that ranks can share the reading.
-
-    Raises as `StorageWaits.retry` where one cannot be read now: that is no damage.
-    """
+    """Check the named files against the manifest, so that ranks can share the reading. Raises as
+    `StorageWaits.retry` where one cannot be read now: that is no damage."""
     damages: list[Damage] = []
     for name in names:
-        entry = manifest.files.get(name)
-        if entry is None:
-            damages.append(Damage(name, "is not in the manifest"))
-            continue
+        path, entry = checkpoint / name, manifest.files.get(name)
         try:
-            if entry.sums is None:
-                _check_sum(checkpoint / name, entry, on_read)
-                continue
-            block_bytes, sums = _load_sidecar(checkpoint, manifest.files, entry.sums)
-            _check_blocks(checkpoint / name, entry, block_bytes, sums, on_read)
+            if entry is None:
+                raise DataError("is not in the manifest")
+            if entry.sums is not None:
+                _check_blocks(VerifiedFile(path, entry, manifest.files), on_read)
+            elif read_listed(path, partial(_sum_whole, path, entry, on_read)) != entry.xxh3_128:
+                raise DataError("checksum does not match")
         except DataError as error:
             damages.append(Damage(name, str(error)))
     return damages
 
 
-def _load_sidecar(
-    checkpoint: Path, files: Mapping[str, FileEntry], name: str
-) -> tuple[int, dict[str, FileSums]]:
-    if name not in files:
-        raise DataError(f"its block checksums, {name}, are not in the manifest")
+def read_listed(path: Path, work: Callable[[], T]) -> T:
+    """What `work` returns, which opens and reads a file that its checkpoint's manifest lists. The
+    file was there when the manifest was written. So it is missing only if the manifest can still be
+    seen beside it; otherwise the folder is away. Raises `DataError` if it is missing, or empty and
+    stays so, and as `StorageWaits.retry` where it cannot be read now."""
+
+    def once() -> T:
+        try:
+            return work()
+        except FileNotFoundError as error:
+            if os.access(path.with_name(MANIFEST), os.F_OK):
+                raise DataError(f"cannot be read: {error.strerror}") from error
+            raise
+
     try:
-        content = read_whole(checkpoint / name, files[name])
-    except DataError as error:
-        raise DataError(f"its block checksums, {name}: {error}") from error
-    return decode_sidecar(content, checkpoint / name)
+        return storage_waits().retry(once, worked=True, path=path)
+    except OSError as error:
+        words = "" if error.errno == errno.ENODATA else "cannot be read: "
+        raise DataError(f"{words}{error.strerror}") from error
 
 
 def read_checked(checkpoint: Path, manifest: Manifest, name: str) -> bytes | None:
-    """A file of a checkpoint as it was committed; None if it has none of that name.
-
-    Raises `DataError` unless every byte is, and as `StorageWaits.retry`.
-    """
+    """A file of a checkpoint as it was committed; None if it has none of that name. Raises
+    `DataError` unless every byte is, and as `StorageWaits.retry`."""
     entry = manifest.files.get(name)
     if entry is None:
         return None
@@ -134,10 +135,13 @@ def read_checked(checkpoint: Path, manifest: Manifest, name: str) -> bytes | Non
 
 def read_whole(path: Path, entry: FileEntry) -> bytes:
     """A small file that has a sum of its own. Raises `DataError` unless it is as committed."""
-    content = read_listed(path, partial(_read_whole, path, entry))
-    _check_length(len(content), entry)
-    if whole_sum(content) != entry.xxh3_128:
-        raise DataError("checksum does not match")
+    try:
+        content = read_listed(path, partial(_read_whole, path, entry))
+        _check_length(len(content), entry.bytes)
+        if whole_sum(content) != entry.xxh3_128:
+            raise DataError("checksum does not match")
+    except DataError as error:
+        raise DataError(f"{path.name}: {error}") from error
     return content
 
 
@@ -148,68 +152,213 @@ def _read_whole(path: Path, entry: FileEntry) -> bytes:
     return content
 
 
-def _check_sum(path: Path, entry: FileEntry, on_read: OnRead) -> None:
-    """As `read_whole`, but of a file of any size: `.metadata` may be hundreds of megabytes."""
-    if read_listed(path, partial(_sum_whole, path, entry, on_read)) != entry.xxh3_128:
-        raise DataError("checksum does not match")
-
-
 def _sum_whole(path: Path, entry: FileEntry, on_read: OnRead) -> str:
-    """The checksum of a file. Raises `OSError` if it cannot be read."""
+    """Of a file of any size: `.metadata` may be hundreds of megabytes. Raises `OSError`."""
     total = xxhash.xxh3_128()
     with open(path, "rb") as file:
-        _check_open_length(file.fileno(), path, entry)
+        _check_open_length(file.fileno(), path, entry.bytes)
         while block := file.read(BLOCK_BYTES):
             total.update(block)
             on_read(len(block))
     return total.hexdigest()
 
 
-def _check_blocks(
-    path: Path,
-    entry: FileEntry,
-    block_bytes: int,
-    sums: Mapping[str, FileSums],
-    on_read: OnRead,
-) -> None:
+def _check_blocks(file: VerifiedFile, on_read: OnRead) -> None:
     """Read a file to its end. Raises `DataError` that names the first block that is not right."""
-    expected = sums.get(path.name)
-    if expected is None or expected.bytes != entry.bytes:
-        raise DataError("its block checksums do not list this file")
-    damaged = read_listed(
-        path, partial(_damaged_blocks, path, entry, expected, block_bytes, on_read)
-    )
+    damaged = read_listed(file.path, partial(_damaged_blocks, file, on_read))
     if damaged:
         more = f", and neither do {len(damaged) - 1} more blocks" if damaged[1:] else ""
-        first, at = damaged[0], damaged[0] * block_bytes
+        first, at = damaged[0], damaged[0] * file.block_bytes
         raise DataError(f"block {first} (from byte {at}) does not match its checksum{more}")
 
 
-def _damaged_blocks(
-    path: Path, entry: FileEntry, expected: FileSums, block_bytes: int, on_read: OnRead
-) -> list[int]:
+def _damaged_blocks(file: VerifiedFile, on_read: OnRead) -> list[int]:
     """The numbers of the blocks that are wrong. Raises `OSError` if the file cannot be read."""
     damaged = []
-    with open(path, "rb") as file:
-        _check_open_length(file.fileno(), path, entry)
-        for number, digest in enumerate(expected.blocks):
-            block = file.read(block_bytes)
-            if xxhash.xxh3_64_hexdigest(block) != digest:
+    with open(file.path, "rb") as opened:
+        _check_open_length(opened.fileno(), file.path, file.sums.bytes)
+        for number, expected in enumerate(file.sums.blocks):
+            block = opened.read(file.block_bytes)
+            if xxhash.xxh3_64_hexdigest(block) != expected:
                 damaged.append(number)
             on_read(len(block))
     return damaged
 
 
-def _check_open_length(descriptor: int, path: Path, entry: FileEntry) -> None:
+def _check_open_length(descriptor: int, path: Path, expected: int) -> None:
     length = os.fstat(descriptor).st_size
-    if entry.bytes and not length:
-        raise empty(path, entry.bytes)
-    _check_length(length, entry)
+    if expected and not length:
+        raise empty(path, expected)
+    _check_length(length, expected)
 
 
-def _check_length(length: int, entry: FileEntry) -> None:
-    if length != entry.bytes:
-        raise DataError(f"has {length} bytes instead of {entry.bytes}")
+def _check_length(length: int, expected: int) -> None:
+    if length != expected:
+        raise DataError(f"has {length} bytes instead of {expected}")
+
+
+@dataclass(frozen=True)
+class MemoryCopy:
+    """What may be the content of a file, in shared memory from `start` on."""
+
+    descriptor: int
+    start: int
+    bytes: int
+
+
+class VerifiedFile:
+    """One data file of a checkpoint, with the checksums of its blocks. With a copy in `memory`,
+    blocks are read from there as long as they match their checksums."""
+
+    def __init__(
+        self,
+        path: Path,
+        entry: FileEntry,
+        files: Mapping[str, FileEntry],
+        memory: MemoryCopy | None = None,
+    ) -> None:
+        """Read the checksums; raises `DataError` if they are not as the manifest says."""
+        self.path = path
+        self.block_bytes, self.sums = _sums_of(path, entry, files)
+        self.memory = memory if memory is not None and memory.bytes == self.sums.bytes else None
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+
+class Cursor:
+    """One thread's way through a file: ranges in ascending order share blocks, read once. The file
+    is open from the first read to `close`, and opened anew where it cannot be read: a thread has
+    one file open. Memory is used again from read to read: fresh pages cost more than reading
+    into them."""
+
+    def __init__(self, file: VerifiedFile) -> None:
+        self._file = file
+        self._descriptor: int | None = None
+        self._buffer = memoryview(bytearray())
+        self._first = self._last = 0  # the blocks that the buffer holds
+        self.bytes_read = self.bytes_from_memory = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            with suppress(OSError):  # of a server that has forgotten it
+                os.close(descriptor)
+
+    def peek(self, start: int, length: int) -> bytes:
+        """Bytes as they are on disk, unchecked: for what is read and checked, too."""
+        if self._file.memory is not None:
+            return bytes(self.read(start, min(start + length, self._file.sums.bytes)))
+        return self._read(lambda descriptor: os.pread(descriptor, length, start))
+
+    def fill(self, content: memoryview, first: int) -> None:
+        """Read whole blocks from block `first` on into `content`, and check each. Raises
+        `DataError`, naming the block, if one is not what was written, and as `StorageWaits.retry`
+        where it cannot be read now."""
+        file, start = self._file, first * self._file.block_bytes
+        if file.memory is not None:
+            if self._is_remembered(file.memory, content, first):
+                self.bytes_from_memory += len(content)
+                return
+            file.memory = None
+        self._read(lambda descriptor: self._pour(descriptor, content, start))
+        if (number := self._damaged(content, first)) is not None:
+            raise DataError(
+                f"{file.name}: block {number} (from byte {number * file.block_bytes}) "
+                "does not match its checksum"
+            )
+
+    def _is_remembered(self, memory: MemoryCopy, content: memoryview, first: int) -> bool:
+        """Whether these blocks are in memory, by their checksums; they are in `content`, then."""
+        start = memory.start + first * self._file.block_bytes
+        count = os.preadv(memory.descriptor, [content], start)
+        return count == len(content) and self._damaged(content, first) is None
+
+    def _damaged(self, content: memoryview, first: int) -> int | None:
+        """The first block, from number `first` on, that is not what was written."""
+        size, sums = self._file.block_bytes, self._file.sums.blocks
+        for number, begin in enumerate(range(0, len(content), size), first):
+            if xxhash.xxh3_64_hexdigest(content[begin : begin + size]) != sums[number]:
+                return number
+        return None
+
+    def _read(self, work: Callable[[int], T]) -> T:
+        """Do `work` on the open file, and again on one opened anew."""
+
+        def once() -> T:
+            try:
+                return work(self._open())
+            except BaseException:
+                self.close()
+                raise
+
+        try:
+            return read_listed(self._file.path, once)
+        except DataError as error:
+            raise DataError(f"{self._file.name} {error}") from error
+
+    def _open(self) -> int:
+        if self._descriptor is None:
+            self._descriptor = os.open(self._file.path, os.O_RDONLY | os.O_CLOEXEC)
+            _check_open_length(self._descriptor, self._file.path, self._file.sums.bytes)
+        return self._descriptor
+
+    def _pour(self, descriptor: int, content: memoryview, start: int) -> None:
+        done = 0
+        while done < len(content):
+            count = os.preadv(descriptor, [content[done:]], start + done)
+            if count == 0:
+                self.close()
+                self._open()  # which says what has become of it
+                raise OSError(errno.EIO, f"nothing was read at byte {start + done}")
+            done += count
+
+    def read(self, start: int, end: int) -> memoryview:
+        """The bytes from `start` up to `end`, checked; valid until the next read."""
+        size = self._file.block_bytes
+        first, last = start // size, -(-end // size)
+        if not self._first <= first < last <= self._last:
+            self._hold(first, last)
+        at = self._first * size
+        return self._buffer[start - at : end - at]
+
+    def _hold(self, first: int, last: int) -> None:
+        """Have the blocks from `first` up to `last` in the buffer; keep what is there already."""
+        size = self._file.block_bytes
+        length = min(last * size, self._file.sums.bytes) - first * size
+        kept = self._buffer[:0]
+        if self._first <= first < self._last:
+            held = min(self._last * size, self._file.sums.bytes) - self._first * size
+            kept = self._buffer[(first - self._first) * size : held]
+        buffer = self._buffer
+        if len(buffer) < length:
+            buffer = memoryview(mmap.mmap(-1, length))
+        buffer[: len(kept)] = kept
+        missing = buffer[len(kept) : length]
+        self.fill(missing, first + len(kept) // size)
+        self.bytes_read += len(missing)
+        self._buffer, self._first, self._last = buffer, first, last
+
+
+def _sums_of(path: Path, entry: FileEntry, files: Mapping[str, FileEntry]) -> tuple[int, FileSums]:
+    if entry.sums is None or entry.sums not in files:
+        raise DataError(f"{path.name} has no block checksums in the manifest")
+    sidecar = path.with_name(entry.sums)
+    try:
+        content = read_whole(sidecar, files[entry.sums])
+    except DataError as error:
+        raise DataError(f"its block checksums, {error}") from error
+    block_bytes, sums = decode_sidecar(content, sidecar)
+    if path.name not in sums or sums[path.name].bytes != entry.bytes:
+        raise DataError(f"its block checksums, {sidecar.name}, do not list {path.name}")
+    return block_bytes, sums[path.name]
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,8 @@
 """Several modules and optimizers as one of each, for what reads and fills tensors.
 
 The parameters of the first module keep their names; those of the others are `<name>/<parameter>`.
-No wrapper, such as `torch.compile`, is part of a name.
-
-Modules that wrap another one, such as `torch.compile` and `DistributedDataParallel` return.
-
-A parameter has the name that it has without them, so that a run may go on with others.
+No module that wraps another one, such as those that `torch.compile` and `DistributedDataParallel`
+return, is part of a name, so that a run may go on with other wrappers.
 """
 
 from __future__ import annotations
@@ -30,12 +27,10 @@ _WRAPPERS = {
         "ActivationWrapper",
     ): "_checkpoint_wrapped_module",
     ("lightning.fabric.wrappers", "_FabricModule"): "_forward_module",
-}
-"""Where each class is, and under which name it has the module that it wraps."""
+}  # where each class is, and under which name it has the module that it wraps
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module within all that wraps it, or the module itself."""
     kinds = _imported_classes()
     while (attribute := _attribute(module, kinds)) is not None:
         module = module._modules[attribute]  # type: ignore[assignment]
@@ -43,16 +38,13 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def has_wrappers(module: nn.Module) -> bool:
-    """Whether any part of it is wrapped."""
     kinds = tuple(_imported_classes())
     return any(issubclass(kind, kinds) for kind in {type(part) for part in module.modules()})
 
 
 def plain_name(module: nn.Module, name: str) -> str:
-    """The name of a parameter or buffer of `module` without what wraps the modules on its way.
-
-    A state dict may have left out some of them by itself.
-    """
+    """The name of a parameter or buffer of `module` without what wraps the modules on its way. A
+    state dict may have left out some of them by itself."""
     kinds, kept, at = _imported_classes(), [], module
     for part in name.split("."):
         while (attribute := _attribute(at, kinds)) is not None:
@@ -94,10 +86,8 @@ T = TypeVar("T")
 
 
 class Modules(nn.Module):
-    """A module, and others that are registered by name; what wraps them does not count.
-
-    `wrapped` are the modules as they were given.
-    """
+    """A module, and others that are registered by name; what wraps them does not count. `wrapped`
+    are the modules as they were given."""
 
     def __init__(self, first: nn.Module, others: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -108,7 +98,6 @@ class Modules(nn.Module):
             self.add_module(str(at), module)
 
     def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Of all, by their names here."""
         return {
             start + name: value
             for start, module in self._named.items()
@@ -151,7 +140,6 @@ class Optimizers(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of all optimizers."""
         return [*chain.from_iterable(optimizer.param_groups for optimizer in self._all)]
 
 
@@ -198,7 +186,6 @@ class _States(MutableMapping[Tensor, Any]):
         return sum(len(optimizer.state) for optimizer in self._optimizers)
 
     def clear(self) -> None:
-        """Clear the state of all optimizers."""
         for optimizer in self._optimizers:
             optimizer.state.clear()
 

@@ -2,8 +2,6 @@
 
 A run may go on with groups that are built in another order, or with parameters in another order in
 a group. What a scheduler keeps for each group, in lists by their place, is put in the new order.
-
-Sorts what a program wants back: what is held tensor by tensor, and what by its state.
 """
 
 from __future__ import annotations
@@ -29,23 +27,18 @@ _BY_THE_PROGRAM = frozenset({_PARAMETERS, "foreach", "fused", "capturable", "dif
 _BY_GROUP = frozenset(
     {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums"}
     | {"base_values"}  # of timm
-)
-"""What schedulers keep in lists with an entry for each group."""
-
+)  # what schedulers keep in lists with an entry for each group
 _BY_STEP = frozenset({"_milestones", "milestones", "_schedulers", "_schedule_phases"})
 """What they keep in other lists."""
 
 
 class ParameterNames:
-    """The names of the parameters of a model."""
-
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.known: dict[Tensor, str] = {}
         self.look()
 
     def look(self) -> None:
-        """Look again: there may be others."""
         self.known = {parameter: name for name, parameter in self._model.named_parameters()}
 
     @property
@@ -55,16 +48,12 @@ class ParameterNames:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def parameter(self, name: str) -> Tensor:
-        """The parameter of this name."""
         return next(parameter for parameter, its in self.known.items() if its == name)
 
 
 class ParameterGroups:
-    """The groups of one optimizer.
-
-    `name` is what it is registered as, for messages. With `in_order` its state depends on the order
-    of the parameters, as that of LBFGS does.
-    """
+    """The groups of one optimizer. `name` is what it is registered as, for messages. With
+    `in_order` its state depends on the order of the parameters, as that of LBFGS does."""
 
     def __init__(
         self, name: str, optimizer: Optimizer, names: ParameterNames, in_order: bool = False
@@ -87,10 +76,8 @@ class ParameterGroups:
         return Held(self.give, self.take, automatic=True)
 
     def give(self) -> Any:
-        """Hyperparameters, and the names of the parameters.
-
-        Raises `UsageError` for a trained parameter that no registered module has.
-        """
+        """Hyperparameters, and the names of the parameters. Raises `UsageError` for a trained
+        parameter that no registered module has."""
         groups = [
             {k: v for k, v in group.items() if k != _PARAMETERS and not callable(v)}
             | {_PARAMETERS: "\n".join(names)}
@@ -99,10 +86,8 @@ class ParameterGroups:
         return {"groups": groups, "begun": self._begun, "order": self._names.order}
 
     def take(self, saved: Any) -> None:
-        """Give every parameter the hyperparameters that it had.
-
-        Raises `MismatchError` where no group has all of what its parameters had.
-        """
+        """Give every parameter the hyperparameters that it had. Raises `MismatchError` where no
+        group has all of what its parameters had."""
         if isinstance(saved, list):  # as up to 6743c10, without names
             self._take_by_place(saved)
             return
@@ -121,7 +106,6 @@ class ParameterGroups:
         self.order = None if places == [*range(len(then))] else places
 
     def _named(self) -> list[list[str]]:
-        """The names of the parameters of each group."""
         groups = [group[_PARAMETERS] for group in self.optimizer.param_groups]
         if not all(parameter in self._names.known for group in groups for parameter in group):
             self._names.look()
@@ -187,10 +171,8 @@ class ParameterGroups:
 
 
 def in_their_order(name: str, thing: object, held: Held, every: Iterable[ParameterGroups]) -> Held:
-    """As `held`, with what a scheduler keeps for each group in the order of its optimizer's.
-
-    What has a tensor for each parameter, by its place, is refused where those are in another order.
-    """
+    """As `held`, with what a scheduler keeps for each group in the order of its optimizer's. What
+    has a tensor for each parameter, by its place, is refused where those are in another order."""
     where = f"state[{name!r}]"
 
     def take(saved: Any) -> None:
@@ -262,7 +244,6 @@ def _fill(group: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def _alike(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Whether the hyperparameters are the same."""
     keys = (first.keys() | second.keys()) - {_PARAMETERS}
     return all(_equal(first.get(key), second.get(key)) for key in keys)
 

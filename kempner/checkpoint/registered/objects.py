@@ -3,10 +3,9 @@
 Modules and optimizers are held tensor by tensor (`composite.py`). All else is held by its
 `state_dict`, or in place: a dict, a list, a tensor, an array, a generator of random numbers.
 
-What a state dict may hold, and how it becomes bytes that can be read without running code.
-
-`torch.save` writes it, and `torch.load(weights_only=True)` reads it. NumPy's arrays and numbers,
-sets and deques, which that does not read, are written as what it does.
+What is held becomes bytes that can be read without running code: `torch.save` writes it, and
+`torch.load(weights_only=True)` reads it. NumPy's arrays and numbers, sets and deques, which that
+does not read, are written as what it does.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from operator import setitem
 from typing import Any
 
 import numpy as np
@@ -31,16 +32,13 @@ _KIND = "kempner:kind"
 
 def encode(value: object, where: str) -> bytes:
     """A copy of `value`, as it is at this moment. Raises `UsageError` for what cannot be held.
-
-    `where` is how the user would write it, for the message.
-    """
+    `where` is how the user would write it, for the message."""
     buffer = io.BytesIO()
     torch.save(_outward(value, where), buffer)
     return buffer.getvalue()
 
 
 def decode(content: bytes, where: str) -> Any:
-    """What was encoded. Raises `DataError` for anything else."""
     try:
         return _inward(torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
@@ -120,12 +118,10 @@ _MAKE: dict[object, Callable[[dict[str, Any]], Any]] = {
 
 @dataclass(frozen=True)
 class Held:
-    """How an object gives its state, and takes it back.
-
-    What is `automatic` is held without being registered, and a checkpoint may lack it. `anew` is
-    called instead of `take` where another number of ranks goes on: with the state of rank 0 (None
-    if it has none), the step and the rank.
-    """
+    """How an object gives its state, and takes it back. What is `automatic` is held without being
+    registered, and a checkpoint may lack it. `anew` is called instead of `take` where another
+    number of ranks goes on: with the state of rank 0 (None if it has none), the step and the
+    rank."""
 
     give: Callable[[], Any]
     take: Callable[[Any], object]
@@ -135,10 +131,8 @@ class Held:
 
 @dataclass(frozen=True)
 class RegisteredObjects:
-    """Objects by their names: one state for all ranks (rank 0's), and one for each rank.
-
-    `look` raises `UsageError` where a program changes what is not among them.
-    """
+    """Objects by their names: one state for all ranks (rank 0's), and one for each rank. `look`
+    raises `UsageError` where a program changes what is not among them."""
 
     shared: Mapping[str, Held]
     per_rank: Mapping[str, Held]
@@ -157,8 +151,7 @@ class RegisteredObjects:
 
 NOTHING = RegisteredObjects({}, {})
 
-GROUPS = ".param_groups"
-"""How the names end under which the groups of optimizers are held."""
+GROUPS = ".param_groups"  # how the names end under which the groups of optimizers are held
 
 
 def pack(objects: Mapping[str, Held], argument: str) -> bytes:
@@ -170,11 +163,8 @@ def pack(objects: Mapping[str, Held], argument: str) -> bytes:
 def unpack(
     content: bytes | None, objects: Mapping[str, Held], argument: str, where: str
 ) -> dict[str, Any]:
-    """The states that are for these objects; None is what was saved without any.
-
-    Raises `MismatchError` unless the names are the same, and `DataError` for what is no
-    such content.
-    """
+    """The states that are for these objects; None is what was saved without any. Raises
+    `MismatchError` unless the names are the same, and `DataError` for what is no such content."""
     states: dict[str, Any] = {} if content is None else decode(content, where)
     wanted = {name for name, held in objects.items() if not held.automatic}
     if wanted - states.keys() or states.keys() - objects.keys():
@@ -186,7 +176,6 @@ def unpack(
 
 
 def take(states: Mapping[str, Any], objects: Mapping[str, Held]) -> None:
-    """Give the objects their states back."""
     for name, state in states.items():
         objects[name].take(state)
 
@@ -202,9 +191,9 @@ def held(name: str, thing: object) -> Held:
     give, take = getattr(thing, "state_dict", None), getattr(thing, "load_state_dict", None)
     if callable(give) and callable(take):
         return Held(give, take)
-    for kind, way in _IN_PLACE.items():
+    for kind, (get, fill) in _IN_PLACE.items():
         if isinstance(thing, kind):
-            return way(thing)
+            return Held(partial(get, thing), partial(fill, thing))
     if isinstance(thing, bool | int | float | str | tuple):
         raise UsageError(
             f"state[{name!r}] is the value {thing!r}, which cannot be set when the "
@@ -216,52 +205,34 @@ def held(name: str, thing: object) -> Held:
     )
 
 
-def _of_dict(thing: Any) -> Held:
-    def take(saved: Any) -> None:
-        thing.clear()
-        thing.update(saved)
-
-    return Held(lambda: thing, take)
+def _itself(thing: Any) -> Any:
+    return thing
 
 
-def _of_list(thing: Any) -> Held:
-    def take(saved: Any) -> None:
-        thing[:] = saved
-
-    return Held(lambda: thing, take)
+def _fill_dict(thing: Any, saved: Any) -> None:
+    thing.clear()
+    thing.update(saved)
 
 
-def _of_tensor(thing: Tensor) -> Held:
-    def take(saved: Tensor) -> None:
-        with torch.no_grad():
-            thing.copy_(saved)
-
-    return Held(lambda: thing, take)
+def _fill_tensor(thing: Tensor, saved: Tensor) -> None:
+    with torch.no_grad():
+        thing.copy_(saved)
 
 
-def _of_array(thing: np.ndarray[Any, Any]) -> Held:
-    def take(saved: Any) -> None:
-        thing[...] = saved
-
-    return Held(lambda: thing, take)
+def _set_bits(thing: np.random.Generator, saved: Any) -> None:
+    thing.bit_generator.state = saved
 
 
-def _of_numpy_generator(thing: np.random.Generator) -> Held:
-    def take(saved: Any) -> None:
-        thing.bit_generator.state = saved
-
-    return Held(lambda: thing.bit_generator.state, take)
-
-
-_IN_PLACE: dict[type, Callable[[Any], Held]] = {
-    dict: _of_dict,
-    list: _of_list,
-    Tensor: _of_tensor,
-    np.ndarray: _of_array,
-    torch.Generator: lambda thing: Held(thing.get_state, thing.set_state),
-    random.Random: lambda thing: Held(thing.getstate, thing.setstate),
-    np.random.Generator: _of_numpy_generator,
-    np.random.RandomState: lambda thing: Held(
-        lambda: thing.get_state(legacy=False), thing.set_state
+_IN_PLACE: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
+    dict: (_itself, _fill_dict),
+    list: (_itself, lambda thing, saved: setitem(thing, slice(None), saved)),
+    Tensor: (_itself, _fill_tensor),
+    np.ndarray: (_itself, lambda thing, saved: setitem(thing, ..., saved)),
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.Generator: (lambda thing: thing.bit_generator.state, _set_bits),
+    np.random.RandomState: (
+        lambda thing: thing.get_state(legacy=False),
+        np.random.RandomState.set_state,
     ),
 }

@@ -8,48 +8,44 @@ A slot is a header of `IMAGE_AT` bytes (magic, length and xxh3_64 of a JSON text
 rank's data file, byte for byte. The magic is taken away before anything is overwritten, and put
 back last. What all checkpoints have in common beside the data is in a file of its own, the notes.
 
-The board of a rank: 4 KiB of shared memory in which it tells what its buddy is to have.
+The board of a rank is 4 KiB of shared memory in which it tells what its buddy is to have. All ranks
+pin the same step at once. The process that keeps a rank's slots sends what is pinned to another
+node, and then allows the rank to pin another step.
 
-All ranks pin the same step at once. The process that keeps a rank's slots sends what is pinned to
-another node, and then allows the rank to pin another step. Each field is one aligned word of 64
-bits, and has one writer.
-
-Copies of what the ranks of another node hold: whole ones, in memory of this node.
-
-Of each rank there are two. What arrives takes the place of the older one, so that the newer one is
-there until the next is whole.
+A node keeps two copies of what a rank of another node holds. What arrives takes the place of the
+older one, so that the newer one is there until the next is whole.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import mmap
 import os
 import struct
 import threading
+import weakref
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, Self
 
 import xxhash
 
 from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.format.shard_plan import data_file
-from kempner.checkpoint.io.verified_reader import MemoryCopy
+from kempner.checkpoint.io.verify import MemoryCopy
+from kempner.run.output.logs import logger
+from kempner.run.process.retry import describe
+from kempner.run.process.threads import once_there_is_room
 
-SLOTS = 3
-"""Slots of a rank: two in turn, and one more for a save that is being written meanwhile."""
-
+SLOTS = 3  # slots of a rank: two in turn, and one more for a save that is being written meanwhile
 PINNED = 2
 """Further slots where a buddy keeps copies: of the step that it has, and of the one on its way."""
 
-COPIES = 2
-"""Copies of a rank that its buddy keeps: a whole one, and the one that is on its way."""
-
-IMAGE_AT = 1 << 16
-"""Bytes before the image."""
-
+COPIES = 2  # copies of a rank that its buddy keeps: a whole one, and the one that is on its way
+IMAGE_AT = 1 << 16  # bytes before the image
 STEP_SLOTS = "KEMPNER_STEP_SLOTS"
 """Variable of a rank: where its slots, notes and board are open, as `PID:FD,FD,FD:FD:FD`; without a
 buddy there is no board."""
@@ -61,8 +57,7 @@ _HEAD = struct.Struct("<8sIQ")
 @dataclass(frozen=True)
 class Branch:
     """Which part of a run a step belongs to: the `nonce` of its attempt, and how often that went
-    back behind what it had held before. What has a lower number counts no more.
-    """
+    back behind what it had held before. What has a lower number counts no more."""
 
     nonce: str
     since: int = 0
@@ -70,12 +65,9 @@ class Branch:
 
 @dataclass(frozen=True)
 class SlotContents:
-    """What a slot holds: the state of one rank after a step.
-
-    `plan` is the digest of what is where, `shared` a number for what all ranks must hold alike,
-    `image` the length of the data file in bytes. `identity` is what a manifest says of the run, as
-    fields; rank 0 knows it.
-    """
+    """What a slot holds: the state of one rank after a step. `plan` is the digest of what is where,
+    `shared` a number for what all ranks must hold alike, `image` the length of the data file in
+    bytes. `identity` is what a manifest says of the run, as fields; rank 0 knows it."""
 
     train_state: TrainState
     branch: Branch
@@ -87,7 +79,6 @@ class SlotContents:
     identity: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """The text of a header."""
         return json.dumps(asdict(self)).encode()
 
     def is_in(self, descriptor: int) -> bool:
@@ -96,7 +87,6 @@ class SlotContents:
 
     @classmethod
     def decode(cls, text: bytes) -> Self:
-        """What `encode` has written."""
         fields = json.loads(text)
         state = TrainState.from_fields(fields.pop("train_state"))
         return cls(state, Branch(**fields.pop("branch")), **fields)
@@ -117,7 +107,6 @@ class SlotMemory:
 
     @property
     def image(self) -> memoryview:
-        """All bytes that a data file may take."""
         return memoryview(self._map)[IMAGE_AT:]
 
     def publish(self, held: SlotContents) -> bool:
@@ -131,14 +120,37 @@ class SlotMemory:
         return True
 
     def withdraw(self) -> None:
-        """It holds nothing any more."""
         self._map[: len(_MAGIC)] = bytes(len(_MAGIC))
 
     def held(self) -> SlotContents | None:
-        """What it holds, if anything."""
         text = _text(self._map[:IMAGE_AT])
         held = None if text is None else SlotContents.decode(text)
         return held if held is not None and held.image <= len(self.image) else None
+
+
+class HeldSlot:
+    """A slot as others read it. Who may write it may also empty it at any time, which would kill a
+    process that has mapped it: so it is read by a descriptor, of its own."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = os.dup(descriptor)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def held(self) -> SlotContents | None:
+        held = read_held(self._descriptor)
+        size = os.fstat(self._descriptor).st_size
+        return held if held is not None and IMAGE_AT + held.image <= size else None
+
+    def read(self, into: memoryview, at: int) -> None:
+        """Fill `into` from byte `at` of the image on. Raises `OSError`, also where it ends."""
+        while into:
+            count = os.preadv(self._descriptor, [into], IMAGE_AT + at)
+            if not count:
+                raise OSError(errno.ESTALE, GIVEN_UP)
+            into, at = into[count:], at + count
+
+
+GIVEN_UP = "a step in memory was given up while it was read"
 
 
 def read_held(descriptor: int) -> SlotContents | None:
@@ -173,7 +185,6 @@ class Notes:
 
     @classmethod
     def decode(cls, content: bytes) -> Self:
-        """What `encode` has written."""
         line, _, rest = content.partition(b"\n")
         told, files, at = json.loads(line), {}, 0
         for name, length in told["files"].items():
@@ -189,7 +200,6 @@ class Notes:
 
     @classmethod
     def read(cls, descriptor: int) -> Self | None:
-        """What was written, if that is whole."""
         content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
         return cls.decode(content[len(_MAGIC) :]) if content.startswith(_MAGIC) else None
 
@@ -213,13 +223,8 @@ class LentSlots:
         return sum(512 * os.fstat(slot).st_blocks for slot in self.slots)
 
     def empty(self) -> None:
-        """Free the memory of the slots."""
         for slot in self.slots:
             os.ftruncate(slot, 0)
-
-    @property
-    def all(self) -> tuple[int, ...]:
-        return (*self.slots, self.notes, *(() if self.board is None else (self.board,)))
 
 
 def images_of(lent: LentSlots | None, step: int) -> dict[str, MemoryCopy]:
@@ -232,6 +237,11 @@ def images_of(lent: LentSlots | None, step: int) -> dict[str, MemoryCopy]:
     return found
 
 
+def _memory(name: str) -> int:
+    """Empty memory that others can open; this process has few descriptors at times."""
+    return once_there_is_room(partial(os.memfd_create, name))
+
+
 class SlotHolder:
     """The slots of some ranks, for as long as this lives."""
 
@@ -240,18 +250,27 @@ class SlotHolder:
 
     def lend(
         self, rank: int, environ: MutableMapping[str, str], with_buddy: bool = False
-    ) -> LentSlots:
-        """Tell a rank by its environment where its slots are. It gets a board of its own."""
+    ) -> LentSlots | None:
+        """Tell a rank by its environment where its slots are. It gets a board of its own. None, and
+        no slots, where no more files can be opened."""
+        try:
+            return self._lend(rank, environ, with_buddy)
+        except OSError as error:
+            logger().warning("no steps are kept in memory", rank=rank, error=describe(error))
+            return None
+
+    def _lend(self, rank: int, environ: MutableMapping[str, str], with_buddy: bool) -> LentSlots:
         name, before = f"kempner-{rank}", self._lent.get(rank)
         if before is not None and len(before.slots) != _slots(with_buddy):
             self._close_slots(rank)
             before = None
         if before is None:
-            slots = tuple(os.memfd_create(f"{name}-{n}") for n in range(_slots(with_buddy)))
-            before = LentSlots(slots, os.memfd_create(f"{name}-notes"))
+            *slots, notes = _create([*range(_slots(with_buddy)), "notes"], name)
+            before = LentSlots(tuple(slots), notes)
+            self._lent[rank] = before
         if before.board is not None:
             os.close(before.board)
-        board = os.memfd_create(f"{name}-board") if with_buddy else None
+        board = _memory(f"{name}-board") if with_buddy else None
         lent = self._lent[rank] = replace(before, board=board)
         listed = ",".join(map(str, lent.slots))
         environ[STEP_SLOTS] = (
@@ -260,29 +279,41 @@ class SlotHolder:
         return lent
 
     def keep_only(self, ranks: Sequence[int]) -> None:
-        """Let go of the slots of all other ranks."""
         for rank in self._lent.keys() - set(ranks):
             self._close_slots(rank)
 
-    def slots(self) -> dict[int, list[SlotMemory]]:
-        """Those that were ever filled, by rank. Raises as `SlotMemory`."""
-        used: dict[int, list[SlotMemory]] = {}
+    def slots(self) -> dict[int, list[HeldSlot]]:
+        """Those that were ever filled, by rank. Raises `OSError`."""
+        used: dict[int, list[HeldSlot]] = {}
         for rank, lent in self._lent.items():
             grown = [slot for slot in lent.slots if os.fstat(slot).st_size > IMAGE_AT]
-            used[rank] = [SlotMemory(slot) for slot in grown]
+            used[rank] = [HeldSlot(slot) for slot in grown]
         return used
 
     def notes(self) -> Notes | None:
-        """Rank 0's, if that is one of these."""
         return Notes.read(self._lent[0].notes) if 0 in self._lent else None
 
     def boards(self) -> list[int]:
-        """Descriptors of the boards."""
         return [lent.board for lent in self._lent.values() if lent.board is not None]
 
     def _close_slots(self, rank: int) -> None:
-        for descriptor in self._lent.pop(rank).all:
+        lent = self._lent.pop(rank)
+        for descriptor in (*lent.slots, lent.notes, lent.board):
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+def _create(kinds: Sequence[object], name: str) -> list[int]:
+    """Files in memory; all of them, or none. Raises `OSError`."""
+    made: list[int] = []
+    try:
+        for kind in kinds:
+            made.append(_memory(f"{name}-{kind}"))
+    except OSError:
+        for descriptor in made:
             os.close(descriptor)
+        raise
+    return made
 
 
 def open_slots(environ: Mapping[str, str]) -> LentSlots | None:
@@ -318,7 +349,8 @@ class Pin:
 
 
 class Board:
-    """A board, mapped into this process. Raises `OSError` and `ValueError` if that fails."""
+    """A board, mapped into this process; each field is an aligned word of 64 bits, and has one
+    writer. Raises `OSError` and `ValueError` if it cannot be mapped."""
 
     def __init__(self, descriptor: int) -> None:
         if os.fstat(descriptor).st_size < SIZE:
@@ -330,7 +362,6 @@ class Board:
 
     @property
     def pinned(self) -> Pin:
-        """The last one; number 0 if there was none."""
         return Pin(*divmod(self._pin.value, _SLOTS))
 
     def pin(self, slot: int) -> None:
@@ -358,8 +389,6 @@ class Board:
 
 @dataclass
 class _Copy:
-    """A descriptor, its memory, and what that holds."""
-
     descriptor: int
     memory: SlotMemory
     held: SlotContents | None = None
@@ -399,20 +428,18 @@ class CopyHolder:
                     copy.held = held
 
     def clear(self) -> None:
-        """Let go of all of them."""
         with self._lock:
             for copies in self._copies.values():
                 for copy in copies:
                     os.close(copy.descriptor)
             self._copies, self._notes = {}, None
 
-    def slots(self) -> dict[int, list[SlotMemory]]:
-        """All copies, by rank."""
+    def slots(self) -> dict[int, list[HeldSlot]]:
         with self._lock:
-            return {rank: [copy.memory for copy in kept] for rank, kept in self._copies.items()}
+            kept = self._copies.items()
+            return {rank: [HeldSlot(copy.descriptor) for copy in copies] for rank, copies in kept}
 
     def notes(self) -> Notes | None:
-        """Rank 0's, if that is one of those kept here."""
         with self._lock:
             return self._notes
 

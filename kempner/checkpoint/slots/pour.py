@@ -7,6 +7,7 @@ manifest needs.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,23 +16,21 @@ from typing import Any, Protocol
 
 from kempner.checkpoint.format.manifest import (
     FileEntry,
-    FileSums,
     TrainState,
     encode_sidecar,
+    entry_of,
     sidecar_name,
-    whole_sum,
 )
 from kempner.checkpoint.format.shard_plan import data_file
-from kempner.checkpoint.io.file_writer import write_stream
-from kempner.checkpoint.slots.memory import Notes, SlotContents, SlotMemory
+from kempner.checkpoint.io.file_writer import write_from, write_stream
+from kempner.checkpoint.slots.memory import GIVEN_UP, HeldSlot, Notes, SlotContents
 from kempner.run.process.durable_io import join_directory, write_durable
 
 
 @dataclass(frozen=True)
 class Offer:
     """A step of an attempt that a rank's slot holds, or a copy of it on its buddy's node; `plan`
-    and `shared` as in `SlotContents`, `since` as in `Branch`.
-    """
+    and `shared` as in `SlotContents`, `since` as in `Branch`."""
 
     rank: int
     world: int
@@ -45,8 +44,7 @@ class Offer:
 @dataclass(frozen=True)
 class Poured:
     """The entries of the files that were written for a rank; for rank 0 also what the manifest says
-    beside them.
-    """
+    beside them."""
 
     rank: int
     files: Mapping[str, FileEntry]
@@ -57,7 +55,7 @@ class Poured:
 class SlotOwner(Protocol):
     """Who keeps slots, of ranks of its own or copies of other nodes' slots."""
 
-    def slots(self) -> Mapping[int, Sequence[SlotMemory]]:
+    def slots(self) -> Mapping[int, Sequence[HeldSlot]]:
         """Those that were ever filled, by rank."""
         ...
 
@@ -93,9 +91,9 @@ def pour(
     instead: bool = False,
 ) -> list[Poured]:
     """Write the files of the ranks that offer a step into `folder`, of these `ranks` if they are
-    given; `instead` of what another process may have begun to write. Raises `OSError`.
-    """
-    held_by = {each[1].rank: each for each in _of_attempt(holder, nonce) if _is_at(each[1], step)}
+    given; `instead` of what another process may have begun to write. Raises `OSError`."""
+    found = _of_attempt(holder, nonce)
+    held_by = {each[1].rank: each for each in found if each[1].train_state.step == step}
     chosen = [each for rank, each in held_by.items() if ranks is None or rank in ranks]
     join_directory(folder)
     for rank in [each[1].rank for each in chosen] if instead else ():
@@ -104,46 +102,33 @@ def pour(
         return list(pool.map(lambda each: _pour(each[0], each[1], holder.notes, folder), chosen))
 
 
-def _is_at(held: SlotContents, step: int) -> bool:
-    return held.train_state.step == step
-
-
-def _of_attempt(holder: SlotOwner, nonce: str) -> list[tuple[SlotMemory, SlotContents]]:
+def _of_attempt(holder: SlotOwner, nonce: str) -> list[tuple[HeldSlot, SlotContents]]:
     filled = [(slot, slot.held()) for slots in holder.slots().values() for slot in slots]
     whole = [(slot, held) for slot, held in filled if held is not None]
     return [(slot, held) for slot, held in whole if held.branch.nonce == nonce]
 
 
 def _pour(
-    slot: SlotMemory, held: SlotContents, read_notes: Callable[[], Notes | None], folder: Path
+    slot: HeldSlot, held: SlotContents, read_notes: Callable[[], Notes | None], folder: Path
 ) -> Poured:
     name, sidecar = data_file(held.rank), sidecar_name(held.rank)
-    sums = write_stream(folder / name, slot.image[: held.image])
-    listed = _write_sidecar(folder / sidecar, {name: sums})
-    files = {name: FileEntry(sums.bytes, sums=sidecar), sidecar: listed}
+    sums = write_from(folder / name, held.image, slot.read)
+    if slot.held() != held:
+        raise OSError(errno.ESTALE, GIVEN_UP)
+    content = encode_sidecar({name: sums})
+    write_durable(folder / sidecar, content)
+    files = {name: FileEntry(sums.bytes, sums=sidecar), sidecar: entry_of(content)}
     if held.rank != 0:
         return Poured(held.rank, files)
     notes = read_notes()
     assert notes is not None  # it would have offered nothing
-    return Poured(0, files | _write_notes(folder, notes), held.train_state, held.identity)
+    for described, text in notes.files.items():
+        write_stream(folder / described, memoryview(text))
+        files[described] = entry_of(text)
+    return Poured(0, files, held.train_state, held.identity)
 
 
 def _clear(folder: Path, rank: int, notes: Notes | None) -> None:
     described = notes.files if notes is not None and rank == 0 else ()
     for name in (data_file(rank), sidecar_name(rank), *described):
         (folder / name).unlink(missing_ok=True)
-
-
-def _write_sidecar(path: Path, sums: Mapping[str, FileSums]) -> FileEntry:
-    content = encode_sidecar(sums)
-    write_durable(path, content)
-    return FileEntry(len(content), xxh3_128=whole_sum(content))
-
-
-def _write_notes(folder: Path, notes: Notes) -> dict[str, FileEntry]:
-    for name, content in notes.files.items():
-        write_stream(folder / name, memoryview(content))
-    return {
-        name: FileEntry(len(content), xxh3_128=whole_sum(content))
-        for name, content in notes.files.items()
-    }

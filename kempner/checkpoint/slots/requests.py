@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 
 from kempner.checkpoint.slots.memory import Board, CopyHolder, SlotHolder
 from kempner.checkpoint.slots.pour import Offer, Poured, offers, pour
+from kempner.run.process.durable_io import as_names, as_text
 
 Ask: TypeAlias = Callable[[Mapping[str, str]], Mapping[str, str]]
 """Takes the texts of requests, by node, and returns those of the replies that came."""
@@ -24,8 +25,7 @@ Ask: TypeAlias = Callable[[Mapping[str, str]], Mapping[str, str]]
 class SlotRequest:
     """What the slots offer of the attempt with this `nonce`; with a `folder`, pour its `step` from
     the slots of some ranks, and from copies of others. With `listen`, where copies are listened
-    for: on the network `interface` if one is named.
-    """
+    for: on the network `interface` if one is named."""
 
     nonce: str = ""
     step: int = 0
@@ -55,8 +55,7 @@ _REQUEST, _REPLY = TypeAdapter(SlotRequest), TypeAdapter(SlotReply)
 @dataclass(frozen=True)
 class SlotKeeper:
     """What a node keeps: its ranks' slots, and copies for others; `listen` says where those are
-    listened for, and begins to.
-    """
+    listened for, and begins to."""
 
     own: SlotHolder
     copies: CopyHolder
@@ -71,9 +70,7 @@ def listening(ask: Ask, nodes: Iterable[str], interface: str) -> dict[str, tuple
 
 def offers_of(ask: Ask, nodes: Iterable[str], nonce: str) -> dict[str, tuple[Offer, ...]]:
     """What these nodes offer; nothing from before the run went back, as far as one knows of it.
-
-    Raises `OSError`.
-    """
+    Raises `OSError`."""
     replies = _replies(ask, dict.fromkeys(nodes, SlotRequest(nonce)))
     since = max((told.since for told in replies.values()), default=0)
     return {
@@ -86,15 +83,14 @@ def poured_by(
     ask: Ask, offered: Mapping[str, Iterable[Offer]], nonce: str, step: int, folder: Path
 ) -> list[Poured]:
     """Have the nodes write what they have `offered` of a step into a folder; a copy only where no
-    node has its original, or that node cannot write. Raises `OSError` if no node can.
-    """
+    node has its original, or that node cannot write. Raises `OSError` if no node can."""
     held = {node: [offer for offer in told if offer.step == step] for node, told in offered.items()}
     left = {offer.rank for told in held.values() for offer in told}
     request = SlotRequest(nonce, step, str(folder.absolute()))
     poured: list[Poured] = []
     while left:
-        shares = shares_of(held, left)
-        replies = _ask_all(ask, {node: shares[node].of(request) for node in shares})
+        shares = shares_of(held, left, request)
+        replies = _ask_all(ask, shares)
         for reply in replies.values():
             poured += reply.poured
         left -= {each.rank for each in poured}
@@ -107,20 +103,10 @@ def poured_by(
     return poured
 
 
-@dataclass(frozen=True)
-class Share:
-    """The ranks whose slots, and whose copies, a node is to pour."""
-
-    own: tuple[int, ...]
-    copies: tuple[int, ...]
-
-    def of(self, request: SlotRequest) -> SlotRequest:
-        """The request with this share."""
-        return replace(request, own=self.own, copies=self.copies)
-
-
-def shares_of(held: Mapping[str, Iterable[Offer]], ranks: Collection[int]) -> dict[str, Share]:
-    """Which node pours what of these ranks: each once, and its original if that is held."""
+def shares_of(
+    held: Mapping[str, Iterable[Offer]], ranks: Collection[int], request: SlotRequest
+) -> dict[str, SlotRequest]:
+    """The request with what each node is to pour: each rank once, its original if that is held."""
     chosen: dict[int, tuple[str, Offer]] = {}
     for node, told in held.items():
         for offer in told:
@@ -129,14 +115,18 @@ def shares_of(held: Mapping[str, Iterable[Offer]], ranks: Collection[int]) -> di
     own, copies = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
     for rank, (node, offer) in chosen.items():
         (copies if offer.copied else own)[node].append(rank)
-    return {node: Share(tuple(own[node]), tuple(copies[node])) for node in {*own, *copies}}
+    return {
+        node: replace(request, own=tuple(own[node]), copies=tuple(copies[node]))
+        for node in {*own, *copies}
+    }
 
 
 def reply_text(keeper: SlotKeeper, request: str) -> str:
     """The text that replies to that of a request; nothing to none."""
     if not request:
         return ""
-    return _REPLY.dump_json(_reply(keeper, _REQUEST.validate_json(request))).decode()
+    asked = as_names(_REQUEST.validate_json(request))
+    return _REPLY.dump_json(as_text(_reply(keeper, asked))).decode()
 
 
 def _replies(ask: Ask, requests: Mapping[str, SlotRequest]) -> dict[str, SlotReply]:
@@ -148,7 +138,9 @@ def _replies(ask: Ask, requests: Mapping[str, SlotRequest]) -> dict[str, SlotRep
 
 
 def _ask_all(ask: Ask, requests: Mapping[str, SlotRequest]) -> dict[str, SlotReply]:
-    texts = ask({node: _REQUEST.dump_json(request).decode() for node, request in requests.items()})
+    texts = ask(
+        {node: _REQUEST.dump_json(as_text(request)).decode() for node, request in requests.items()}
+    )
     return {node: _REPLY.validate_json(text) for node, text in texts.items() if text}
 
 

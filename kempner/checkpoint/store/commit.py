@@ -1,14 +1,15 @@
 """Commits a written folder as a checkpoint. The order of its operations is the promise:
 
-    all ranks' files seen -> manifest written and fsynced -> folder fsynced -> fence
+    all ranks' files seen -> manifest written and fsynced -> folder fsynced
+    -> next `latest` beside the present one -> fence
     -> step-<s> by rename -> parent fsynced -> fence -> `latest` swapped by rename -> parent fsynced
 
 A crash after any of these leaves either the previous commit or the new one as the newest, never a
-torn one; and an attempt that was superseded changes nothing.
-
-Counts saves that failed in a row, and tells when to try the next one: a pure record.
-
-Judges whether the disk has room for the checkpoints of a run.
+torn one; and an attempt that was superseded changes nothing. The rename of the folder is the point
+of no return: what fails after it is told, tried again after each later commit, and undoes nothing.
+By then the next `latest` is there to tell, so that a later process knows as well which commits
+followed the one that `latest` still names. What an attempt prepared goes once another one has
+begun: a rename of it that arrives later still makes no checkpoint the newest.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Protocol
 
 from kempner.checkpoint.format.manifest import Manifest, encode
 from kempner.checkpoint.format.names import MANIFEST, CheckpointFolder
-from kempner.checkpoint.store.selection import left_behind
+from kempner.checkpoint.store.selection import head, left_behind
 from kempner.run.output.units import size_text
 from kempner.run.process.durable_io import (
     LATE,
@@ -32,6 +33,7 @@ from kempner.run.process.durable_io import (
     rename,
     write_durable,
 )
+from kempner.run.process.retry import describe
 from kempner.run.record.attempts import Attempt
 
 
@@ -39,9 +41,7 @@ class Guard(Protocol):
     """What a commit asks before each step that cannot be taken back: an attempt's `Fence`."""
 
     @property
-    def attempt(self) -> Attempt:
-        """The attempt that commits."""
-        ...
+    def attempt(self) -> Attempt: ...
 
     def check(self) -> None:
         """Raise a `RunError` if that one must not commit any more."""
@@ -57,37 +57,87 @@ def commit(
 ) -> Path:
     """Turn `written`, whose data files are durable, into the newest checkpoint; return its path.
 
-    Checkpoints up to that step that `latest` does not reach were left by a branch that a rollback
-    or a fallback abandoned: they are set aside first, and `report` gets a sentence for each.
-    Otherwise they would be taken for the live branch's once `latest` has passed them. Raises
-    `SupersededError` if a newer attempt owns the run, and `OSError`, also if a file that another
-    host has written does not come to be seen here.
+    Checkpoints up to that step that are beyond the live branch came late, from an attempt that was
+    superseded: they are set aside first, and `report` gets a sentence for each. Otherwise they
+    would be taken for the live branch's once that has passed them. Raises `SupersededError` if a
+    newer attempt owns the run, and `OSError`, also if a file that another host has written does not
+    come to be seen here; then there is no checkpoint.
     """
-    step, attempt = manifest.train_state.step, fence.attempt
+    step = manifest.train_state.step
     await_files(written, manifest.files)
     place, content = folder.step(manifest.train_state.step), encode(manifest)
     write_durable(written / MANIFEST, content)
     fsync_directory(written)
+    folder.prepare_latest(step, _unique(fence))
     fence.check()
-    for left in left_behind(folder.committed(), folder.latest(), step):
-        aside = folder.set_aside(left, "abandoned", attempt.number)
-        report(f"step {left} was committed before; the earlier checkpoint is now {aside.name}")
+    for left in left_behind(folder.committed(), head(folder), step):
+        _abandon(folder, left, fence, report)
+    if place.is_dir() and any(place.iterdir()):
+        aside = folder.set_aside(step, "damaged", fence.attempt.number)
+        report(f"there was a {place.name} without a {MANIFEST}; it is now {aside.name}")
     rename(written, place, arrived=lambda: holds(place / MANIFEST, content))
-    fsync_directory(folder.path)
-    fence.check()
-    folder.point_latest(step, unique=f"a{attempt.number}-{attempt.nonce}")
+    folder.tip.reach(step)
+    _settle(folder, fence, report)
     return place
 
 
-def await_files(written: Path, names: Iterable[str], seconds: float = LATE) -> None:
-    """Wait until the files of all ranks are seen in a folder, for `seconds` in all.
+def go_on_from(
+    folder: CheckpointFolder, step: int, fence: Guard, report: Callable[[str], None]
+) -> None:
+    """From now on the live branch ends with the checkpoint of `step`. Those beyond it are set
+    aside, and `report` gets a sentence for each. Raises as `commit`."""
+    beyond = [s for s in folder.committed() if s > step]
+    if not beyond and not folder.prepared() and folder.latest() == step:
+        folder.tip.step = step
+        return
+    fence.check()
+    for left in beyond:
+        _abandon(folder, left, fence, report)
+    folder.tip.reach(step)
+    _settle(folder, fence, report)
 
-    A node where the path leads to another folder (because a file system is not mounted there, say)
-    has written its files where rank 0 does not see them. Raises `FileNotFoundError`.
-    """
+
+def catch_up(folder: CheckpointFolder, fence: Guard) -> None:
+    """Make the newest commit durable, and `latest` name it, where that has not worked yet. Raises
+    as `commit`."""
+    tip = folder.tip
+    with tip.lock:
+        if not tip.durable:
+            fsync_directory(folder.path)
+            tip.durable = True
+        if not tip.pointed and tip.step is not None:
+            fence.check()
+            folder.point_latest(tip.step, _unique(fence))
+            tip.pointed = True
+
+
+def _unique(fence: Guard) -> str:
+    return f"a{fence.attempt.number}-{fence.attempt.nonce}"
+
+
+def _settle(folder: CheckpointFolder, fence: Guard, report: Callable[[str], None]) -> None:
+    try:
+        catch_up(folder, fence)
+    except OSError as error:
+        report(
+            f"`latest` cannot name step {folder.tip.step} yet ({describe(error)}); the checkpoint "
+            "counts all the same, and this is tried again after the next one"
+        )
+
+
+def _abandon(
+    folder: CheckpointFolder, step: int, fence: Guard, report: Callable[[str], None]
+) -> None:
+    aside = folder.set_aside(step, "abandoned", fence.attempt.number)
+    report(f"step {step} was committed before; the earlier checkpoint is now {aside.name}")
+
+
+def await_files(written: Path, names: Iterable[str], seconds: float = LATE) -> None:
+    """Wait until the files of all ranks are seen in a folder, for `seconds` in all. A node where
+    the path leads to another folder (because a file system is not mounted there, say) has written
+    its files where rank 0 does not see them. Raises `FileNotFoundError`."""
     end = time.monotonic() + seconds
     for name in names:
-        # Not a listing of the folder, which network file systems keep for a while.
         if not await_entry(written / name, end - time.monotonic()):
             raise FileNotFoundError(
                 f"its rank has written {name}, but rank 0 does not see it in {written}: is that on "
@@ -103,11 +153,9 @@ the second it will take a while: a full disk is as full after the next step."""
 
 @dataclass(frozen=True)
 class SaveFailures:
-    """Saves that failed since the last commit. Times are in seconds of one clock.
-
-    `since` is when the first one had failed, `last` when the newest had, and `took` how long that
-    was under way. `reason` says why, and `passing` whether time may heal it: storage that refused.
-    """
+    """Saves that failed since the last commit. Times are in seconds of one clock. `since` is when
+    the first one had failed, `last` when the newest had, and `took` how long that was under way.
+    `reason` says why, and `passing` whether time may heal it: storage that refused."""
 
     count: int = 0
     since: float = 0.0
@@ -117,7 +165,6 @@ class SaveFailures:
     passing: bool = True
 
     def with_another(self, now: float, took: float, reason: str, passing: bool) -> SaveFailures:
-        """These and one more."""
         since = self.since if self.count else now
         return SaveFailures(self.count + 1, since, now, took, reason, passing)
 
@@ -136,27 +183,21 @@ class SaveFailures:
         return max(pause, self.took)
 
     def due(self, now: float) -> bool:
-        """Whether it is time for the next try."""
         return self.count > 0 and now - self.last >= self.pause
 
 
 @dataclass(frozen=True)
 class DiskRoom:
     """Whether checkpoints fit. `sentence` says what is short, and what to do; empty if nothing is.
-
-    `refused` says that not even one fits.
-    """
+    `refused` says that not even one fits."""
 
     sentence: str = ""
     refused: bool = False
 
 
 def judge_room(free: int, size: int, there: int, keep: int) -> DiskRoom:
-    """Whether `free` bytes are enough for checkpoints of about `size` bytes each.
-
-    `keep` of them stay, `there` are there already, and the next one is written before the oldest
-    is deleted.
-    """
+    """Whether `free` bytes are enough for checkpoints of about `size` bytes each. `keep` of them
+    stay, `there` are there already, and the next one is written before the oldest is deleted."""
     one, left = size_text(size), size_text(free)
     if free < size:
         return DiskRoom(

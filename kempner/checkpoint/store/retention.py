@@ -4,7 +4,9 @@ A deletion has three acts: the manifest is renamed to `manifest.withdrawn.json` 
 is no checkpoint), the folder is renamed to a name that says it is dying, and its content is
 deleted. Where a crash or an error ends it, a later pass goes on.
 
-Markers that say which checkpoint is being read, so that retention does not delete it.
+What was set aside is bounded: `keep_damaged` of what was damaged stays, and what was abandoned
+where there is room for it. Before a save begins there are at most `keep_last` + 1 copies of steps,
+so that there is never more than one more.
 
 A reader puts a marker, `.reading-step-<s>.<nonce>`, beside the checkpoint (a commit is never
 written to) *before* it opens the manifest, and changes its content every few seconds. A process
@@ -15,12 +17,11 @@ ever.
 
 A network file system may show a new marker late; a reader whose checkpoint vanishes all the same
 finds a file missing, and says so.
-
-Lists the contents of a checkpoint folder without reading files in full.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import secrets
@@ -29,13 +30,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 from kempner.checkpoint.format.manifest import Manifest, digest, read
 from kempner.checkpoint.format.names import (
+    LATEST,
     MANIFEST,
     WITHDRAWN,
     CheckpointFolder,
@@ -47,6 +50,9 @@ from kempner.checkpoint.format.names import (
 )
 from kempner.checkpoint.io.file_writer import yield_to_training
 from kempner.checkpoint.io.verify import Verification, read_findings
+from kempner.checkpoint.store.commit import catch_up
+from kempner.checkpoint.store.selection import head, newest
+from kempner.config.sections import CheckpointSection
 from kempner.run.output.logs import logger
 from kempner.run.process.durable_io import fsync_directory
 from kempner.run.process.exit_codes import DataError, UsageError
@@ -55,11 +61,8 @@ from kempner.run.record.attempts import Fence, SupersededError
 from kempner.run.record.recorded_config import checkpoint_folder
 from kempner.run.record.run_dir import RunDirectory
 
-RENEW_EVERY = 5.0
-"""Seconds between changes of a marker."""
-
-STALE_AFTER = 60.0
-"""Seconds without a change after which a marker's reader is taken to be gone."""
+RENEW_EVERY = 5.0  # seconds between changes of a marker
+STALE_AFTER = 60.0  # seconds without a change after which a marker's reader is taken to be gone
 
 
 def _warn(error: OSError) -> None:
@@ -73,11 +76,8 @@ def _warn(error: OSError) -> None:
 def reading(
     folder: CheckpointFolder, step: int, unmarked: Callable[[OSError], None] = _warn
 ) -> Iterator[None]:
-    """While the context is open, retention leaves the checkpoint of `step` alone.
-
-    Where the folder cannot be written to, `unmarked` is told why, by default a log; the reader goes
-    on without.
-    """
+    """While the context is open, retention leaves the checkpoint of `step` alone. Where the folder
+    cannot be written to, `unmarked` is told why, by default a log; the reader goes on without."""
     marker = folder.path / marker_name(step, secrets.token_hex(8))
     try:
         _renew(marker, 0)
@@ -101,8 +101,9 @@ def reading(
 def reading_at(
     checkpoint: Path, unmarked: Callable[[OSError], None] = _warn
 ) -> AbstractContextManager[None]:
-    """`reading`, of a checkpoint's path; one that is set aside is never deleted anyway."""
-    step = parse_step(checkpoint.name)
+    """`reading`, of a checkpoint's path, be it set aside or not."""
+    aside, step = parse_aside(checkpoint.name), parse_step(checkpoint.name)
+    step = aside.step if aside is not None else step
     if step is None:
         return nullcontext()
     return reading(CheckpointFolder(checkpoint.parent), step, unmarked)
@@ -116,13 +117,15 @@ class Readers:
         self._changed: dict[str, tuple[bytes, float]] = {}
 
     def are_reading(self, step: int) -> bool:
-        """Whether a marker names `step` and its reader may be alive.
-
-        A marker is believed at the first look; one that has become stale is removed.
-        """
+        """Whether a marker names `step` and its reader may be alive. A marker is believed at the
+        first look; one that has become stale is removed."""
         return any(self._is_alive(marker) for marker in self._folder.markers(step))
 
     def _is_alive(self, marker: Path) -> bool:
+        if marker.name in _left:
+            with suppress(OSError):  # it is tried again at the next look
+                marker.unlink(missing_ok=True)
+            return False
         try:
             content = marker.read_bytes()
         except FileNotFoundError:
@@ -154,65 +157,125 @@ def _keep_renewing(marker: Path, done: threading.Event) -> None:
             return
 
 
+_left: set[str] = set()
+"""Names of markers that this process could not remove: nothing is read there any more."""
+
+
 def _remove(marker: Path) -> None:
     try:
         marker.unlink(missing_ok=True)
     except OSError as error:
+        _left.add(marker.name)
         logger().warning("cannot remove a reader's marker", error=describe(error))
 
 
 @dataclass(frozen=True)
 class Keep:
     """How many of the newest checkpoints to keep, which steps' multiples to keep for good, and
-    which steps for as long as they are named here.
-    """
+    which steps for as long as they are named here; and how many that were found damaged."""
 
     last: int
     every: int | None = None
     pinned: frozenset[int] = frozenset()
+    damaged: int = 3
+
+    @classmethod
+    def of(cls, section: CheckpointSection) -> Self:
+        given = section.keep_damaged
+        damaged = cls.damaged if given is None else given
+        return cls(section.keep_last, section.keep_every, damaged=damaged)
+
+    def for_good(self, step: int) -> bool:
+        return step in self.pinned or (self.every is not None and step % self.every == 0)
 
 
 def expendable(committed: Sequence[int], latest: int | None, keep: Keep) -> list[int]:
     """The steps to delete: all up to `latest` that `keep` does not want, never `latest` itself.
-
     Steps beyond `latest` belong to a branch that a rollback left; they are not counted as kept, and
-    are not deleted either: the run sets them aside when it gets there.
-    """
+    are not deleted either: the run sets them aside when it gets there."""
     if latest is None:
         return []
     branch = [step for step in sorted(committed) if step <= latest]
-    old = branch[: max(0, len(branch) - keep.last)]
-    old = [step for step in old if step not in keep.pinned]
-    return [step for step in old if keep.every is None or step % keep.every]
+    return [step for step in branch[: max(0, len(branch) - keep.last)] if not keep.for_good(step)]
+
+
+@dataclass
+class _Deletions:
+    """The deletions of one pass; `failures` has the steps that could not be deleted, and why."""
+
+    folder: CheckpointFolder
+    readers: Readers
+    check: Callable[[], None]
+    failures: dict[int, OSError] = field(default_factory=dict)
+
+    def attempt(self, step: int, act: Callable[[], None], latest_too: bool = True) -> None:
+        self.check()
+        try:
+            stays = not latest_too and step == self.folder.latest()
+            if not stays and not self.readers.are_reading(step):
+                act()
+        except OSError as error:
+            self.failures[step] = error
+
+    def finish(self) -> dict[int, OSError]:
+        """Delete the content of what has been renamed."""
+        for dying in self.folder.leftovers(before_attempt=1):
+            if (step := leftover_step(dying)) not in self.failures:
+                self.attempt(step, partial(shutil.rmtree, dying))
+        return self.failures
 
 
 def prune(
     folder: CheckpointFolder, keep: Keep, readers: Readers, check: Callable[[], None]
 ) -> dict[int, OSError]:
-    """One pass: delete what `expendable` names, and what earlier passes began.
-
-    A checkpoint that is being read is left for a later pass. `check` is called before each one and
-    may raise to end the pass. Returns the steps that could not be deleted, and why.
-    """
-    failures: dict[int, OSError] = {}
-
-    def attempt(step: int, act: Callable[[], None]) -> None:
-        check()
-        try:
-            if step != folder.latest() and not readers.are_reading(step):
-                act()
-        except OSError as error:
-            failures[step] = error
-
-    for step in expendable(folder.committed(), folder.latest(), keep):
-        attempt(step, partial(_withdraw, folder, step))
+    """One pass: delete what `expendable` names, and what earlier passes began. A checkpoint that is
+    being read is left for a later pass. `check` is called before each one and may raise to end the
+    pass. Returns the steps that could not be deleted, and why."""
+    deletions = _Deletions(folder, readers, check)
+    for step in expendable(folder.committed(), head(folder), keep):
+        deletions.attempt(step, partial(_withdraw, folder, step), latest_too=False)
     # Looked at again: a reader that came between the look and the withdrawal has its manifest and
     # goes on reading, one that comes now finds none.
     for step in folder.withdrawn():
-        attempt(step, partial(_rename_for_deletion, folder, step))
-    for dying in folder.leftovers(before_attempt=1):
-        attempt(leftover_step(dying), partial(shutil.rmtree, dying))
-    return failures
+        rename = partial(_rename_for_deletion, folder, folder.step(step), step)
+        deletions.attempt(step, rename, latest_too=False)
+    return deletions.finish()
+
+
+def bound(
+    folder: CheckpointFolder, keep: Keep, readers: Readers, check: Callable[[], None]
+) -> dict[int, OSError]:
+    """Delete what was set aside and is too much; as `prune`."""
+    deletions = _Deletions(folder, readers, check)
+    told = {path: aside for path in folder.copies() if (aside := parse_aside(path.name))}
+    by_age = sorted(told, key=lambda path: (told[path].attempt, told[path].step, path.name))
+    damaged = [path for path in by_age if told[path].why == "damaged"]
+    abandoned = [path for path in by_age if told[path].why == "abandoned"]
+    writing = {path for path in folder.copies() if path.name.startswith(".")}
+    others = {*counted(folder, keep, readers)} - {*abandoned} - writing
+    stay = max(0, keep.last + 1 - len(others))
+    going = damaged[: max(0, len(damaged) - keep.damaged)]
+    going += abandoned[: max(0, len(abandoned) - stay)]
+    for path in going:
+        step = told[path].step
+        deletions.attempt(step, partial(_rename_for_deletion, folder, path, step))
+    return deletions.finish()
+
+
+def counted(folder: CheckpointFolder, keep: Keep, readers: Readers) -> list[Path]:
+    """The copies of steps that are bounded: not what stays for good, was found damaged, or is being
+    read."""
+    old = folder.committed()[: -keep.last or None]
+
+    def counts(path: Path) -> bool:
+        step, aside = parse_step(path.name), parse_aside(path.name)
+        if aside is not None:
+            return aside.why != "damaged" and not readers.are_reading(aside.step)
+        if step is None or step not in old:
+            return True
+        return not (keep.for_good(step) or readers.are_reading(step))
+
+    return [path for path in folder.copies() if counts(path)]
 
 
 def _withdraw(folder: CheckpointFolder, step: int) -> None:
@@ -221,16 +284,14 @@ def _withdraw(folder: CheckpointFolder, step: int) -> None:
     fsync_directory(path)
 
 
-def _rename_for_deletion(folder: CheckpointFolder, step: int) -> None:
-    folder.step(step).rename(folder.path / dying_name(step, secrets.token_hex(4)))
+def _rename_for_deletion(folder: CheckpointFolder, path: Path, step: int) -> None:
+    path.rename(folder.path / dying_name(step, secrets.token_hex(4)))
 
 
 class Pruner:
-    """Prunes on a thread of its own, at the lowest priority, so that no commit waits for it.
-
-    Used by one thread of rank 0. What cannot be deleted is said once per step, and tried again at
-    every later pass.
-    """
+    """Prunes on a thread of its own, at the lowest priority, so that no commit waits for it. Used
+    by one thread of rank 0. What cannot be deleted is said once per step, and tried again at every
+    later pass."""
 
     def __init__(self, folder: CheckpointFolder, keep: Keep, fence: Fence) -> None:
         self._folder, self.keep, self._fence = folder, keep, fence
@@ -247,6 +308,38 @@ class Pruner:
             return
         self._newest = self._thread.submit(self._pass)
 
+    def make_room(self) -> None:
+        """Before a save begins: have no more than `keep.last` + 1 copies of steps. Called while
+        nothing is being written. Raises `OSError` if there are more and they cannot be deleted, and
+        as `Fence.check`."""
+        attempt = self._fence.attempt.number
+        dying = self._folder.leftovers(before_attempt=1)  # which the passes delete
+        for left in self._folder.leftovers(before_attempt=attempt + 1):
+            if left not in dying:
+                discard(left)
+        most = self.keep.last + 1
+        if len(counted(self._folder, self.keep, self._readers)) <= most:
+            return
+        self._fence.check()
+        self._set_torn_aside()
+        self._thread.submit(self._pass).result()
+        there = counted(self._folder, self.keep, self._readers)
+        if len(there) > most:
+            raise OSError(
+                errno.EBUSY,
+                f"{len(there)} copies of steps are there, and those beyond {most} cannot be "
+                "deleted: nothing more is written until they can",
+                str(self._folder.path),
+            )
+
+    def _set_torn_aside(self) -> None:
+        """Folders of steps that have lost their manifest, to a purge, say."""
+        known = {*self._folder.committed(), *self._folder.withdrawn()}
+        for path in self._folder.copies():
+            if (step := parse_step(path.name)) is not None and step not in known:
+                aside = self._folder.set_aside(step, "damaged", self._fence.attempt.number)
+                logger().warning(f"{path.name} has no {MANIFEST}; it is now {aside.name}")
+
     def settle(self) -> None:
         """Wait for the passes asked for: what is there afterwards stays until the next request."""
         if self._newest is not None:
@@ -259,8 +352,11 @@ class Pruner:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _pass(self) -> None:
+        args = self._folder, self.keep, self._readers, self._fence.check
         try:
-            failures = prune(self._folder, self.keep, self._readers, self._fence.check)
+            if not self._catch_up():
+                return  # the newest may not outlive a power loss yet
+            failures = prune(*args) | bound(*args)
         except SupersededError:
             return  # a newer attempt prunes; the next commit of this one will say so
         except OSError as error:
@@ -276,33 +372,38 @@ class Pruner:
             logger().info("deleted an old checkpoint at a later try", step=step)
         self._failing = set(failures)
 
+    def _catch_up(self) -> bool:
+        """Whether the newest commit is durable; whether `latest` names it matters less."""
+        try:
+            catch_up(self._folder, self._fence)
+        except OSError as error:
+            logger().warning("`latest` cannot be set yet", error=describe(error))
+        return self._folder.tip.durable
+
 
 def sweep(folder: CheckpointFolder, attempt: int) -> list[tuple[Path, OSError]]:
     """Delete what attempts before `attempt` left unfinished; return what could not be deleted."""
-    failures = []
-    for leftover in folder.leftovers(before_attempt=attempt):
+    failures, committed = [], folder.committed()
+    unused = [path for path, step in folder.prepared().items() if step not in committed]
+    for leftover in [*folder.leftovers(before_attempt=attempt), *unused]:
         try:
-            shutil.rmtree(leftover)
+            leftover.unlink() if leftover in unused else shutil.rmtree(leftover)
         except OSError as error:
             failures.append((leftover, error))
     return failures
 
 
 def discard(written: Path) -> None:
-    """Delete a save that failed, so that its space is there for the next one.
-
-    What cannot be deleted now goes with the next attempt's sweep.
-    """
+    """Delete a save that failed, so that its space is there for the next one. What cannot be
+    deleted now goes with the next attempt's sweep."""
     shutil.rmtree(written, ignore_errors=True)
 
 
 @dataclass(frozen=True)
 class Item:
-    """One checkpoint: committed, set aside, or without a manifest.
-
-    `problem` is what is known to be wrong with it, by its manifest and the lengths of its files;
-    `finding` is what the last full verification found. `note` places it: `latest`, set aside, ...
-    """
+    """One checkpoint: committed, set aside, or without a manifest. `problem` is what is known to be
+    wrong with it, by its manifest and the lengths of its files; `finding` is what the last full
+    verification found. `note` places it: `latest`, set aside, ..."""
 
     path: Path
     step: int
@@ -313,15 +414,16 @@ class Item:
 
 
 def locate(directory: Path) -> tuple[CheckpointFolder, Path | None]:
-    """The checkpoint folder that is meant by a run's directory, its checkpoints, or one of them.
-
-    In the last case the second value is that checkpoint. Raises `UsageError` if there is nothing.
-    """
+    """The checkpoint folder that is meant by a run's directory, its checkpoints, or one of them. In
+    the last case the second value is that checkpoint. Raises `UsageError` if there is nothing."""
     inside = checkpoint_folder(RunDirectory(directory))
     folder = CheckpointFolder(inside if inside.is_dir() else directory)
     if any(_ours(folder)):
         return folder, None
     single = directory.resolve()  # `latest` is such a name, too
+    if directory.name == LATEST and single.is_file():
+        step = CheckpointFolder(directory.parent).latest()
+        single = single if step is None else CheckpointFolder(single.parent).step(step)
     if (single / MANIFEST).is_file():
         return CheckpointFolder(single.parent), single
     if RunDirectory(directory).ledger.exists():
@@ -337,24 +439,20 @@ def locate(directory: Path) -> tuple[CheckpointFolder, Path | None]:
 
 def checkpoints_of(directory: Path) -> Path:
     """Where the checkpoints of a run go, whose directory, or checkpoint folder, need not be there.
-
-    A folder is taken for the checkpoints themselves if it is called so or has some.
-    """
+    A folder is taken for the checkpoints themselves if it is called so or has some."""
     inside = RunDirectory(directory).checkpoints
     itself = directory.name == inside.name or any(_ours(CheckpointFolder(directory)))
     return directory if itself else inside
 
 
 def pick(folder: CheckpointFolder, only: Path | None, step: int | None) -> Path:
-    """The one checkpoint that is meant: `only`, or that of `step`, or `latest`.
-
-    Raises `UsageError` if there is no such thing.
-    """
+    """The one checkpoint that is meant: `only`, or that of `step`, or `latest`. Raises `UsageError`
+    if there is no such thing."""
     if only is not None:
         if step is not None and parse_step(only.name) != step:
             raise UsageError(f"{only} is not the checkpoint of step {step}; remove --step")
         return only
-    wanted = folder.latest() if step is None else step
+    wanted = newest(folder) if step is None else step
     if wanted is None:
         raise UsageError(f"{folder.path} has no `latest`; name a checkpoint with --step")
     return at_step(folder, wanted)
@@ -377,7 +475,7 @@ def survey(folder: CheckpointFolder) -> list[Item]:
 
 
 def _ours(folder: CheckpointFolder) -> Iterator[tuple[Path, int]]:
-    for path in folder.path.iterdir() if folder.path.is_dir() else ():
+    for path in folder.entries():
         aside, step = parse_aside(path.name), parse_step(path.name)
         if aside is not None or step is not None:
             yield path, aside.step if aside else step or 0

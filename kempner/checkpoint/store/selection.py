@@ -1,44 +1,80 @@
 """Selects the checkpoint to resume from, and those to abandon: pure choices of rank 0.
 
-Checks whether this run may resume from a checkpoint: a pure comparison, with reasons.
+Judges, with reasons, whether this run may resume from it.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kempner.checkpoint.format.manifest import Identity
+from kempner.checkpoint.format.names import CheckpointFolder, parse_aside
+from kempner.run.process.exit_codes import DataError
 
 
 def choose(committed: Sequence[int], latest: int | None) -> int | None:
-    """The step to try next, or None if nothing is committed.
-
-    `latest` names the live branch: steps beyond it were left by a rollback, and are a last resort.
-    """
+    """The step to try next, or None if nothing is committed. `latest` names the live branch: steps
+    beyond it were left by a rollback, and are a last resort."""
     if latest is None:
         return max(committed, default=None)
     on_branch = [step for step in committed if step <= latest]
     return max(on_branch, default=max(committed, default=None))
 
 
-def choose_to_go_back(branch: Sequence[int], to: int) -> int | None:
-    """The step to try next in a rollback to step `to`, or None if `branch` is empty.
+def newest(folder: CheckpointFolder) -> int | None:
+    """The newest step of the live branch, by what is on disk; None if nothing is committed.
+    `latest` may not name it yet: what has been prepared to take its place tells. Raises
+    `OSError`."""
+    committed = folder.committed()
+    step = choose(committed, folder.latest())
+    late = [s for s in folder.prepared().values() if s in committed]
+    return None if step is None else max([step, *late])
 
-    Where nothing up to `to` is whole, the oldest after it: the data that hurt is left out anyhow.
-    """
+
+def head(folder: CheckpointFolder) -> int | None:
+    """The same, as this process knows it. Raises `OSError`."""
+    step = folder.tip.step
+    return step if step is not None and step in folder.committed() else newest(folder)
+
+
+class MissingError(OSError):
+    """The checkpoints of a run are gone."""
+
+
+def refuse_if_missing(folder: CheckpointFolder, known: int | None) -> None:
+    """Raise `MissingError` where the ledger knows of a checkpoint (`known`) and there is none.
+    Where nothing at all is left, a file system may not be mounted (ENOENT); where folders are left
+    without their files, those were deleted (ENODATA). Raises `OSError` if that cannot be seen now,
+    and `DataError` where all that there was is damaged."""
+    if known is None or folder.committed():
+        return
+    if any(parse_aside(path.name) for path in folder.copies()):
+        raise DataError(
+            f"no checkpoint in {folder.path} verifies, although the ledger says that step {known} "
+            "was committed; those there were are set aside"
+        )
+    words = (
+        f"no checkpoint is there, although the ledger says that step {known} was committed: copy "
+        "it back, or, if it was deleted on purpose, start under another run.name"
+    )
+    raise MissingError(errno.ENOENT if folder.is_bare() else errno.ENODATA, words, str(folder.path))
+
+
+def choose_to_go_back(branch: Sequence[int], to: int) -> int | None:
+    """The step to try next in a rollback to step `to`, or None if `branch` is empty. Where nothing
+    up to `to` is whole, the oldest after it: the data that hurt is left out anyhow."""
     return max((step for step in branch if step <= to), default=min(branch, default=None))
 
 
-def left_behind(committed: Sequence[int], latest: int | None, step: int) -> list[int]:
-    """The steps that are to be set aside before `step` is committed, ascending.
-
-    Those beyond `latest` are no part of the live branch, and would seem to be once it has passed
-    them; `step` itself is made again.
-    """
-    return [s for s in committed if s == step or (s < step and (latest is None or s > latest))]
+def left_behind(committed: Sequence[int], tip: int | None, step: int) -> list[int]:
+    """The steps that are to be set aside before `step` is committed, ascending. Those beyond `tip`,
+    the newest of the live branch, are no part of that, and would seem to be once it has passed
+    them; `step` itself is made again."""
+    return [s for s in committed if s == step or (s < step and (tip is None or s > tip))]
 
 
 @dataclass(frozen=True)
@@ -49,7 +85,6 @@ class Compatibility:
     remarks: tuple[str, ...]
 
     def sentence(self, checkpoint: Path) -> str:
-        """Why the run cannot go on from a checkpoint, and what to do."""
         return (
             f"cannot continue from {checkpoint}: {'; '.join(self.refusals)}; set it back, or give "
             "the new run another name with --run.name=NAME"
@@ -57,12 +92,9 @@ class Compatibility:
 
 
 def compare_identities(saved: Identity, now: Identity, accept: Collection[str]) -> Compatibility:
-    """Compare what a checkpoint was made with to what would go on from it.
-
-    Another model or optimizer is always refused. Other data and another seed are refused unless
-    `accept` names them ("data", "seed"). Another world or mesh is fine: only bit-identity is not
-    promised across it.
-    """
+    """Compare what a checkpoint was made with to what would go on from it. Another model or
+    optimizer is always refused. Other data and another seed are refused unless `accept` names them
+    ("data", "seed"). Another world or mesh is fine: only bit-identity is not promised across it."""
     keys = {**saved.model, **now.model} if saved.model else {}
     refusals = [
         f"model.{key} is {_told(now.model, key)} but the checkpoint was made with "
@@ -75,28 +107,8 @@ def compare_identities(saved: Identity, now: Identity, accept: Collection[str]) 
             f"optimizer.name is {now.optimizer!r} but the checkpoint was made with "
             f"{saved.optimizer!r}, and has the state of that one only"
         )
-    remarks = []
-    for what, key, was, is_now in (
-        (
-            "data",
-            "data.dataset_path or train.seq_len",
-            saved.data_fingerprint,
-            now.data_fingerprint,
-        ),
-        ("seed", "train.seed", saved.seed, now.seed),
-    ):
-        if was is None and is_now is not None:
-            remarks.append(f"the checkpoint was imported: assuming that its {what} is this run's")
-        if was is None or is_now is None or was == is_now:
-            continue
-        if what in accept:
-            remarks.append(f"continuing with another {what} than the checkpoint's, as requested")
-        else:
-            refusals.append(
-                f"{key} differs from the checkpoint's ({is_now} instead of {was}), so samples "
-                f"would repeat or be missed (if that is intended, "
-                f'add --checkpoint.accept_changes=["{what}"])'
-            )
+    remarks: list[str] = []
+    _compare_order(saved, now, accept, refusals, remarks)
     if saved.world != now.world:
         remarks.append(
             f"the checkpoint was written by {saved.world} ranks, now there are {now.world}"
@@ -111,6 +123,29 @@ def compare_identities(saved: Identity, now: Identity, accept: Collection[str]) 
     if saved.origin.host:
         remarks += _host_remarks(saved.origin.host, now.origin.host)
     return Compatibility(tuple(refusals), tuple(remarks))
+
+
+def _compare_order(
+    saved: Identity, now: Identity, accept: Collection[str], refusals: list[str], remarks: list[str]
+) -> None:
+    """Add what is to be said of the data and the seed, which the order of samples follows from."""
+    prints = saved.data_fingerprint, now.data_fingerprint
+    for what, key, was, is_now in (
+        ("data", "data.dataset_path or train.seq_len", *prints),
+        ("seed", "train.seed", saved.seed, now.seed),
+    ):
+        if was is None and is_now is not None:
+            remarks.append(f"the checkpoint was imported: assuming that its {what} is this run's")
+        if was is None or is_now is None or was == is_now:
+            continue
+        if what in accept:
+            remarks.append(f"continuing with another {what} than the checkpoint's, as requested")
+        else:
+            refusals.append(
+                f"{key} differs from the checkpoint's ({is_now} instead of {was}), so samples "
+                f"would repeat or be missed (if that is intended, "
+                f'add --checkpoint.accept_changes=["{what}"])'
+            )
 
 
 def _divided(mesh: Mapping[str, int]) -> str:

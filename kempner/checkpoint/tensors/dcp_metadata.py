@@ -39,12 +39,10 @@ _DCP_VERSION = "1.0.0"
 
 
 def metadata_of(specs: Sequence[TensorSpec], world: int) -> memoryview:
-    """`build_metadata`, in a process of its own where it would take long.
-
-    On a page: it may be hundreds of megabytes, and is written past the page cache. Blocks the
-    calling thread, without holding the interpreter's lock. Raises `RuntimeError` with the process's
-    last words if it fails.
-    """
+    """`build_metadata`, in a process of its own where it would take long. On a page: it may be
+    hundreds of megabytes, and is written past the page cache. Blocks the calling thread, without
+    holding the interpreter's lock. Raises `RuntimeError` with the process's last words if it
+    fails."""
     if len(specs) * world <= MADE_HERE:
         content = build_metadata(specs, world)
         aligned = page_aligned(len(content)).numpy().data

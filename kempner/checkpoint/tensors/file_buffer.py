@@ -33,10 +33,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Container:
-    """The bytes `before` and `after` the `data` bytes of a tensor in DCP's file format.
-
-    They depend on dtype and shape alone.
-    """
+    """The bytes `before` and `after` the `data` bytes of a tensor in DCP's file format. They depend
+    on dtype and shape alone."""
 
     before: bytes
     data: int
@@ -44,22 +42,18 @@ class Container:
 
     @cached_property
     def length(self) -> int:
-        """Bytes of the whole container."""
         return len(self.before) + self.data + len(self.after)
 
 
-BASE_FROM = 1 << 20
-"""Bytes from which on what is frozen is worth files of its own."""
+BASE_FROM = 1 << 20  # bytes from which on what is frozen is worth files of its own
 
 
 def tensor_specs(
     table: Mapping[str, Tensor], world: int, frozen: Collection[str] = ()
 ) -> list[TensorSpec]:
-    """The specs of a state, of which these keys are `frozen`; the same on every rank.
-
-    A tensor that is no DTensor is taken to be the same on all ranks of the `world`. Raises
-    `UsageError` for a DTensor that is not spread over all of them, or not in plain shards.
-    """
+    """The specs of a state, of which these keys are `frozen`; the same on every rank. A tensor that
+    is no DTensor is taken to be the same on all ranks of the `world`. Raises `UsageError` for a
+    DTensor that is not spread over all of them, or not in plain shards."""
     _refuse_partial_meshes(table, world)
     specs = [_spec(key, tensor, world) for key, tensor in table.items()]
     if sum(table[key].nbytes for key in frozen) < BASE_FROM:
@@ -96,10 +90,8 @@ def page_aligned(length: int) -> Tensor:
 
 
 class FileBuffer:
-    """One rank's file: a buffer that holds `placed`, and views into it for the tensors.
-
-    `buffer` is memory to use for it: zeros, of the file's length.
-    """
+    """One rank's file: a buffer that holds `placed`, and views into it for the tensors. `buffer` is
+    memory to use for it: zeros, of the file's length."""
 
     def __init__(self, placed: Sequence[Placed], buffer: Tensor | None = None) -> None:
         self._buffer = page_aligned(file_length(placed)) if buffer is None else buffer
@@ -108,12 +100,10 @@ class FileBuffer:
 
     @property
     def content(self) -> memoryview:
-        """The bytes of the file."""
         return self._buffer.numpy().data
 
     @property
     def address(self) -> int:
-        """Where the buffer begins in memory."""
         return self._buffer.data_ptr()
 
     def _install(self, item: Placed) -> Tensor:
@@ -175,10 +165,8 @@ def _cut_dimension(key: str, placement: Placement) -> int | None:
 
 
 def _is_strided(placement: Placement) -> bool:
-    """Whether a placement cuts what those right of it have cut: FSDP over tensor parallelism.
-
-    By its name: it is private, and of torch's versions some let it inherit from `Shard`.
-    """
+    """Whether a placement cuts what those right of it have cut: FSDP over tensor parallelism. By
+    its name: it is private, and of torch's versions some let it inherit from `Shard`."""
     return type(placement).__name__ == "_StridedShard"
 
 

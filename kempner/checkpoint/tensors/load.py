@@ -3,8 +3,6 @@
 What to read follows from the checkpoint's own metadata and the rank's own shards, so no rank asks
 another. Every block that is read is checked against its checksum first, and every element of every
 tensor must have come from somewhere.
-
-Opens a checkpoint: reads its index, and checks what no load of a tensor reads.
 """
 
 from __future__ import annotations
@@ -27,22 +25,15 @@ from torch import Tensor
 from kempner.checkpoint.format.compact_index import INDEX, decode
 from kempner.checkpoint.format.contents import Contents, Part, overlap
 from kempner.checkpoint.format.manifest import Manifest, rank_of
-from kempner.checkpoint.io.verified_reader import Cursor, MemoryCopy, VerifiedFile
-from kempner.checkpoint.io.verify import read_whole, verify_files
+from kempner.checkpoint.io.verify import Cursor, MemoryCopy, VerifiedFile, read_whole, verify_files
 from kempner.checkpoint.tensors.state import is_sharded, local_part
 from kempner.run.process.durable_io import await_entry
 from kempner.run.process.exit_codes import DataError, NotSharedError
 from kempner.run.process.retry import storage_waits
 
-SLAB_BYTES = 8 << 20
-"""Largest read, but for single rows that are larger."""
-
-RUN_PIECES = 8
-"""Fewest pieces that are worth a thread of their own."""
-
-READERS = 4
-"""Threads that read and check; both release the interpreter."""
-
+SLAB_BYTES = 8 << 20  # largest read, but for single rows that are larger
+RUN_PIECES = 8  # fewest pieces that are worth a thread of their own
+READERS = 4  # threads that read and check; both release the interpreter
 NO_MEMORY: Mapping[str, MemoryCopy] = MappingProxyType({})
 
 _HEADER = struct.Struct("<4s5H3I2H")  # a zip archive's local file header, APPNOTE 4.3.7
@@ -67,8 +58,6 @@ class _Piece:
 
 @dataclass
 class LoadedBytes:
-    """How many bytes were read, and how many of them from memory."""
-
     bytes: int = 0
     from_memory: int = 0
 
@@ -182,7 +171,6 @@ def _runs(pieces: Sequence[_Piece]) -> Iterable[Sequence[_Piece]]:
 def _read_run(
     run: Sequence[_Piece], table: Mapping[str, Tensor], files: Mapping[str, VerifiedFile]
 ) -> LoadedBytes:
-    """Read pieces of one file."""
     file, checked = files[run[0].stored.file], -1
     with Cursor(file) as cursor:
         for piece in run:
@@ -246,20 +234,21 @@ def _await_folder(checkpoint: Path) -> None:
     checkpoint.parent.stat()
     if not await_entry(checkpoint):
         checkpoint.parent.stat()
-        raise NotSharedError(
-            f"{checkpoint} is not visible on {platform.node()}, although rank 0 has chosen it: is "
-            "it on a file system that all nodes share?"
-        )
+        raise not_seen(checkpoint)
+
+
+def not_seen(checkpoint: Path) -> NotSharedError:
+    """For a rank that has not found it for as long as its patience lasts."""
+    return NotSharedError(
+        f"{checkpoint} is not visible on {platform.node()}, although rank 0 has chosen it: is it "
+        "on a file system that all nodes share?"
+    )
 
 
 def _read_index(path: Path, manifest: Manifest) -> Contents:
     if INDEX not in manifest.files:
         raise DataError(f"{INDEX}: is not in the manifest")
-    try:
-        content = read_whole(path, manifest.files[INDEX])
-    except DataError as error:
-        raise DataError(f"{INDEX}: {error}") from error
-    index = decode(content, path)
+    index = decode(read_whole(path, manifest.files[INDEX]), path)
     for key, saved in index.tensors.items():
         if not isinstance(getattr(torch, saved.dtype, None), torch.dtype):
             raise DataError(f"{path} is damaged: {key} is {saved.dtype}, which is not a dtype")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,20 +19,26 @@ from kempner.checkpoint.io.verify import Damage, read_checked
 from kempner.checkpoint.registered.objects import GROUPS, NOTHING, RegisteredObjects, take, unpack
 from kempner.checkpoint.slots.memory import LentSlots, images_of
 from kempner.checkpoint.store import retention
+from kempner.checkpoint.store.commit import go_on_from
 from kempner.checkpoint.store.retention import reading
-from kempner.checkpoint.store.selection import compare_identities
+from kempner.checkpoint.store.selection import MissingError, compare_identities, refuse_if_missing
 from kempner.checkpoint.tensors import state
-from kempner.checkpoint.tensors.load import fill, open_contents
+from kempner.checkpoint.tensors.load import fill, not_seen, open_contents
 from kempner.run.output.logs import logger
+from kempner.run.process.durable_io import probe_file_system
 from kempner.run.process.exit_codes import (
     DataError,
     MismatchError,
-    NotSharedError,
     PeersLostError,
     RunError,
     UsageError,
 )
-from kempner.run.process.retry import StorageUnavailableError, WaitStoppedError, storage_waits
+from kempner.run.process.retry import (
+    StorageUnavailableError,
+    WaitStoppedError,
+    describe,
+    storage_waits,
+)
 from kempner.run.record.events import CheckpointDamaged
 
 T = TypeVar("T")
@@ -48,22 +51,20 @@ class Restorer(ABC):
         self._context, self._folder = context, context.folder
 
     def prepare_folder(self) -> None:
-        """Make the folder, and delete what earlier attempts left unfinished.
-
-        Raises `UsageError` if it cannot be made.
-        """
+        """Make the folder, and delete what earlier attempts left unfinished. Raises `UsageError` if
+        it cannot be made, or its file system cannot hold checkpoints, and `DataError` if it must
+        have some and has none."""
         self._context.broadcast_from_rank0(self._prepare_folder)
 
     def load_newest(
         self, choose: Callable[[], int | None], accept: Collection[str]
     ) -> TrainState | None:
-        """Load what `choose` names, and what it names next as long as that is damaged.
-
-        `choose` is asked on rank 0 only; None where it names nothing more.
-        """
+        """Load what `choose` names, and what it names next as long as that is damaged. `choose` is
+        asked on rank 0 only; None where it names nothing more."""
         tell = self._context.broadcast_from_rank0
         while (step := tell(choose)) is not None:
-            with self._marked_as_read(step):
+            here = self._context.rank == 0
+            with reading(self._folder, step) if here else nullcontext():
                 manifest, damages = tell(partial(self._read_manifest, step))
                 if manifest is not None:
                     damages = self._load(step, manifest, accept)
@@ -72,31 +73,41 @@ class Restorer(ABC):
             tell(partial(self._reject, step, damages))
         return None
 
-    def _marked_as_read(self, step: int) -> AbstractContextManager[None]:
-        return reading(self._folder, step) if self._context.rank == 0 else nullcontext()
+    def refuse_fresh_start(self) -> None:
+        """Raise `DataError`, on all ranks alike, if there was a checkpoint: none could be used."""
+
+        def refuse() -> None:
+            link, known = self._folder.latest(), self._context.known
+            if link is not None or known is not None:
+                who = f"the ledger says that step {known} was committed"
+                who = who if link is None else f"`latest` names step {link}"
+                raise DataError(
+                    f"no checkpoint in {self._folder.path} verifies, although {who}; to start over "
+                    "from step 0, use another run.name"
+                )
+
+        self._context.broadcast_from_rank0(refuse)
 
     def _prepare_folder(self) -> None:
-        known = self._context.known is not None
+        here = self._context.known is not None and self._context.known_here
         try:
-            storage_waits().retry(self._make_folder, worked=known, path=self._folder.path)
+            storage_waits().retry(self._make_folder, worked=here, path=self._folder.path)
+        except MissingError as error:
+            raise DataError(describe(error)) from error
         except OSError as error:
             raise UsageError(
                 f"the checkpoint folder {self._folder.path} cannot be made ({error.strerror}); "
                 "set checkpoint.dir to one that can"
             ) from error
+        if refusal := probe_file_system(self._folder.path).refusal(self._folder.path):
+            raise UsageError(refusal)
         attempt = self._context.fence.attempt.number
         for leftover, failure in retention.sweep(self._folder, attempt):
             logger().warning("cannot delete a leftover", path=str(leftover), error=str(failure))
 
     def _make_folder(self) -> None:
         """Raises `OSError`, also where checkpoints must be and are not: their storage is away."""
-        if (known := self._context.known) is not None and self._folder.is_bare():
-            raise FileNotFoundError(
-                errno.ENOENT,
-                f"no checkpoint is there, although the ledger knows of step {known} (if they were "
-                "deleted on purpose, start under another run.name)",
-                str(self._folder.path),
-            )
+        refuse_if_missing(self._folder, self._context.known)
         self._folder.path.mkdir(parents=True, exist_ok=True)
 
     def _read_manifest(self, step: int) -> tuple[Manifest | None, list[Damage]]:
@@ -122,24 +133,19 @@ class Restorer(ABC):
 
     def _together(self, path: Path, work: Callable[[], T]) -> tuple[T | None, list[Damage]]:
         """Do this rank's part of a load of `path`; its result, or None if any rank found damage.
-
-        Where a rank cannot do its part, every rank raises: that one its own error.
-        """
+        Where a rank cannot do its part, every rank raises: that one its own error."""
         result: T | None = None
         found: Damage | RunError | None = None
-        rank = self._context.rank
         try:
             result = work()
         except DataError as error:
-            found = Damage(f"rank {rank}", str(error))
+            found = Damage(f"rank {self._context.rank}", str(error))
         except RunError as error:
             found = error
-        gathered: list[Damage | RunError | None] = [None] * self._context.world
-        with self._context.waiting("the others' part of a load"):
-            dist.all_gather_object(gathered, found, group=self._context.group)
+        gathered = self._context.gather(found)
         if isinstance(found, RunError):
             if gathered[0] is None and isinstance(found.__cause__, FileNotFoundError):
-                raise _not_seen(path) from found
+                raise not_seen(path) from found
             raise found
         for other, words in enumerate(gathered):
             if isinstance(words, RunError):
@@ -156,16 +162,12 @@ class Restorer(ABC):
     def _go_on_from(self, step: int, remarks: Collection[str]) -> None:
         if (named := self._folder.latest()) != step:
             logger().warning("`latest` names another step than the one in use", latest=named)
-            self._context.fence.check()
-            attempt = self._context.fence.attempt
-            self._folder.point_latest(step, unique=f"a{attempt.number}-{attempt.nonce}")
+        go_on_from(self._folder, step, self._context.fence, logger().warning)
         for remark in remarks:
             logger().warning(remark)
 
 
 class StateRestorer(Restorer):
-    """Fills a model and its optimizer, and what is registered beside them."""
-
     def __init__(
         self,
         context: CheckpointContext,
@@ -236,16 +238,7 @@ class StateRestorer(Restorer):
                 held.anew(states.get(name), manifest.train_state.step, rank)
 
 
-def _not_seen(path: Path) -> NotSharedError:
-    """For a rank that has not found what rank 0 has for as long as its patience lasts."""
-    return NotSharedError(
-        f"{path} is not visible on {platform.node()}, although rank 0 sees it: is it on a file "
-        "system that all nodes share?"
-    )
-
-
 def _of_another(rank: int, error: RunError) -> RunError:
-    """What to raise where another rank cannot load its part."""
     if isinstance(error, StorageUnavailableError | WaitStoppedError):
         return type(error)(f"rank {rank}: {error}")
     if isinstance(error, MismatchError):

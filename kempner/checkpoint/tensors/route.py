@@ -1,11 +1,10 @@
 """Where the state goes: which tensor to which place of this rank's file.
 
-What every rank must hold alike, because a checkpoint holds it once: compared by digests.
+What all ranks must hold alike, because a checkpoint holds it once, is compared by digests.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +18,7 @@ from xxhash import xxh3_64
 
 from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format import compact_index, shard_plan
-from kempner.checkpoint.format.manifest import FileEntry, whole_sum
+from kempner.checkpoint.format.manifest import FileEntry, entry_of
 from kempner.checkpoint.format.names import METADATA
 from kempner.checkpoint.io.file_writer import BaseFiles
 from kempner.checkpoint.registered.composite import Modules
@@ -45,9 +44,7 @@ class FileLayout:
     @cached_property
     def described(self) -> dict[str, memoryview]:
         """The files that say what is where: the index and, up to some world, DCP's `.metadata`.
-
-        Only rank 0 asks, in the thread that writes.
-        """
+        Only rank 0 asks, in the thread that writes."""
         index = compact_index.encode(self.specs, self.world, container)
         files = {compact_index.INDEX: memoryview(index)}
         if self.world <= compact_index.METADATA_UP_TO:
@@ -58,11 +55,7 @@ class FileLayout:
 
     @cached_property
     def described_entries(self) -> dict[str, FileEntry]:
-        """What the manifest says of those files."""
-        return {
-            name: FileEntry(bytes=len(content), xxh3_128=whole_sum(content))
-            for name, content in self.described.items()
-        }
+        return {name: entry_of(content) for name, content in self.described.items()}
 
     @cached_property
     def digest(self) -> int:
@@ -71,7 +64,6 @@ class FileLayout:
 
     @classmethod
     def of(cls, specs: list[shard_plan.TensorSpec], group: dist.ProcessGroup) -> FileLayout:
-        """Plan this rank's file."""
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         files = [shard_plan.place(part, rank, container) for part in shard_plan.by_file(specs)]
         return cls(
@@ -91,8 +83,7 @@ class FileLayout:
 @dataclass(frozen=True)
 class Route:
     """Which tensor goes where in the image of this rank's file, and in that of its `base`: pairs of
-    a view and the tensor that is copied there.
-    """
+    a view and the tensor that is copied there."""
 
     binding: Binding
     layout: FileLayout
@@ -114,10 +105,8 @@ class Route:
         base: FileBuffer | None = None,
         at_once: Collection[str] = (),
     ) -> Route:
-        """Pair what `binding` found with the images of the files of this `layout`.
-
-        `at_once` are the keys of parameters and optimizer state that are written outside updates.
-        """
+        """Pair what `binding` found with the images of the files of this `layout`. `at_once` are
+        the keys of parameters and optimizer state that are written outside updates."""
         steady, watched, volatile = [], [], []
         views = [*image.views, *(base.views if base is not None else ())]
         for key, view in zip(layout.keys, views, strict=True):
@@ -134,9 +123,7 @@ class Route:
         self, stager: Stager, step: int, complete: Callable[[], None] | None = None
     ) -> StagedCopy:
         """Start to copy the state of `step`; nothing may write to what is steady until done.
-
-        `complete` is called once all was copied, unless something was written to meanwhile.
-        """
+        `complete` is called once all was copied, unless something was written to meanwhile."""
         self.binding.read_numbers()
         for view, tensor in self.volatile:
             view.copy_(tensor)
@@ -152,17 +139,11 @@ class Route:
 
 
 class Routes:
-    """Finds the state of a model and its optimizer, and its way into this rank's file.
-
-    The way is kept for as long as the tensors are the same, the layout while their specs are.
-    """
+    """Finds the state of a model and its optimizer, and its way into this rank's file. The way is
+    kept for as long as the tensors are the same, the layout while their specs are."""
 
     def __init__(
-        self,
-        context: CheckpointContext,
-        model: nn.Module,
-        optimizer: Optimizer,
-        slots: StepSlots,
+        self, context: CheckpointContext, model: nn.Module, optimizer: Optimizer, slots: StepSlots
     ) -> None:
         self.device = next(iter(model.parameters())).device
         self.model, self.optimizer, self.slots = model, optimizer, slots
@@ -177,10 +158,8 @@ class Routes:
         self._routes: dict[FileBuffer, Route] = {}
 
     def find(self) -> Route:
-        """The way of the state into its file, in memory of this process.
-
-        Raises `UsageError` if a checkpoint cannot hold the state.
-        """
+        """The way of the state into its file, in memory of this process. Raises `UsageError` if a
+        checkpoint cannot hold the state."""
         binding, layout = self.plan()
         self._image = self._image or FileBuffer(layout.placed)
         if layout.has_base and self._base is None:
@@ -188,7 +167,6 @@ class Routes:
         return self.to(self._image, binding, layout)
 
     def to(self, image: FileBuffer, binding: Binding, layout: FileLayout) -> Route:
-        """The way of what `plan` has found to an image."""
         if image not in self._routes:
             self._routes[image] = Route.of(binding, layout, image, self._base, self._at_once)
         return self._routes[image]
@@ -232,8 +210,7 @@ class Routes:
         self._routes.clear()
 
 
-_PIECE = 16 << 20
-"""Elements that are brought to the host at a time."""
+_PIECE = 16 << 20  # elements that are brought to the host at a time
 
 
 def digests(table: Mapping[str, Tensor]) -> dict[str, int]:
@@ -243,15 +220,12 @@ def digests(table: Mapping[str, Tensor]) -> dict[str, int]:
 
 def combine(held: Mapping[str, int]) -> int:
     """One number of 63 bits for all of `held`."""
-    text = repr(sorted(held.items())).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    return shard_plan.number_of(repr(sorted(held.items())))
 
 
 def agree(context: CheckpointContext, look: Callable[[], Mapping[str, int]]) -> None:
-    """Compare what `look` returns over the ranks: a number for each tensor that it finds.
-
-    Raises `UsageError` on all ranks alike: what `look` raised on any, or which tensor differs.
-    """
+    """Compare what `look` returns over the ranks: a number for each tensor that it finds. Raises
+    `UsageError` on all ranks alike: what `look` raised on any, or which tensor differs."""
     held: Mapping[str, int] = {}
     refusal = None
     try:
@@ -284,10 +258,8 @@ def describe_difference(by_rank: Sequence[Mapping[str, int]]) -> str:
 
 
 class SharedBuffers:
-    """The buffers that `DistributedDataParallel` takes from rank 0 before each forward pass.
-
-    Until then those of the other ranks differ, as running statistics do, and no longer count.
-    """
+    """The buffers that `DistributedDataParallel` takes from rank 0 before each forward pass. Until
+    then those of the other ranks differ, as running statistics do, and no longer count."""
 
     def __init__(self, model: nn.Module) -> None:
         wrapped = model.wrapped if isinstance(model, Modules) else (model,)

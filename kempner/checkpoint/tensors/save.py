@@ -3,18 +3,17 @@
 Each rank writes its buffer into a file and sums it. Then each tells rank 0 some numbers, rank 0
 commits, and tells the others. Whatever fails on one rank fails the save on all of them, at once
 and with that rank's words.
-
-Starts saves, which then go on in threads beside training.
 """
 
 from __future__ import annotations
 
 import hashlib
+import struct
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -54,7 +53,7 @@ from kempner.checkpoint.tensors.route import (
 from kempner.checkpoint.tensors.staging import StagedCopy, Stager, room_to_lock
 from kempner.checkpoint.tensors.state import Binding, capture
 from kempner.checkpoint.tensors.step_slots import Slot, StepMemory, StepSlots, Verdict
-from kempner.config.fault_spec import FailPoint
+from kempner.config.resilience import FailPoint
 from kempner.run.output.logs import logger
 from kempner.run.process.durable_io import join_directory, write_durable
 from kempner.run.process.exit_codes import UsageError
@@ -66,15 +65,13 @@ from kempner.run.record.save_times import SaveSeconds
 
 T = TypeVar("T")
 
-_HALF = 1 << 63
+_NOTE = struct.Struct("<?6q16s")
 
 
 class SaveFailedError(Exception):
-    """A save that is not to be had: per rank that failed, why. The same on all ranks.
-
-    `passing` is whether it is for storage alone, so that time may heal it; `refusal` a sentence
-    where no save of this state can succeed, whatever the storage does.
-    """
+    """A save failed, with a reason per rank that failed; the same exception on all ranks. `passing`
+    says that storage alone was the reason, so that a later save may succeed; `refusal` is a
+    sentence where no save of this state can succeed, whatever the storage does."""
 
     def __init__(
         self,
@@ -89,8 +86,6 @@ class SaveFailedError(Exception):
 
 
 class TornCopyError(Exception):
-    """Something was written to while it was copied."""
-
     def __init__(self, written: Collection[str]) -> None:
         more = f" and {len(written) - 1} more" if len(written) > 1 else ""
         super().__init__(
@@ -101,11 +96,9 @@ class TornCopyError(Exception):
 
 @dataclass(frozen=True)
 class StagedState:
-    """A copy of the state, complete or under way: to `image`, of a file of this `layout`.
-
-    `held` has digests of what must be the same on every rank; `slot` is the image's, if any; `base`
-    is the image of what is frozen.
-    """
+    """A copy of the state, complete or under way: to `image`, of a file of this `layout`. `held`
+    has digests of what must be the same on every rank; `slot` is the image's, if any; `base` is the
+    image of what is frozen."""
 
     layout: FileLayout
     image: FileBuffer
@@ -117,12 +110,10 @@ class StagedState:
 
 @dataclass(frozen=True)
 class SaveJob:
-    """One rank's part in one save.
-
-    `path` is the folder that becomes the checkpoint of `train_state`, `state` the copy of it,
-    `started` when the save was asked for, by `time.monotonic`; `objects` are the files of what is
-    no tensor: this rank's own, and on rank 0 that of all. `base_files` are those of earlier saves.
-    """
+    """One rank's part in one save. `path` is the folder that becomes the checkpoint of
+    `train_state`, `state` the copy of it, `started` when the save was asked for, by
+    `time.monotonic`; `objects` are the files of what is no tensor: this rank's own, and on rank 0
+    that of all. `base_files` are those of earlier saves."""
 
     context: CheckpointContext
     train_state: TrainState
@@ -131,30 +122,33 @@ class SaveJob:
     started: float
     objects: Mapping[str, bytes]
     base_files: BaseFiles
+    make_room: Callable[[], None]
 
     @property
     def age(self) -> float:
-        """Seconds since the save was asked for."""
         return time.monotonic() - self.started
 
     def run(self) -> SaveSeconds | None:
-        """Bring the copy to disk and commit it; on rank 0, how long that took.
-
-        Raises `SaveFailedError` on every rank if anything failed on any.
-        """
+        """Bring the copy to disk and commit it; on rank 0, how long that took. Raises
+        `SaveFailedError` on every rank if anything failed on any."""
         group, took = self.context.group, None
         wait([self.state.copy.done])
         staged_after = self.age
+        _, error = _attempt(self.make_room) if self.context.rank == 0 else (None, None)
+        if not _told_by_rank_0(error is None, group):
+            raise self._failed(error) from error
         note, error = _attempt(self._write_files)
         notes = _tell_rank_0(note or _Note(ok=False, plan=self.state.layout.digest, held=0), group)
         fail_point(FailPoint.COMMIT, self.train_state.step)
         if self.context.rank == 0 and _agreed(notes):
             took, error = _attempt(lambda: self._commit(notes, staged_after))
         if not _told_by_rank_0(took is not None, group):
-            raise _gather_failures(
-                _Failure.of(error, self.state.layout.digest, self.state.held), group
-            ) from error
+            raise self._failed(error) from error
         return took
+
+    def _failed(self, error: Exception | None) -> SaveFailedError:
+        mine = _Failure.of(error, self.state.layout.digest, self.state.held)
+        return _gather_failures(mine, self.context.group)
 
     def _write_files(self) -> _Note:
         """This rank's file, its sums, and on rank 0 the files that say what is where."""
@@ -187,24 +181,41 @@ class SaveJob:
             base_bytes=summed[frozen].bytes if base is not None else -1,
             own_bytes=summed[own].bytes if (own := objects_file(rank)) in summed else -1,
             sidecar_bytes=len(sidecar),
-            sidecar_sum=whole_sum(sidecar),
+            sidecar_sum=bytes.fromhex(whole_sum(sidecar)),
         )
 
     def _commit(self, notes: Sequence[_Note], staged_after: float) -> SaveSeconds:
-        """Rank 0: make the files of all ranks a checkpoint, and say so in log and ledger."""
-        context, written_after = self.context, self.age
+        writing = self.age - staged_after
         files = _list_files(notes, self.state.layout.described_entries)
         if (shared := self.objects.get(SHARED_OBJECTS)) is not None:
             files[SHARED_OBJECTS] = FileEntry(len(shared), sums=sidecar_name(0))
-        attempt = context.fence.attempt.number
-        manifest = Manifest(self.train_state, context.identity, attempt, time.time(), files)
-        commit.commit(context.folder, self.path, manifest, context.fence, logger().warning)
-        took = SaveSeconds(staged_after, written_after - staged_after, self.age - written_after)
-        size = sum(entry.bytes for entry in files.values())
-        event = CheckpointCommitted.of(self.train_state.step, size, took)
-        logger().info("checkpoint committed", **event.to_fields())
-        context.record(event)
-        return took
+        report = logger().warning
+        return commit_files(
+            self.context, self.train_state, self.path, files, staged_after, writing, report
+        )
+
+
+def commit_files(
+    context: CheckpointContext,
+    train_state: TrainState,
+    path: Path,
+    files: Mapping[str, FileEntry],
+    staging: float,
+    writing: float,
+    report: Callable[[str], None],
+) -> SaveSeconds:
+    """Rank 0: make the files of all ranks a checkpoint, and say so in log and ledger. `staging` and
+    `writing` are the seconds that those took. Raises as `commit.commit`."""
+    began = time.monotonic()
+    attempt = context.fence.attempt.number
+    manifest = Manifest(train_state, context.identity, attempt, time.time(), files)
+    commit.commit(context.folder, path, manifest, context.fence, report)
+    took = SaveSeconds(staging, writing, time.monotonic() - began)
+    size = sum(entry.bytes for entry in files.values())
+    event = CheckpointCommitted.of(train_state.step, size, took)
+    logger().info("checkpoint committed", **event.to_fields())
+    context.record(event)
+    return took
 
 
 @dataclass(frozen=True)
@@ -218,32 +229,18 @@ class _Note:
     base_bytes: int = -1
     own_bytes: int = -1
     sidecar_bytes: int = 0
-    sidecar_sum: str = "0" * 32
+    sidecar_sum: bytes = b""
 
     def encode(self) -> Tensor:
-        high, low = int(self.sidecar_sum[:16], 16), int(self.sidecar_sum[16:], 16)
-        numbers = (
-            self.ok,
-            self.plan,
-            self.held,
-            self.data_bytes,
-            self.base_bytes,
-            self.own_bytes,
-            self.sidecar_bytes,
-        )
-        return torch.tensor([*map(int, numbers), high - _HALF, low - _HALF], dtype=torch.int64)
+        return torch.frombuffer(bytearray(_NOTE.pack(*astuple(self))), dtype=torch.uint8)
 
     @classmethod
-    def decode(cls, numbers: Tensor) -> _Note:
-        ok, planned, held, data, base, own, sidecar, high, low = numbers.tolist()
-        total = f"{high + _HALF:016x}{low + _HALF:016x}"
-        return cls(bool(ok), planned, held, data, base, own, sidecar, total)
+    def decode(cls, packed: Tensor) -> _Note:
+        return cls(*_NOTE.unpack(packed.numpy().data))
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """What a rank has to say when a save has failed; `why` if it failed there."""
-
     plan: int
     held: Mapping[str, int]
     why: str | None
@@ -293,13 +290,13 @@ def _list_files(notes: Sequence[_Note], described: Mapping[str, FileEntry]) -> d
             files[base_file(rank, len(notes))] = FileEntry(bytes=note.base_bytes, sums=sidecar)
         if note.own_bytes >= 0:
             files[objects_file(rank)] = FileEntry(bytes=note.own_bytes, sums=sidecar)
-        files[sidecar] = FileEntry(bytes=note.sidecar_bytes, xxh3_128=note.sidecar_sum)
+        files[sidecar] = FileEntry(bytes=note.sidecar_bytes, xxh3_128=note.sidecar_sum.hex())
     return files
 
 
-def _told_by_rank_0(committed: bool, group: dist.ProcessGroup) -> bool:
-    """Whether rank 0 has `committed`, on every rank."""
-    word = torch.tensor([committed], dtype=torch.int64)
+def _told_by_rank_0(done: bool, group: dist.ProcessGroup) -> bool:
+    """Whether rank 0 has `done` its part, on every rank."""
+    word = torch.tensor([done], dtype=torch.int64)
     dist.broadcast(word, group=group, group_src=0)
     return bool(word.item())
 
@@ -339,8 +336,11 @@ class BackgroundSaver:
         optimizer: Optimizer,
         registered: RegisteredObjects = NOTHING,
         memory: StepMemory | None = None,
+        make_room: Callable[[], None] = lambda: None,
     ) -> None:
+        """`make_room` is called on rank 0 before a save writes anything; it may raise `OSError`."""
         self._context, self._shared = context, SharedBuffers(model)
+        self._make_room = make_room
         self._registered = registered
         self._slots = StepSlots(context, memory)
         self._routes = Routes(context, plainly_named(model), optimizer, self._slots)
@@ -351,14 +351,11 @@ class BackgroundSaver:
         self._writer = ThreadPoolExecutor(1, "checkpoint", initializer=yield_to_training)
         self._staged: StagedState | None = None
         self._saves = 0
-        self.checked = False
-        """Whether the contents have been checked; the same on all ranks."""
+        self.checked = False  # whether the contents have been checked; the same on all ranks
 
     def check(self, contents: bool) -> None:
-        """Raise `UsageError`, on all ranks alike, if a checkpoint cannot hold the state.
-
-        With `contents`, what is not sharded is compared between the ranks as well, bit for bit.
-        """
+        """Raise `UsageError`, on all ranks alike, if a checkpoint cannot hold the state. With
+        `contents`, what is not sharded is compared between the ranks as well, bit for bit."""
         alone = self._context.world == 1
         if contents and not alone:
             self._shared.share()
@@ -385,10 +382,8 @@ class BackgroundSaver:
             self._staged = self._keep(train_state.step, verdict)
 
     def start(self, train_state: TrainState) -> RunningSave:
-        """Start to save the state as of `train_state`; the save before must have ended.
-
-        What a checkpoint cannot hold makes the save fail, on all ranks.
-        """
+        """Start to save the state as of `train_state`; the save before must have ended. What a
+        checkpoint cannot hold makes the save fail, on all ranks."""
         self._saves += 1
         context, attempt = self._context, self._context.fence.attempt
         unique = hashlib.blake2b(f"{attempt.nonce}.{self._saves}".encode(), digest_size=4)
@@ -396,31 +391,33 @@ class BackgroundSaver:
         started = time.monotonic()
         staged, objects = self._stage(train_state)
         path = context.folder.path / name
-        job = SaveJob(context, train_state, path, staged, started, objects, self._routes.base_files)
+        base = self._routes.base_files
+        job = SaveJob(context, train_state, path, staged, started, objects, base, self._make_room)
         if staged.slot is not None:
             staged.slot.busy = True
         return RunningSave(job, self._writer.submit(self._run, job))
 
-    def prepare(self) -> None:
-        """Plan the file and lock its pages beside training, once the optimizer has its state.
-
-        Asked before each update, that is in the first step of a resumed run, and in the second of a
-        new one, whose optimizer has no state before. Only on a GPU.
-        """
+    def release(self) -> None:
+        """Wait until the copy under way is complete, whether or not it worked. Asked before each
+        update, that is in the first step of a resumed run, and in the second of a new one, whose
+        optimizer has no state before."""
         if self._unprepared is not None and self._unprepared.state:
             self._unprepared = None
-            with suppress(UsageError):  # the save will say so
-                self._routes.plan()
-                for slot in self._slots.slots:
-                    self._stager.page_lock(slot.image, self._room)
-                if not self._slots.slots:
-                    self._find()
-
-    def settle(self) -> None:
-        """Wait until the copy under way is complete, whether or not it worked."""
+            self._prepare()
         if self._staged is not None:
             self._staged.copy.settle()
-        self._slots.ask()
+        if self._slots.memory is not None:
+            self._slots.ask()
+
+    def _prepare(self) -> None:
+        """Plan the file and lock its pages beside training, once the optimizer has its state; only
+        on a GPU."""
+        with suppress(UsageError):  # the save will say so
+            self._routes.plan()
+            for slot in self._slots.slots:
+                self._stager.page_lock(slot.image, self._room)
+            if not self._slots.slots:
+                self._find()
 
     def forget(self) -> None:
         """Let go of the state's tensors, which are about to be replaced, and of steps in memory."""
@@ -429,7 +426,6 @@ class BackgroundSaver:
         self._routes.forget()
 
     def close(self) -> None:
-        """End the threads, once a save that is under way has ended."""
         self._stager.close()
         self._writer.shutdown()
 
@@ -470,7 +466,6 @@ class BackgroundSaver:
         return StagedState(layout, slot.image, copy, held, slot)
 
     def _copy(self, step: int) -> StagedState:
-        """Start to copy the state into this rank's own memory."""
         route = self._find()
         held = self._digests(route.binding)
         copy = route.stage(self._stager, step)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kempner.checkpoint.tensors.file_buffer import FileBuffer
-from kempner.cluster.machine.limits import MemoryGroup, memory_group
-from kempner.config.fault_spec import FailPoint
+from kempner.cluster.machine import MemoryGroup, memory_group
+from kempner.config.resilience import FailPoint
 from kempner.run.output.logs import logger
 from kempner.run.process.fail_points import fail_point
 
@@ -39,10 +39,8 @@ class Stager:
         complete: Callable[[], None] | None = None,
     ) -> Future[None]:
         """Start to copy each tensor into its buffer, as of now; nothing may write it until done.
-
         `step` is whose state this is; only faults on demand ask for it. `complete` is called once
-        the copy is complete, before it counts as done.
-        """
+        the copy is complete, before it counts as done."""
         stream = torch.cuda.current_stream(self._device) if self._stream else None
         ready = stream.record_event() if stream else None
 
@@ -56,9 +54,7 @@ class Stager:
 
     def page_lock(self, image: FileBuffer, room: int) -> None:
         """Start to lock the pages of `image`, which later copies then wait for; see `page_lock`.
-
-        Once for each.
-        """
+        Once for each."""
         if self._device.type == "cuda" and image not in self._locked:
             self._locked.add(image)
             self._thread.submit(page_lock, image, room, self._device)
@@ -98,12 +94,10 @@ class StagedCopy:
         self._written: frozenset[str] | None = None
 
     def settle(self) -> frozenset[str]:
-        """Wait for the copy; the keys of what was written to before the first call of this.
-
-        The thread that trains calls it before it updates the state, and the one that has written
-        the file before it commits: whichever comes first decides. The latter does not see an
-        operation that is still under way: one that has taken longer than the file.
-        """
+        """Wait for the copy; the keys of what was written to before the first call of this. The
+        thread that trains calls it before it updates the state, and the one that has written the
+        file before it commits: whichever comes first decides. The latter does not see an operation
+        that is still under way: one that has taken longer than the file."""
         wait([self.done])
         return self.judge()
 
@@ -127,12 +121,12 @@ def room_to_lock(
     local_ranks: int, available: int | None = None, group: MemoryGroup | None = None
 ) -> int:
     """Bytes that one of a node's `local_ranks` may lock: its share of what the node, or the job's
-    cgroup, has left, whichever is less. By default both are asked.
-
-    To be asked before any of them locks memory, or the last ones count what the first have.
-    """
+    cgroup, has left, whichever is less. By default both are asked. To be asked before any of them
+    locks memory, or the last ones count what the first have."""
     if available is None:
-        available, group = psutil.virtual_memory().available, _own_group()
+        available = psutil.virtual_memory().available
+        with suppress(OSError):
+            group = memory_group()
     with suppress(OSError, KeyError):  # a cgroup that cannot be read does not limit us
         if group is not None and (limit := group.limit()) is not None:
             available = min(available, max(0, limit - group.used()))
@@ -162,13 +156,6 @@ def page_lock(image: FileBuffer, room: int, device: torch.device) -> bool:
         return False
     weakref.finalize(image, cudart.cudaHostUnregister, address)
     return True
-
-
-def _own_group() -> MemoryGroup | None:
-    try:
-        return memory_group()
-    except OSError:
-        return None
 
 
 def _warn_of_pageable(length: int, why: str) -> None:

@@ -29,23 +29,18 @@ _NUMBER_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether a tensor is a `DTensor`.
-
-    Importing `DTensor` takes half as long as importing torch, and a process that is alone has none.
-    Where it was not imported, no tensor can be one; nor while another thread is importing it, as
-    the first save does.
-    """
+    """Whether a tensor is a `DTensor`. Importing `DTensor` takes half as long as importing torch,
+    and a process that is alone has none. Where it was not imported, no tensor can be one; nor while
+    another thread is importing it, as the first save does."""
     sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return sharded is not None and isinstance(tensor, sharded)
 
 
 def capture(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """References to every tensor of the state (no copies); sharded ones as DTensors.
-
-    Raises `UsageError` for what a checkpoint cannot hold: what is not a plain tensor or a DTensor,
-    entries of the state dict that are copies, trained parameters that it leaves out, and state of
-    parameters that the model no longer has.
-    """
+    """References to every tensor of the state (no copies); sharded ones as DTensors. Raises
+    `UsageError` for what a checkpoint cannot hold: what is not a plain tensor or a DTensor, entries
+    of the state dict that are copies, trained parameters that it leaves out, and state of
+    parameters that the model no longer has."""
     table = {f"model.{name}": value for name, value in model.state_dict().items()}
     for key, value in table.items():
         _refuse_unless_tensor(key, value)
@@ -130,21 +125,39 @@ def _storages(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The memory in which this rank holds its part."""
     return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
 
 
-class Binding:
-    """The tensors of the state, looked up once.
+def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """As `local_part`, of many at a time."""
+    if (sharded := getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)) is None:
+        return [tensor.detach() for tensor in tensors]
+    return [(t.to_local() if isinstance(t, sharded) else t).detach() for t in tensors]
 
-    Looking them up takes milliseconds, at every save, of the thread that trains; `intact` takes
-    microseconds, and tells when they must be looked up again: after `load_state_dict(assign=True)`,
-    say, or while FSDP holds parameters unsharded.
-    """
+
+def _held(
+    model: nn.Module, holders: Iterable[Mapping[str, object]]
+) -> list[tuple[Mapping[str, object], str, Tensor, Tensor, int]]:
+    unsaved = {
+        (id(module._buffers), name)
+        for module in model.modules()
+        for name in module._non_persistent_buffers_set
+    }
+    return [
+        (holder, name, tensor, _memory(tensor), _memory(tensor).data_ptr())
+        for holder in holders
+        for name, tensor in holder.items()
+        if isinstance(tensor, Tensor) and (id(holder), name) not in unsaved
+    ]
+
+
+class Binding:
+    """The tensors of the state, looked up once. Looking them up takes milliseconds, at every save,
+    of the thread that trains; `intact` takes microseconds, and tells when they must be looked up
+    again: after `load_state_dict(assign=True)`, say, or while FSDP holds parameters unsharded."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self.table = capture(model, optimizer)
-        """What `capture` returned."""
+        self.table = capture(model, optimizer)  # what `capture` returned
         self._optimizer = optimizer
         self._states = list(optimizer.state.values())
         modules: list[Mapping[str, object]] = [module._parameters for module in model.modules()]
@@ -154,17 +167,7 @@ class Binding:
         self._parts = [(h, name, part) for h in parts for name, part in h.items()]
         self._sizes = [(holder, len(holder)) for holder in (*holders, *parts)]
         self._empty = [(h, name) for h in modules for name, value in h.items() if value is None]
-        unsaved = {
-            (id(module._buffers), name)
-            for module in model.modules()
-            for name in module._non_persistent_buffers_set
-        }
-        self._held = [
-            (holder, name, tensor, _memory(tensor), _memory(tensor).data_ptr())
-            for holder in holders
-            for name, tensor in holder.items()
-            if isinstance(tensor, Tensor) and (id(holder), name) not in unsaved
-        ]
+        self._held = _held(model, holders)
         self._numbers = [
             (state, entry, type(value), self.table[_entry_key(name, entry, value)])
             for name, state in _states(model, optimizer)
@@ -176,8 +179,7 @@ class Binding:
             key
             for key in self.table
             if not key.startswith(_OPTIMIZER) and key.removeprefix("model.") not in parameters
-        }
-        """Keys of what a forward pass may write, unlike parameters and optimizer state."""
+        }  # keys of what a forward pass may write, unlike parameters and optimizer state
         trained = {
             f"model.{name}"
             for name, parameter in parameters.items()
@@ -195,11 +197,9 @@ class Binding:
             tensor.fill_(state[entry])
 
     def written_as(self, key: str) -> tuple[Tensor, ...]:
-        """The tensors whose version counters tell of writes to the tensor of `key`.
-
-        A DTensor and its local tensor count separately, and what a state dict returns for it shares
-        the counter of the former only.
-        """
+        """The tensors whose version counters tell of writes to the tensor of `key`. A DTensor and
+        its local tensor count separately, and what a state dict returns for it shares the counter
+        of the former only."""
         tensor = self.table[key]
         if not key.startswith(_OPTIMIZER):
             tensor = self._parameters.get(key.removeprefix("model."), tensor)
@@ -238,11 +238,9 @@ def _memory(tensor: Tensor) -> Tensor:
 def create_optimizer_state(
     model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Saved]
 ) -> None:
-    """Give the optimizer empty state of the saved shapes, for a load to fill.
-
-    A fake step, the usual way to get there, would move counters. Raises `MismatchError` if the
-    checkpoint has state for a parameter that the model lacks.
-    """
+    """Give the optimizer empty state of the saved shapes, for a load to fill. A fake step, the
+    usual way to get there, would move counters. Raises `MismatchError` if the checkpoint has state
+    for a parameter that the model lacks."""
     parameters = dict(model.named_parameters())
     on_device = {
         id(parameter): bool(group.get("fused") or group.get("capturable"))
@@ -307,7 +305,6 @@ def by_plain_names(contents: Contents, model: nn.Module) -> Contents:
 
 
 def saved_optimizer_tensors(contents: Contents) -> dict[str, Saved]:
-    """The optimizer's share of what a checkpoint holds."""
     tensors = contents.tensors
     return {key: saved for key, saved in tensors.items() if key.startswith(_OPTIMIZER)}
 

@@ -35,8 +35,7 @@ Verdict: TypeAlias = Callable[[], TrainState | None]
 """Where the run stands after a step, asked for once its state was copied; None if the step was not
 sound."""
 
-SHARE = 0.5
-"""Of the memory that is free at the start, what all slots of a node may take."""
+SHARE = 0.5  # of the memory that is free at the start, what all slots of a node may take
 
 
 @dataclass
@@ -60,7 +59,6 @@ class Pins:
         self.board.pin(slot)
 
     def go_back(self) -> None:
-        """What was sent counts no more."""
         if self.board is not None:
             self.board.go_back()
         self.since += 1
@@ -70,15 +68,13 @@ class Pins:
 @dataclass(frozen=True)
 class StepMemory:
     """Where a rank keeps its steps, None if it was lent no memory; in `group` the ranks agree on
-    what they hold.
-    """
+    what they hold."""
 
     lent: LentSlots | None
     group: dist.ProcessGroup
 
     @cached_property
     def pins(self) -> Pins:
-        """What is sent to its buddy."""
         lent = self.lent
         return Pins(None if lent is None or lent.board is None else Board(lent.board))
 
@@ -90,8 +86,7 @@ class Slot:
     memory: SlotMemory
     image: FileBuffer
     step: int | None = None
-    busy: bool = False
-    """Whether a save writes it to disk."""
+    busy: bool = False  # whether a save writes it to disk
 
 
 @dataclass
@@ -154,7 +149,6 @@ class StepSlots:
         return notes is None or notes.plan != plan
 
     def note(self, plan: int, files: Callable[[], dict[str, memoryview]]) -> None:
-        """Write down what all checkpoints of this plan have in common."""
         Notes(plan, files()).write(self._notes)
 
     def ask(self) -> None:
@@ -218,7 +212,6 @@ class StepSlots:
                 self.memory.pins.pin(step, number)
 
     def _agree_on_room(self, length: int) -> bool:
-        """Whether every rank has room for its slots."""
         lent = None if self.memory is None else self.memory.lent
         room = room_to_lock(self.context.local_ranks) + (0 if lent is None else lent.taken)
         need, refusal = 0 if lent is None else lent.images * length, ""

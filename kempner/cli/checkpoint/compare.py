@@ -17,12 +17,11 @@ from kempner.cli.checkpoint import inspect
 from kempner.cli.checkpoint.convert import warn_unmarked
 from kempner.cli.checkpoint.hugging_face import has_weights, matching_names, needless
 from kempner.cli.progress import busy, counter
-from kempner.cluster.machine.rlimits import raise_open_file_limit
+from kempner.cluster.machine import raise_open_file_limit
 from kempner.run.process.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from kempner.checkpoint.compare import Pair, Side
-    from kempner.checkpoint.format.contents import Saved
 
 _HELP = (
     "A run (its `latest`), one checkpoint, a folder of torch.distributed.checkpoint, or a folder "
@@ -30,11 +29,7 @@ _HELP = (
 )
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `compare` to `checkpoint`, which is in `app` already."""
-    inspect.commands.command()(compare)
-
-
+@inspect.commands.command()
 def compare(
     a: Annotated[Path, typer.Argument(metavar="A", help=_HELP)],
     b: Annotated[Path, typer.Argument(metavar="B", help="The other one, of any of these kinds.")],
@@ -83,37 +78,27 @@ def _open(path: Path) -> Iterator[Side]:
 
 def _matched(a: Side, b: Side, model_only: bool) -> tuple[Side, Side]:
     """Both sides with the tensors that the other can have, under names that it can have."""
-    from kempner.checkpoint.compare import SAFETENSORS
+    from kempner.checkpoint.compare import SAFETENSORS, model_of, renamed, without
 
     if a.kind == b.kind == SAFETENSORS:
         return a, b
     if a.kind == SAFETENSORS:
         b, a = _matched(b, a, model_only)
     elif b.kind == SAFETENSORS:
-        a, b = _as_ours(a, b)
+        a = model_of(a)
+        extra, names = needless(b.path, b.tensors), matching_names(b.tensors, a.tensors)
+        b = renamed(without(b, extra - names.keys()), names)
     elif model_only:
-        from kempner.checkpoint.compare import model_of
-
         a, b = model_of(a), model_of(b)
     return a, b
 
 
-def _as_ours(ours: Side, theirs: Side) -> tuple[Side, Side]:
-    """The model of a checkpoint, and a folder of Hugging Face under the checkpoint's names."""
-    from kempner.checkpoint.compare import model_of, renamed, without
-
-    ours = model_of(ours)
-    extra = needless(theirs.path, theirs.tensors)
-    names = matching_names(theirs.tensors, ours.tensors)
-    return ours, renamed(without(theirs, extra - names.keys()), names)
-
-
 def _line(pair: Pair) -> str:
-    """What is different under a name."""
     if pair.a is None or pair.b is None:
         return f"{pair.name}: {pair.verdict}"
     if pair.difference is None:
-        return f"{pair.name}: {_described(pair.a)} in A, {_described(pair.b)} in B"
+        a, b = (f"{side.dtype} {list(side.shape)}" for side in (pair.a, pair.b))
+        return f"{pair.name}: {a} in A, {b} in B"
     found = pair.difference
     dtypes = pair.a.dtype if pair.a.dtype == pair.b.dtype else f"{pair.a.dtype} and {pair.b.dtype}"
     said = [f"{found.different:,} of {found.elements:,} elements ({dtypes})"]
@@ -124,12 +109,7 @@ def _line(pair: Pair) -> str:
     return f"{pair.name}: {', '.join(said)}; the first at {list(found.first or ())}"
 
 
-def _described(saved: Saved) -> str:
-    return f"{saved.dtype} {list(saved.shape)}"
-
-
 def _summary(found: Sequence[Pair]) -> str:
-    """Of all tensors, in a line."""
     identical = sum(pair.verdict == "identical" for pair in found)
     different = sum(not pair.equal for pair in found)
     if identical == len(found):

@@ -20,90 +20,83 @@ from kempner.cli.checkpoint.hugging_face import (
     is_hugging_face,
     read_model,
 )
-from kempner.cli.checkpoint.trained_on import Data
+from kempner.cli.checkpoint.trained_on import Data, Step
 from kempner.cli.progress import busy, counter
-from kempner.cluster.machine.rlimits import raise_open_file_limit
+from kempner.cluster.machine import raise_open_file_limit
 from kempner.run.process.exit_codes import UsageError, cannot_write
 
 
 class WeightType(StrEnum):
-    """What weights can be written as."""
-
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
 
 
 class Format(StrEnum):
-    """What a checkpoint can be turned into."""
-
     SAFETENSORS = "safetensors"
     DCP = "dcp"
     TORCH = "torch"
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `export` and `import` to `checkpoint`, which is in `app` already."""
-    inspect.commands.command("export")(export)
-    inspect.commands.command("import")(import_)
+OutOption = Annotated[
+    Path | None, typer.Option(help="File or folder to create; it must not exist.")
+]
+ToHfOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="Folder to create for Hugging Face: --out DIR in safetensors."
+    ),
+]
+FormatOption = Annotated[
+    Format,
+    typer.Option(
+        "--format",
+        help="safetensors: a folder for Hugging Face, with model and tokenizer. "
+        "dcp: a folder for torch.distributed.checkpoint. torch: one file for torch.load.",
+    ),
+]
+DtypeOption = Annotated[
+    WeightType | None,
+    typer.Option(help="Type of the weights in safetensors; as in the checkpoint by default."),
+]
+TokenizerOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Folder of Hugging Face whose tokenizer and settings the model has, such as the "
+        "one that it was imported from.",
+    ),
+]
 
 
+@inspect.commands.command("export")
 def export(
     directory: inspect.Folder,
-    out: Annotated[
-        Path | None, typer.Option(help="File or folder to create; it must not exist.")
-    ] = None,
-    to_hf: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Folder to create for Hugging Face: --out DIR in safetensors."
-        ),
-    ] = None,
-    format_: Annotated[
-        Format,
-        typer.Option(
-            "--format",
-            help="safetensors: a folder for Hugging Face, with model and tokenizer. "
-            "dcp: a folder for torch.distributed.checkpoint. torch: one file for torch.load.",
-        ),
-    ] = Format.SAFETENSORS,
-    step: Annotated[int | None, typer.Option(help="Which checkpoint; `latest` by default.")] = None,
-    dtype: Annotated[
-        WeightType | None,
-        typer.Option(help="Type of the weights in safetensors; as in the checkpoint by default."),
-    ] = None,
+    out: OutOption = None,
+    to_hf: ToHfOption = None,
+    format_: FormatOption = Format.SAFETENSORS,
+    step: Step = None,
+    dtype: DtypeOption = None,
     data: Data = None,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder of Hugging Face whose tokenizer and settings the model has, such as the "
-            "one that it was imported from.",
-        ),
-    ] = None,
+    tokenizer: TokenizerOption = None,
 ) -> None:
     """Write a checkpoint in another format, verifying every block."""
-    if to_hf is not None and format_ is not Format.SAFETENSORS:
-        raise UsageError(f"--to-hf has no effect with --format {format_}")
+    given = {"--to-hf": to_hf, "--data": data, "--dtype": dtype, "--tokenizer": tokenizer}
+    if format_ is not Format.SAFETENSORS and (idle := [o for o, v in given.items() if v]):
+        raise UsageError(f"{idle[0]} has no effect with --format {format_}")
     out = _one_of({"--out": out, "--to-hf": to_hf})
-    given = {"--data": data, "--dtype": dtype, "--tokenizer": tokenizer}
-    for option, value in given.items():
-        if value is not None and format_ is not Format.SAFETENSORS:
-            raise UsageError(f"{option} has no effect with --format {format_}")
-    if data is not None and tokenizer is not None:
+    if None not in (data, tokenizer):
         raise UsageError("--data and --tokenizer both name a tokenizer; give one of them")
     raise_open_file_limit()
     chosen = pick(*locate(directory), step)
-
     with busy("importing torch"):
         from kempner.checkpoint.convert.export import export_dcp, export_safetensors, export_torch
         from kempner.checkpoint.convert.export import model_tensors as weights
         from kempner.checkpoint.convert.tensor_copy import Source, total
 
-    missing = ""
+    missing, hugging_face = "", format_ is Format.SAFETENSORS
     with reading_at(chosen, warn_unmarked):
         source = Source.open(chosen)
-        hugging_face = format_ is Format.SAFETENSORS
         tensors = weights(source) if hugging_face else source.contents.tensors
         if hugging_face:
             form, missing = exported_form(source, directory, dtype, data, tokenizer)
@@ -119,44 +112,52 @@ def export(
         typer.echo(f"kempner: {out} has no {missing}", err=True)
 
 
+IntoOption = Annotated[
+    Path,
+    typer.Option(
+        metavar="RUN_DIR|DIR", help="A run without checkpoints, or its checkpoint folder."
+    ),
+]
+SourceArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="SRC",
+        help="A checkpoint, of kempner or of torch.distributed.checkpoint, a run, or a model "
+        "of Hugging Face in safetensors.",
+    ),
+]
+FromHfOption = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="In place of SRC: a model of Hugging Face, nothing else."),
+]
+StepOption = Annotated[
+    int | None,
+    typer.Option(
+        min=0, help="Number of optimizer steps already done; by default what SRC says, otherwise 0."
+    ),
+]
+CursorOption = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="The next sample, in the order of the run's data; by default what SRC says, "
+        "otherwise 0.",
+    ),
+]
+VocabMultipleOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="model.vocab_multiple of a run that imports from Hugging Face."),
+]
+
+
+@inspect.commands.command("import")
 def import_(
-    into: Annotated[
-        Path,
-        typer.Option(
-            metavar="RUN_DIR|DIR", help="A run without checkpoints, or its checkpoint folder."
-        ),
-    ],
-    source: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="SRC",
-            help="A checkpoint, of kempner or of torch.distributed.checkpoint, a run, or a model "
-            "of Hugging Face in safetensors.",
-        ),
-    ] = None,
-    from_hf: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="In place of SRC: a model of Hugging Face, nothing else."),
-    ] = None,
-    step: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Number of optimizer steps already done; by default what SRC says, otherwise 0.",
-        ),
-    ] = None,
-    cursor: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="The next sample, in the order of the run's data; by default what SRC says, "
-            "otherwise 0.",
-        ),
-    ] = None,
-    vocab_multiple: Annotated[
-        int | None,
-        typer.Option(min=1, help="model.vocab_multiple of a run that imports from Hugging Face."),
-    ] = None,
+    into: IntoOption,
+    source: SourceArgument = None,
+    from_hf: FromHfOption = None,
+    step: StepOption = None,
+    cursor: CursorOption = None,
+    vocab_multiple: VocabMultipleOption = None,
 ) -> None:
     """Import a checkpoint as the first commit of a run."""
     raise_open_file_limit()
@@ -254,7 +255,6 @@ def _import_stock(source: Path, folder: Path, step: int | None, cursor: int | No
 
 
 def warn_unmarked(error: OSError) -> None:
-    """Say that a checkpoint cannot be marked as being read."""
     typer.echo(
         f"kempner: the checkpoint's folder cannot be written to ({error.strerror}), so its run "
         "does not know that it is being read, and may delete it meanwhile",
@@ -268,17 +268,6 @@ def _into(out: Path) -> Iterator[None]:
 
     Says in a sentence why `out` cannot be made.
     """
-    try:
-        with _folders_around(out):
-            yield
-    except FileExistsError as error:
-        raise UsageError(f"{error.filename} exists already; choose another name") from error
-    except OSError as error:
-        raise cannot_write(out, error) from error
-
-
-@contextmanager
-def _folders_around(out: Path) -> Iterator[None]:
     missing = [folder for folder in out.parents if not folder.is_dir()]
     for folder in missing:
         if folder.exists():
@@ -286,8 +275,12 @@ def _folders_around(out: Path) -> Iterator[None]:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         yield
-    except BaseException:
+    except BaseException as error:
         for folder in missing:
             with suppress(OSError):  # another process may have written into it
                 folder.rmdir()
+        if isinstance(error, FileExistsError):
+            raise UsageError(f"{error.filename} exists already; choose another name") from error
+        if isinstance(error, OSError):
+            raise cannot_write(out, error) from error
         raise

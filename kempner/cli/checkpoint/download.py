@@ -11,23 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kempner.run.process.exit_codes import (
-    CannotReadError,
-    RunError,
-    UsageError,
-    cannot_write,
-)
+from kempner.run.process.exit_codes import CannotReadError, UsageError, cannot_write
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
+app = typer.Typer(rich_markup_mode=None)
+
 _LOCK = ".cache/kempner-download.lock"
 
 
-def register(app: typer.Typer) -> None:
-    app.command("download")(download)
-
-
+@app.command("download")
 def download(
     repository: Annotated[
         str, typer.Argument(metavar="REPO", help="Name on Hugging Face, as in Qwen/Qwen3-32B.")
@@ -62,7 +56,6 @@ def download(
 def _fetch(
     api: HfApi, repository: str, revision: str, folder: Path, ignore: list[str]
 ) -> dict[str, int]:
-    """Bring all files of one commit; their sizes in bytes, by name."""
     from huggingface_hub import RepoFile
     from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
@@ -101,7 +94,6 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _explained(repository: str, revision: str) -> Iterator[None]:
-    """Says in a sentence why a download failed."""
     from huggingface_hub import errors
 
     # Of all errors of the HTTP library, whichever the hub's library has.
@@ -123,21 +115,18 @@ def _explained(repository: str, revision: str) -> Iterator[None]:
     except errors.RevisionNotFoundError as error:
         raise UsageError(f"{repository} has no revision {revision}") from error
     except errors.HfHubHTTPError as error:
-        raise _refused(repository, error.response.status_code) from error
+        status = error.response.status_code
+        if status in (401, 403):
+            raise UsageError(
+                f"Hugging Face refuses {repository} (HTTP {status}): set HF_TOKEN to a token that "
+                "may read it"
+            ) from error
+        raise CannotReadError(
+            f"{repository} cannot be downloaded: Hugging Face answers with HTTP {status}; the same "
+            "command goes on from here"
+        ) from error
     except (transport, errors.LocalEntryNotFoundError, ConnectionError, TimeoutError) as error:
         raise CannotReadError(
             f"{repository} cannot be downloaded: Hugging Face does not answer, or stopped in the "
             f"middle ({type(error).__name__}); the same command goes on from here"
         ) from error
-
-
-def _refused(repository: str, status: int) -> RunError:
-    if status in (401, 403):
-        return UsageError(
-            f"Hugging Face refuses {repository} (HTTP {status}): set HF_TOKEN to a token that may "
-            "read it"
-        )
-    return CannotReadError(
-        f"{repository} cannot be downloaded: Hugging Face answers with HTTP {status}; the same "
-        "command goes on from here"
-    )

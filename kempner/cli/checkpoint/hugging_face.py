@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 
 from kempner.checkpoint.format.names import MANIFEST, METADATA
-from kempner.cli.checkpoint.trained_on import TrainedOn, find_text
+from kempner.cli.checkpoint.trained_on import find_text
 from kempner.config.model import ModelSection
 from kempner.model.spec.huggingface import (
     generation_config,
@@ -44,9 +44,11 @@ _OF_TEXT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embedd
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Whether a folder is a model of Hugging Face, and no checkpoint."""
-    checkpoint = any((folder / name).exists() for name in (MANIFEST, METADATA))
-    return (folder / CONFIG).is_file() and not checkpoint
+    return (folder / CONFIG).is_file() and not _is_checkpoint(folder)
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (MANIFEST, METADATA))
 
 
 def read_model(folder: Path, vocab_multiple: int) -> tuple[ModelSection, Weights]:
@@ -70,10 +72,10 @@ def read_model(folder: Path, vocab_multiple: int) -> tuple[ModelSection, Weights
 
 def has_weights(folder: Path) -> bool:
     """Whether a folder has safetensors under the names of Hugging Face, and is no checkpoint."""
-    from kempner.checkpoint.convert.import_safetensors import INDEX, WHOLE
+    from kempner.checkpoint.convert.tensor_copy import INDEX, WHOLE
 
-    checkpoint = any((folder / name).exists() for name in (MANIFEST, METADATA))
-    return not checkpoint and any((folder / name).is_file() for name in (WHOLE, INDEX))
+    named = any((folder / name).is_file() for name in (WHOLE, INDEX))
+    return named and not _is_checkpoint(folder)
 
 
 def matching_names(theirs: Collection[str], ours: Collection[str]) -> dict[str, str]:
@@ -105,7 +107,6 @@ def needless(folder: Path, theirs: Collection[str]) -> set[str]:
 
 
 def described(section: ModelSection) -> str:
-    """The section as TOML."""
     table = section.model_dump(exclude_defaults=True, exclude_none=True)
     return tomli_w.dumps({"model": table}).rstrip()
 
@@ -160,19 +161,14 @@ def _text_files(
     except DataError as error:
         if data is not None:
             raise
-        return _files(config, None), f"tokenizer: {error}"
-    return _files(config, text), ""
-
-
-def _files(config: dict[str, Any], text: TrainedOn | None) -> dict[str, bytes]:
-    if text is None:
-        return {CONFIG: _json({**config, **text_config(None, None)})}
+        return {CONFIG: _json({**config, **text_config(None, None)})}, f"tokenizer: {error}"
     eot, longest = text.tokenizer.eot, text.seq_len
-    return {
+    files = {
         CONFIG: _json({**config, **text_config(eot, longest)}),
         "generation_config.json": _json(generation_config(eot)),
         **text.tokenizer.hugging_face_files(longest),
     }
+    return files, ""
 
 
 def _copied(tokenizer: Path, config: dict[str, Any]) -> dict[str, bytes]:

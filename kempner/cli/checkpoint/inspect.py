@@ -1,11 +1,14 @@
-"""`kempner checkpoint`: list and verify checkpoints, without torch, and delete old ones."""
+"""`kempner checkpoint`: list and verify checkpoints, without torch, and delete old ones.
+
+`kempner prune`: delete the logs of old attempts.
+"""
 
 from __future__ import annotations
 
-import threading
+import re
+import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -26,10 +29,17 @@ from kempner.checkpoint.store.retention import (
     survey,
 )
 from kempner.checkpoint.store.retention import prune as delete
-from kempner.cli.progress import bar
+from kempner.cli.progress import counter
 from kempner.run.output.units import size_text, spans
 from kempner.run.process.exit_codes import CheckpointWriteError, DataError, ExitCode, UsageError
-from kempner.training.observe.progress_bar import SteadyConsole
+from kempner.run.process.retry import describe
+from kempner.run.record.attempts import (
+    CURRENT,
+    decide_fates,
+    needed_attempts,
+    survey_attempts,
+)
+from kempner.run.record.run_dir import RunDirectory
 
 Folder = Annotated[
     Path,
@@ -38,16 +48,13 @@ Folder = Annotated[
     ),
 ]
 
+app = typer.Typer(rich_markup_mode=None)
 commands = typer.Typer(
     help="List, verify, delete and exchange a run's checkpoints.",
     rich_markup_mode=None,
     add_completion=False,
 )
-
-
-def register(app: typer.Typer) -> None:
-    """Adds `checkpoint list`, `checkpoint verify` and `checkpoint prune` to `app`."""
-    app.add_typer(commands, name="checkpoint")
+app.add_typer(commands, name="checkpoint")
 
 
 @commands.command("list")
@@ -79,7 +86,11 @@ def verify(
         raise UsageError(f"{folder.path} has no committed checkpoint to verify")
     damaged, unwritable = 0, list[OSError]()
     for path in paths:
-        with _progress(path) as on_read, reading_at(path, unwritable.append):
+        try:
+            size = _bytes(read(path))
+        except DataError:
+            size = 0  # it is not read either
+        with counter(f"reading {path.name}", size) as on_read, reading_at(path, unwritable.append):
             damages = find_damage(path, on_read)
         damaged += bool(damages)
         _report(path, damages)
@@ -122,19 +133,14 @@ def prune(
     items = survey(folder)
     failed = {} if dry_run else delete(folder, keep, Readers(folder), check=lambda: None)
     for item in items:
-        verb = _fate(item, dry_run, failed) if item.path in going else "stays"
+        verb = "stays"
+        if item.path in going:
+            kept = "in use" if item.path.exists() else "gone"
+            verb = "would go" if dry_run else "failed" if item.step in failed else kept
         typer.echo(f"{verb:<8}  {item.path.name}  {item.note}".rstrip())
     if failed:
         told = ", ".join(f"step {step} ({error.strerror})" for step, error in failed.items())
         raise CheckpointWriteError(f"could not delete: {told}")
-
-
-def _fate(item: Item, dry_run: bool, failed: Collection[int]) -> str:
-    if dry_run:
-        return "would go"
-    if item.step in failed:
-        return "failed"
-    return "in use" if item.path.exists() else "gone"
 
 
 def _latest_is_missing(folder: CheckpointFolder) -> str:
@@ -150,18 +156,14 @@ def _row(item: Item, now: float) -> str:
     if item.manifest is None:
         return f"{item.step:>10}  {'-':>7}  {'-':>10}  {'-':>5}  {'-':<10}  {notes}"
     age, size = since(now - item.manifest.created), size_text(_bytes(item.manifest))
-    world = item.manifest.identity.world
-    return f"{item.step:>10}  {age:>7}  {size:>10}  {world:>5}  {_verified(item, now):<10}  {notes}"
-
-
-def _verified(item: Item, now: float) -> str:
-    if item.finding is None:
-        return "no"
-    return "damaged" if item.finding.damaged else f"{since(now - item.finding.time)} ago"
+    world, verified = item.manifest.identity.world, "no"
+    if item.finding is not None:
+        found = item.finding
+        verified = "damaged" if found.damaged else f"{since(now - found.time)} ago"
+    return f"{item.step:>10}  {age:>7}  {size:>10}  {world:>5}  {verified:<10}  {notes}"
 
 
 def _report(path: Path, damages: list[Damage]) -> None:
-    """Say, rank by rank, what is wrong with a checkpoint."""
     try:
         manifest = read(path)
     except DataError as error:
@@ -195,32 +197,82 @@ def _by_rank(manifest: Manifest, damages: Iterable[Damage]) -> Iterator[str]:
         yield f"{'ranks' if good[1:] else 'rank'} {spans(good)}: ok"
 
 
-@contextmanager
-def _progress(path: Path) -> Iterator[Callable[[int], None]]:
-    """Counts the bytes read of a checkpoint, from whatever thread, on a bar."""
-    try:
-        total = _bytes(read(path))
-    except DataError:
-        total = 0  # it is not read either
-    done, lock = 0, threading.Lock()
-    with bar(SteadyConsole(stderr=True), f"reading {path.name}") as show:
-
-        def count(length: int) -> None:
-            nonlocal done
-            with lock:
-                done += length
-            show(done, total)
-
-        yield count
-
-
 def _bytes(manifest: Manifest) -> int:
     return sum(entry.bytes for entry in manifest.files.values())
 
 
 def since(seconds: float) -> str:
-    """An age, in its largest unit."""
     minutes, hours = int(seconds) // 60, int(seconds) // 3600
     if hours >= 48:
         return f"{hours // 24} d"
     return f"{hours} h" if hours else f"{minutes} min" if minutes else f"{int(seconds)} s"
+
+
+OlderThanOption = Annotated[
+    str | None,
+    typer.Option(metavar="AGE", help="Only logs that were last written before: 12h, 30d or 8w."),
+]
+KeepLastOption = Annotated[
+    int | None, typer.Option(min=1, help="Number of newest attempts to keep.")
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")]
+
+
+@app.command("prune")
+def prune_logs(
+    directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's directory.")],
+    older_than: OlderThanOption = None,
+    keep_last: KeepLastOption = None,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Delete the logs of old attempts; for checkpoints there is `kempner checkpoint prune`.
+
+    Ledger, metrics, configuration and checkpoints stay, and so do the live or last attempt and the
+    one that GAVE_UP names.
+    """
+    if older_than is None and keep_last is None:
+        raise UsageError("say which logs are old, with --older-than AGE or --keep-last N")
+    run = RunDirectory(directory)
+    if not run.ledger.exists():
+        raise UsageError(f"{directory} is not a run: it has no ledger.jsonl")
+    seconds = 0.0 if older_than is None else _seconds(older_than)
+    now = time.time()
+    try:
+        found, needed = survey_attempts(run), needed_attempts(run)
+        fates = decide_fates(found, needed, now, keep_last or 1, seconds)
+    except OSError as error:
+        raise UsageError(f"the attempts cannot be read: {describe(error)}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{run.attempts / CURRENT} is damaged, so kempner cannot tell which attempt is live; "
+            "start the run once, or delete old folders by hand"
+        ) from error
+    for fate in fates:
+        folder, verb = run.attempt(fate.logs.number), "stays"
+        if fate.goes:
+            verb = "would go" if dry_run else "gone"
+        if fate.goes and not dry_run:
+            _delete(folder)
+        age, size = since(now - fate.logs.written), size_text(fate.logs.bytes)
+        name = folder.relative_to(run.path)
+        typer.echo(f"{verb:<8}  {name!s:<14}  {age:>6}  {size:>10}  {fate.why}".rstrip())
+    going = [fate.logs.bytes for fate in fates if fate.goes]
+    done = "would go, which frees" if dry_run else "deleted, which freed"
+    typer.echo(f"{len(going)} of {len(fates)} attempts {done} {size_text(sum(going))}")
+
+
+def _delete(folder: Path) -> None:
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be deleted: {error.strerror}") from error
+
+
+_UNITS = {"h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
+
+
+def _seconds(age: str) -> float:
+    match = re.fullmatch(r"([0-9]{1,6})([hdw])", age)
+    if match is None:
+        raise UsageError(f"--older-than {age} is not an age; write 12h, 30d or 8w")
+    return float(match[1]) * _UNITS[match[2]]

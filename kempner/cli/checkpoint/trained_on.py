@@ -1,17 +1,30 @@
-"""The model of a checkpoint, and the text that it was trained on."""
+"""The model of a checkpoint: its text (`kempner sample`), its loss (`kempner eval`), and the data
+that it was trained on.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import TextIOWrapper
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kempner.checkpoint.format.manifest import Manifest
+from kempner.checkpoint.format.manifest import Manifest, read
+from kempner.checkpoint.store.retention import locate, pick, reading_at
+from kempner.cli.checkpoint.inspect import Folder
+from kempner.cli.progress import busy
+from kempner.cli.usage import usable_path
 from kempner.data.files.index import fingerprint, read_index
 from kempner.data.files.text import TextTokenizer
-from kempner.run.process.exit_codes import DataError
+from kempner.run.process.exit_codes import DataError, UsageError
 from kempner.run.record.recorded_config import recorded_config
 from kempner.run.record.run_dir import RunDirectory
 
@@ -21,6 +34,8 @@ if TYPE_CHECKING:
     from kempner.model.spec.shape import Shape
     from kempner.model.transformer import Transformer
 
+app = typer.Typer(rich_markup_mode=None)
+
 Data = Annotated[
     Path | None,
     typer.Option(
@@ -28,6 +43,7 @@ Data = Annotated[
         help="Prepared data whose tokenizer is the model's; by default what the run trained on.",
     ),
 ]
+Step = Annotated[int | None, typer.Option(help="Which checkpoint; `latest` by default.")]
 
 
 @dataclass(frozen=True)
@@ -86,13 +102,18 @@ def run_of_checkpoint(directory: Path, checkpoint: Path) -> RunDirectory:
     return around if around.config.is_file() and not named.config.is_file() else named
 
 
-def check_described(checkpoint: Path, manifest: Manifest) -> None:
-    """Raise `DataError` if a checkpoint does not say what its model is."""
-    if not manifest.identity.model:
-        raise DataError(
-            f"{checkpoint} does not say what its model is like: only those that `kempner train` or "
-            "`supervise` has trained from a configuration do"
-        )
+@contextmanager
+def _described(directory: Path, step: int | None) -> Iterator[tuple[Path, Manifest]]:
+    """A checkpoint that is read here. Raises `DataError` if it does not say what its model is."""
+    chosen = pick(*locate(directory), step)
+    with reading_at(chosen, lambda error: None):  # it is read once: a vanished file will be named
+        manifest = read(chosen)
+        if not manifest.identity.model:
+            raise DataError(
+                f"{chosen} does not say what its model is like: only those that `kempner train` or "
+                "`supervise` has trained from a configuration do"
+            )
+        yield chosen, manifest
 
 
 def recorded_shape(checkpoint: Path, manifest: Manifest, seq_len: int) -> Shape:
@@ -122,3 +143,217 @@ def load_model(
             raise DataError(f"{checkpoint} does not contain {key} as its own description says")
     fill(table, checkpoint, manifest, contents)
     return model
+
+
+MaxTokensOption = Annotated[
+    int, typer.Option(min=1, help="Tokens to add, unless the document ends before.")
+]
+TemperatureOption = Annotated[
+    float, typer.Option(min=0, help="0: always the likeliest token; 1: as the model is.")
+]
+TopKOption = Annotated[
+    int, typer.Option(min=0, help="Sample from this many likeliest tokens; 0: from all.")
+]
+TopPOption = Annotated[
+    float,
+    typer.Option(
+        min=0, max=1, help="Sample from the likeliest tokens with this probability together."
+    ),
+]
+SeedOption = Annotated[
+    int | None,
+    typer.Option(min=0, max=2**63 - 1, help="The same seed gives the same text on a machine."),
+]
+
+
+@app.command()
+def sample(
+    directory: Folder,
+    prompt: Annotated[str, typer.Option(help="How the text begins.")],
+    max_tokens: MaxTokensOption = 400,
+    temperature: TemperatureOption = 0.7,
+    top_k: TopKOption = 40,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = None,
+    step: Step = None,
+    data: Data = None,
+) -> None:
+    """Print what the model of a run makes of a prompt, as it comes; on a GPU if there is one."""
+    if not math.isfinite(temperature):
+        raise UsageError(f"--temperature {temperature} is not a number to divide by")
+    with _described(directory, step) as (chosen, manifest):
+        text = find_text(directory, chosen, manifest, data)
+        shape = recorded_shape(chosen, manifest, text.seq_len)
+        ids = _encoded(prompt, text)
+        with busy("importing torch"):
+            import torch
+
+            from kempner.model.transformer import generate
+
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        with busy(f"loading {chosen.name}"):
+            model = load_model(chosen, manifest, shape, text.dtype, device)
+
+    generator = torch.Generator(device)
+    generator.manual_seed(generator.seed() if seed is None else seed)
+    begun, how = torch.tensor(ids, device=device), (temperature, top_k or None, top_p)
+    tokens = generate(model, begun, *how, context=text.seq_len, generator=generator)
+    _print(prompt, _pieces(text, ids, islice(tokens, max_tokens)))
+
+
+def _encoded(prompt: str, text: TrainedOn) -> list[int]:
+    """The prompt's tokens. Raises `UsageError` if there are none, or too many."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # bytes of the command line that are no text
+        raise UsageError("--prompt is not valid UTF-8") from error
+    ids = text.tokenizer.encode(prompt)
+    if not ids:
+        raise UsageError("--prompt is empty: give the model a few words to go on from")
+    if len(ids) > text.seq_len:
+        raise UsageError(
+            f"--prompt has {len(ids)} tokens, and the model was trained with {text.seq_len} at "
+            "once (train.seq_len): shorten it"
+        )
+    return ids
+
+
+def _pieces(text: TrainedOn, ids: list[int], tokens: Iterator[int]) -> Iterator[str]:
+    """The text that the tokens add, as soon as each is whole, up to the end of the document."""
+    decoder = text.tokenizer.decoder(ids)
+    for token in tokens:
+        if token == text.tokenizer.eot:
+            break
+        yield decoder.add(token)
+    yield decoder.rest()
+
+
+def _print(prompt: str, pieces: Iterator[str]) -> None:
+    """Print as it comes. On a terminal nothing may steer it: a young model writes any byte."""
+    on_terminal = sys.stdout.isatty()
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what the terminal's encoding does not have
+    print(prompt, end="", flush=True)
+    for piece in pieces:
+        print(_harmless(piece) if on_terminal else piece, end="", flush=True)
+    print()
+
+
+def _harmless(text: str) -> str:
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What a run is evaluated on, and how much of it at once, in sequences of `seq_len` tokens."""
+
+    data: Path
+    seq_len: int
+    global_batch_size: int
+    micro_batch_size: int
+    max_batches: int
+    dtype: str
+
+
+EvalTarget = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN_DIR|JOBID|DIR",
+        help="A run's directory, name or Slurm job; a checkpoint folder, or one checkpoint.",
+    ),
+]
+HeldOutOption = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Held-out tokens; by default the run's own.")
+]
+MaxBatchesOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Global batches to read; by default the run's eval.max_batches."),
+]
+
+
+@app.command("eval")
+def _eval(
+    target: EvalTarget,
+    data: HeldOutOption = None,
+    step: Step = None,
+    max_batches: MaxBatchesOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print loss and perplexity of a run's checkpoint on held-out data; on a GPU if there is one.
+
+    As the run itself does every `eval.interval` steps: the same data, in the same batches.
+    """
+    from kempner.cli.insight.target import run_of
+
+    there = usable_path(Path(target))
+    directory = there if there.exists() else run_of(target).path
+    with _described(directory, step) as (chosen, manifest):
+        held_out = _held_out(directory, chosen, manifest, data, max_batches)
+        loss, tokens = _evaluate(chosen, manifest, held_out)
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    at = manifest.train_state.step
+    if as_json:
+        known = {"step": at, "loss": loss, "perplexity": perplexity, "tokens": tokens}
+        typer.echo(json.dumps({**known, "data": str(held_out.data)}))
+    else:
+        typer.echo(
+            f"step {at}: loss {loss:.4f}, perplexity {perplexity:,.2f} "
+            f"({tokens:,} tokens of {held_out.data})"
+        )
+
+
+def _held_out(
+    directory: Path, checkpoint: Path, manifest: Manifest, data: Path | None, limit: int | None
+) -> HeldOut:
+    """By the run's configuration. Raises `UsageError` if it names no held-out data."""
+    run = run_of_checkpoint(directory, checkpoint)
+    config = recorded_config(run, manifest.attempt)
+    section, train = config.get("eval", {}), config.get("train", {})
+    found = data or section.get("dataset_path")
+    if found is None:
+        raise UsageError(
+            f"{run.path} has no held-out data (eval.dataset_path): name some with --data DIR, as "
+            "`kempner prepare` writes it"
+        )
+    try:
+        return HeldOut(
+            Path(found),
+            int(train["seq_len"]),
+            int(train["global_batch_size"]),
+            int(train["micro_batch_size"]),
+            limit or int(section.get("max_batches", 8)),
+            str(train.get("dtype", "auto")),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{run.config} does not say how {checkpoint.name} was trained; name the directory of "
+            "its run"
+        ) from error
+
+
+def _evaluate(checkpoint: Path, manifest: Manifest, held_out: HeldOut) -> tuple[float, int]:
+    """The loss in nats per token, and how many tokens that were."""
+    shape = recorded_shape(checkpoint, manifest, held_out.seq_len)
+    ids, known = read_index(held_out.data).vocab_size, manifest.identity.model["vocab_size"]
+    if ids > known:
+        raise DataError(
+            f"{held_out.data} has {ids} token ids, the model of {checkpoint.name} {known}: prepare "
+            "it with the tokenizer of the run"
+        )
+    with busy("importing torch"):
+        import torch
+
+        from kempner.data.files.token_file import Corpus
+        from kempner.training.loop import evaluate_alone
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with busy(f"evaluating {checkpoint.name}"):
+        return evaluate_alone(
+            load_model(checkpoint, manifest, shape, held_out.dtype, device),
+            Corpus.open(held_out.data),
+            device,
+            seq_len=held_out.seq_len,
+            global_batch_size=held_out.global_batch_size,
+            micro_batch_size=held_out.micro_batch_size,
+            max_batches=held_out.max_batches,
+        )

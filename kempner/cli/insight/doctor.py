@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,14 +19,12 @@ from rich.console import Console
 from kempner.cli.config import TAKES_OVERRIDES, ConfigFile
 from kempner.cli.progress import busy
 from kempner.cli.usage import overrides
-from kempner.cluster.slurm.allocation import Allocation
 from kempner.config.errors import ConfigError
 from kempner.config.loading import load
 from kempner.config.sections import Config
 from kempner.insight.doctor.checks.fit import PlannedWorld
 from kempner.insight.doctor.examine import Examination, Supervisor, examine
-from kempner.insight.doctor.facts.plan import JobPlan, read_plan
-from kempner.insight.doctor.facts.slurm import job_plan, there_is_slurm
+from kempner.insight.doctor.facts.slurm import JobPlan, job_plan, read_plan, there_is_slurm
 from kempner.insight.doctor.finding import Finding, Level, fail, finding, lines, show, worst
 from kempner.run.output import logs
 from kempner.run.process.exit_codes import ExitCode, UsageError, cannot_read
@@ -36,33 +34,38 @@ from kempner.supervisor.policy.stop import exit_margin, stop_lead
 from kempner.supervisor.readiness import check_ready, check_run_directory
 from kempner.supervisor.slurm.setup import enter, find_job
 
+app = typer.Typer(rich_markup_mode=None)
+
 USUAL_SCRIPT = Path("scripts/slurm/multinode.sh")
 
 
-def register(app: typer.Typer) -> None:
-    app.command(context_settings=TAKES_OVERRIDES)(doctor)
+InAllocationOption = Annotated[
+    bool, typer.Option("--allocation", help="In a Slurm job: check all of its nodes at once.")
+]
+JobidOption = Annotated[
+    str | None,
+    typer.Option(help="With --allocation: another job than the one this command runs in."),
+]
+ScriptOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="The batch script that will be submitted; by default scripts/slurm/multinode.sh, "
+        "where there is Slurm."
+    ),
+]
+NprocOption = Annotated[
+    int | None, typer.Option(min=1, help="Ranks on this machine, where there is no script.")
+]
 
 
+@app.command(context_settings=TAKES_OVERRIDES)
 def doctor(
     context: typer.Context,
     file: ConfigFile,
-    in_allocation: Annotated[
-        bool, typer.Option("--allocation", help="In a Slurm job: check all of its nodes at once.")
-    ] = False,
-    jobid: Annotated[
-        str | None,
-        typer.Option(help="With --allocation: another job than the one this command runs in."),
-    ] = None,
-    script: Annotated[
-        Path | None,
-        typer.Option(
-            help="The batch script that will be submitted; by default scripts/slurm/multinode.sh, "
-            "where there is Slurm."
-        ),
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(min=1, help="Ranks on this machine, where there is no script.")
-    ] = None,
+    in_allocation: InAllocationOption = False,
+    jobid: JobidOption = None,
+    script: ScriptOption = None,
+    nproc: NprocOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> int:
     """Check all that a run needs before it starts: CONFIG, then --section.key=value.
@@ -83,7 +86,17 @@ def doctor(
         examination = _in_allocation(config, run, script, jobid)
     else:
         examination = _before_launch(config, run, script, nproc)
-    supervisor = Supervisor(lambda: _would_start(config, run), _lead)
+
+    def ready() -> None:
+        check_run_directory(run)
+        check_ready(config, run)
+
+    def lead(save: float) -> float:
+        """Before the end of a long job; steps are not counted."""
+        durations = Durations((SaveSeconds(0.0, save, 0.0),))
+        return stop_lead(durations, 0.0, None, exit_margin((), None))
+
+    supervisor = Supervisor(ready, lead)
     with _tidy_when_ended():
         return _tell(examine(examination, supervisor, looking=busy), as_json, examination.nodes)
 
@@ -105,17 +118,10 @@ def _in_allocation(
     plan = job_plan(job) if script is None else _plan(script)
     torchrun = config.slurm.launcher == "torchrun" or (plan is not None and plan.nodes.torchrun)
     allocation, _ = enter(job, os.environ, config, given=jobid is not None, per_task=not torchrun)
-    return Examination(config, run, _world_of(allocation), plan, allocation)
-
-
-def _world_of(allocation: Allocation) -> PlannedWorld:
-    return PlannedWorld(
-        len(allocation.nodes),
-        allocation.tasks_per_node,
-        allocation.gpus_per_node or None,
-        f"job {allocation.job}",
-        in_job=True,
-    )
+    gpus, source = allocation.gpus_per_node or None, f"job {allocation.job}"
+    nodes, tasks = len(allocation.nodes), allocation.tasks_per_node
+    world = PlannedWorld(nodes, tasks, gpus, source, in_job=True)
+    return Examination(config, run, world, plan, allocation)
 
 
 def _before_launch(
@@ -126,9 +132,8 @@ def _before_launch(
             script = USUAL_SCRIPT if there_is_slurm() else None
     plan = None if script is None else _plan(script)
     if plan is None:
-        return Examination(
-            config, run, PlannedWorld(1, nproc or 1, None, "--nproc" if nproc else "one process")
-        )
+        source = "--nproc" if nproc else "one process"
+        return Examination(config, run, PlannedWorld(1, nproc or 1, None, source))
     section, asked = config.slurm, plan.nodes
     gpus = asked.gpus if section.gpus_per_node is None else section.gpus_per_node
     asked = replace(asked, gpus=gpus, torchrun=asked.torchrun or section.launcher == "torchrun")
@@ -146,35 +151,20 @@ def _plan(script: Path) -> JobPlan:
         raise UsageError(str(error)) from error
 
 
-def _would_start(
-    config: Config, run: RunDirectory, environ: Mapping[str, str] = os.environ
-) -> None:
-    """What the supervisor checks. Raises `RunError`."""
-    check_run_directory(run, environ)
-    check_ready(config, run, environ)
-
-
-def _lead(save: float) -> float:
-    """Seconds before the end of a long job at which the supervisor stops, steps not counted."""
-    return stop_lead(Durations((SaveSeconds(0.0, save, 0.0),)), 0.0, None, exit_margin((), None))
-
-
 def _tell(findings: Iterable[Finding], as_json: bool, asked: Collection[str] = ()) -> int:
-    """Print each finding as it comes; the exit code of all."""
     told = list[Finding]()
-    each = _keeping(findings, told)
+
+    def keeping() -> Iterator[Finding]:
+        for each in findings:
+            told.append(each)
+            yield each
+
     if as_json:
-        plain = [one.to_json() for one in each]
-        typer.echo(json.dumps({"level": worst(told).value, "findings": plain}, indent=2))
+        plain = [one.to_json() for one in keeping()]
+        typer.echo(json.dumps({"level": worst(told), "findings": plain}, indent=2))
     elif sys.stdout.isatty():
-        show(each, asked, Console())
+        show(keeping(), asked, Console())
     else:
-        for line in lines(each, asked):
+        for line in lines(keeping(), asked):
             typer.echo(line)
     return ExitCode.USAGE if worst(told) is Level.FAIL else ExitCode.COMPLETED
-
-
-def _keeping(findings: Iterable[Finding], kept: list[Finding]) -> Iterator[Finding]:
-    for each in findings:
-        kept.append(each)
-        yield each

@@ -8,30 +8,27 @@ from typing import Annotated
 import typer
 
 from kempner.cli.insight.target import RUN, RUN_METAVAR, run_of
-from kempner.cluster.machine.rlimits import raise_open_file_limit
+from kempner.cluster.machine import raise_open_file_limit
 from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import SlurmError
 from kempner.insight.attempt_lines import AttemptLines, shown
+from kempner.insight.run_reader import RunReader
 from kempner.insight.status.activity import Activity
-from kempner.insight.status.job import job_of
-from kempner.insight.status.read import JobWatch
+from kempner.insight.status.job import JobWatch, job_of
 from kempner.insight.status.runs import RunFollower
 from kempner.run.process.exit_codes import UsageError, cannot_read
 from kempner.run.record.attempts import attempt_numbers
-from kempner.run.record.history import RunHistory
 from kempner.run.record.run_dir import RunDirectory
 
-_LOOK = 0.5
-"""Seconds between two looks at the files."""
+app = typer.Typer(rich_markup_mode=None)
+
+_LOOK = 0.5  # seconds between two looks at the files
 
 _GOES_ON = (Activity.QUEUED, Activity.UNKNOWN, Activity.NOT_STARTED)
 """What a run that is not live may come back from."""
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(logs)
-
-
+@app.command()
 def logs(
     target: Annotated[str, typer.Argument(metavar=RUN_METAVAR, help=RUN)],
     rank: Annotated[
@@ -44,8 +41,8 @@ def logs(
 ) -> None:
     """Print the logs of a run's last attempt, each line with the rank that it is of.
 
-    What a rank has printed follows what it has logged; rank 0 prints where the supervisor does: at
-    the terminal, or in the job's output. `kempner triage` says what failed first.
+    What a rank has printed follows what it has logged; in a Slurm job rank 0 prints into the job's
+    output. `kempner triage` says what failed first.
     """
     if follow and attempt is not None:
         raise UsageError("--follow is for the last attempt: leave --attempt out")
@@ -69,7 +66,7 @@ def logs(
 def _say_where_rank_0_prints(run: RunDirectory) -> None:
     """For a job that Slurm still knows."""
     try:
-        job = job_of(RunHistory.read(run.ledger))
+        job = job_of(RunReader(run).read().history)
         output = "" if job is None else scontrol.output_file(job, within=0.0)
     except OSError as error:
         raise cannot_read(run.ledger, error) from error
@@ -86,26 +83,19 @@ def _print_once(run: RunDirectory, attempt: int | None, rank: int | None) -> Non
         which = "an attempt" if attempt is None else f"attempt {attempt}"
         raise UsageError(f"{run.path} has no logs of {which}{kept}")
     lines = AttemptLines(run, attempt or there[-1], rank)
-    said = False
-    for text in shown(lines.read()):
-        typer.echo(text)
-        said = True
-    if not said and rank is not None:
+    if not _show(lines) and rank is not None:
         raise UsageError(f"there are no logs of rank {rank} in {lines.folder}")
 
 
 def _follow(run: RunDirectory, rank: int | None) -> None:
-    """Print what comes, attempt by attempt, until the run is over."""
     follower = RunFollower(run, JobWatch(None, wait=False), patient=False)
     number, lines, over = 0, None, False
     while True:
         newest = max(_attempts(run), default=0)
+        _show(lines)
         if newest > number:
-            if lines is not None:
-                _show(lines)
             number, lines = newest, AttemptLines(run, newest, rank)
             typer.echo(f"attempt {number}", err=True)
-        if lines is not None:
             _show(lines)
         if over:
             return
@@ -115,9 +105,13 @@ def _follow(run: RunDirectory, rank: int | None) -> None:
             time.sleep(_LOOK)
 
 
-def _show(lines: AttemptLines) -> None:
-    for text in shown(lines.read()):
+def _show(lines: AttemptLines | None) -> bool:
+    """Print what is new; whether there is anything."""
+    said = False
+    for text in () if lines is None else shown(lines.read()):
         typer.echo(text)
+        said = True
+    return said
 
 
 def _attempts(run: RunDirectory) -> list[int]:

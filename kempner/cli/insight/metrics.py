@@ -11,40 +11,44 @@ from typing import Annotated
 import typer
 
 from kempner.cli.usage import usable_path
-from kempner.insight.metrics.exporters import Prometheus, TensorBoard, WandB
+from kempner.insight.metrics.exporters import OpenTelemetry, Prometheus, TensorBoard, WandB
 from kempner.insight.metrics.follow import Opener, follow
-from kempner.insight.metrics.otlp import OpenTelemetry
 from kempner.run.control.launch_env import EXPORT_FOR
 from kempner.run.process.exit_codes import CannotWriteError, UsageError
 from kempner.run.process.signals import follow_parent, inbox
 from kempner.run.record.run_dir import RunDirectory
 
-
-def register(app: typer.Typer) -> None:
-    """Adds `metrics` to `app`."""
-    app.command()(metrics)
+app = typer.Typer(rich_markup_mode=None)
 
 
+TensorboardOption = Annotated[
+    bool, typer.Option("--tensorboard", help="To an event file in RUN_DIR/tensorboard/.")
+]
+WandbOption = Annotated[
+    str | None, typer.Option(metavar="PROJECT", help="To Weights & Biases, one run for all.")
+]
+PrometheusOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="To a text file with the last numbers.")
+]
+OpentelemetryOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL", help="To a collector, by OTLP over HTTP; `env`: as OTEL_* variables say."
+    ),
+]
+FollowingOption = Annotated[
+    bool, typer.Option("--follow", help="Go on with what comes, until Ctrl-C or SIGTERM.")
+]
+
+
+@app.command()
 def metrics(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's directory.")],
-    tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="To an event file in RUN_DIR/tensorboard/.")
-    ] = False,
-    wandb: Annotated[
-        str | None, typer.Option(metavar="PROJECT", help="To Weights & Biases, one run for all.")
-    ] = None,
-    prometheus: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="To a text file with the last numbers.")
-    ] = None,
-    opentelemetry: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL", help="To a collector, by OTLP over HTTP; `env`: as OTEL_* variables say."
-        ),
-    ] = None,
-    following: Annotated[
-        bool, typer.Option("--follow", help="Go on with what comes, until Ctrl-C or SIGTERM.")
-    ] = False,
+    tensorboard: TensorboardOption = False,
+    wandb: WandbOption = None,
+    prometheus: PrometheusOption = None,
+    opentelemetry: OpentelemetryOption = None,
+    following: FollowingOption = False,
 ) -> None:
     """Hand a run's metrics on to TensorBoard, Weights & Biases, Prometheus or OpenTelemetry.
 
@@ -69,14 +73,18 @@ def metrics(
     ((kind, open_exporter),) = openers.items()
     told = threading.Event()
     if following:
-        # A handler would run within `told.wait`, and wait for the lock that this holds.
-        inbox().install()
-        inbox().react_with(lambda _: told.set())
-        if supervisor := os.environ.get(EXPORT_FOR):
-            follow_parent(int(supervisor), signal.SIGTERM)
+        _set_when_told(told)
     else:
         told.set()
     if not follow(run, kind, open_exporter, told.wait) and not following:
         raise CannotWriteError(
             f"not all metrics of {run.path} were handed on; the same command goes on from there"
         )
+
+
+def _set_when_told(told: threading.Event) -> None:
+    """Set the event when a signal asks for an end, or the supervisor that this is for is gone."""
+    inbox().install()
+    inbox().react_with(lambda _: told.set())
+    if supervisor := os.environ.get(EXPORT_FOR):
+        follow_parent(int(supervisor), signal.SIGTERM)

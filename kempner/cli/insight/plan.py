@@ -20,21 +20,26 @@ from kempner.cli.usage import overrides
 from kempner.config.loading import load
 from kempner.config.sections import Config
 from kempner.data.files.index import read_index, vocabulary
-from kempner.model.spec.experts import Division, ExpertModel, divide_experts, fits
 from kempner.model.spec.mesh import ranks_on_a_node, resolve_mesh
 from kempner.model.spec.step_time import DEFAULTS, GPUS, Assumptions, GpuModel, find_gpu
 from kempner.run.output.units import count
 from kempner.run.process.exit_codes import DataError, ExitCode, UsageError
+from kempner.training.plan.experts import Division, ExpertModel, divide_experts, fits
+
+app = typer.Typer(rich_markup_mode=None)
 
 
-def divide(model: Path, world: int, gpu: str, as_json: bool) -> int:
+def divide(model: Path, world: int, gpu: str, as_json: bool, refused: Sequence[str] = ()) -> int:
     """Print what memory a rank needs, by the degree of expert parallelism; the exit code.
 
-    `model` is the config.json of a Hugging Face model, or its folder.
+    `model` is the config.json of a Hugging Face model, or its folder; `refused` are options that
+    only a configuration takes.
     """
+    if refused:
+        raise UsageError(f"{refused[0]} has no effect on a MODEL: --world and --gpu do")
     card = find_gpu(gpu)
     with busy("importing torch and building the model without its weights"):
-        from kempner.training.plan.expert_counts import count_experts
+        from kempner.training.plan.experts import count_experts
 
         counted = count_experts(model)
     ways = divide_experts(counted, world)
@@ -47,17 +52,11 @@ def divide(model: Path, world: int, gpu: str, as_json: bool) -> int:
 
 
 def _to_json(model: ExpertModel, ways: Sequence[Division], gpu: GpuModel) -> dict[str, object]:
-    rows = [
-        asdict(way)
-        | {
-            "fits": {
-                "weights": fits(way.weights, gpu.memory),
-                "sharded": fits(way.sharded, gpu.memory),
-                "whole": fits(way.whole, gpu.memory),
-            }
-        }
-        for way in ways
-    ]
+    rows = []
+    for way in ways:
+        needs = {"weights": way.weights, "sharded": way.sharded, "whole": way.whole}
+        fitting = {name: fits(size, gpu.memory) for name, size in needs.items()}
+        rows.append({**asdict(way), "fits": fitting})
     return {"model": asdict(model), "gpu": gpu.name, "ways": rows}
 
 
@@ -83,40 +82,43 @@ def _to_text(model: ExpertModel, ways: Sequence[Division], gpu: GpuModel, world:
 _DAY = 86_400
 
 
-def register(app: typer.Typer) -> None:
-    app.command(context_settings=TAKES_OVERRIDES)(plan)
+FileArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CONFIG|MODEL",
+        help="Configuration in TOML; or a Hugging Face model: its folder or config.json.",
+    ),
+]
+NodesOption = Annotated[
+    int | None, typer.Option(min=1, help="Nodes that they are on; by default 8 ranks on each.")
+]
+NetworkGbpsOption = Annotated[
+    float,
+    typer.Option(min=0.001, help="Gbit/s that a node sends to others, its adapters together."),
+]
+StorageRateOption = Annotated[
+    float, typer.Option(min=0.001, help="GB/s at which all ranks together write a checkpoint.")
+]
+NodeFailureDaysOption = Annotated[
+    float, typer.Option(min=0.001, help="Days between two failures of one node.")
+]
+EfficiencyOption = Annotated[
+    float,
+    typer.Option(min=0.01, max=1, help="Share of the GPU's peak that products of matrices get."),
+]
 
 
+@app.command(context_settings=TAKES_OVERRIDES)
 def plan(
     context: typer.Context,
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CONFIG|MODEL",
-            help="Configuration in TOML; or a Hugging Face model: its folder or config.json.",
-        ),
-    ],
+    file: FileArgument,
     world: Annotated[int, typer.Option(min=1, help="Number of ranks, one for each GPU.")],
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Nodes that they are on; by default 8 ranks on each.")
-    ] = None,
+    nodes: NodesOption = None,
     gpu: Annotated[str, typer.Option(help=f"One of {', '.join(GPUS)}.")] = "H100",
-    network_gbps: Annotated[
-        float,
-        typer.Option(min=0.001, help="Gbit/s that a node sends to others, its adapters together."),
-    ] = 8 * DEFAULTS.network / 1e9,
-    storage_rate: Annotated[
-        float, typer.Option(min=0.001, help="GB/s at which all ranks together write a checkpoint.")
-    ] = DEFAULTS.storage / 1e9,
-    node_failure_days: Annotated[
-        float, typer.Option(min=0.001, help="Days between two failures of one node.")
-    ] = DEFAULTS.node_failure / _DAY,
-    efficiency: Annotated[
-        float,
-        typer.Option(
-            min=0.01, max=1, help="Share of the GPU's peak that products of matrices get."
-        ),
-    ] = DEFAULTS.compute_share,
+    network_gbps: NetworkGbpsOption = 8 * DEFAULTS.network / 1e9,
+    storage_rate: StorageRateOption = DEFAULTS.storage / 1e9,
+    node_failure_days: NodeFailureDaysOption = DEFAULTS.node_failure / _DAY,
+    efficiency: EfficiencyOption = DEFAULTS.compute_share,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Say what memory a rank will need, what it will send, how long a step will take and why.
@@ -127,20 +129,15 @@ def plan(
     is not enough.
     """
     if file.is_dir() or file.suffix == ".json":
-        if context.args:
-            raise UsageError(f"{context.args[0]} has no effect on a MODEL: --world and --gpu do")
-        return divide(file, world, gpu, as_json)
+        return divide(file, world, gpu, as_json, refused=context.args)
     config = load(file, overrides(context, file))
-    # What cannot be is said before torch is imported.
-    find_gpu(gpu)
-    resolve_mesh(config, world)
-    ranks_on_a_node(config, world, nodes)
-    vocab_size = _vocabulary(config)
+    find_gpu(gpu)  # what cannot be is refused before torch is imported
+    vocab_size = _check(config, world, nodes)
     # Nothing is computed: more threads would only take memory.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with busy("importing torch"):
         from kempner.training.plan.plan import plan as make
-        from kempner.training.plan.words import to_json, to_text
+        from kempner.training.plan.plan import to_json, to_text
 
     assumptions = Assumptions(
         network=network_gbps * 1e9 / 8,
@@ -154,8 +151,11 @@ def plan(
     return ExitCode.COMPLETED if made.fits else ExitCode.CRASHED
 
 
-def _vocabulary(config: Config) -> int:
-    """As configured, else that of the data. Raises `DataError` if neither says it."""
+def _check(config: Config, world: int, nodes: int | None) -> int:
+    """The size of the vocabulary: as configured, else that of the data. Raises `DataError` if
+    neither says it, `UsageError` if the ranks make no mesh."""
+    resolve_mesh(config, world)
+    ranks_on_a_node(config, world, nodes)
     if config.model.vocab_size is not None:
         return config.model.vocab_size
     try:

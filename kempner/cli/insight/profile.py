@@ -9,20 +9,18 @@ from typing import Annotated
 import typer
 
 from kempner.cli.usage import usable_path
-from kempner.insight.status.read import RunReader
+from kempner.insight.run_reader import RunReader
 from kempner.insight.status.summary import summarise
 from kempner.run.process.exit_codes import ExitCode, UsageError, cannot_read
 from kempner.run.record.profile_request import ProfileMail
 from kempner.run.record.run_dir import RunDirectory
 
-_LOOK = 0.5
-"""Seconds between two looks for the answer."""
+app = typer.Typer(rich_markup_mode=None)
+
+_LOOK = 0.5  # seconds between two looks for the answer
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(profile)
-
-
+@app.command()
 def profile(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's directory.")],
     rank: Annotated[int, typer.Option(min=0, help="The rank to trace.")] = 0,

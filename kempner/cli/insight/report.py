@@ -14,19 +14,18 @@ from kempner.cli.progress import busy
 from kempner.cli.usage import usable_path
 from kempner.insight.report.page.document import page
 from kempner.insight.report.page.words import share
-from kempner.insight.report.summary import RunData, read_run
+from kempner.insight.report.summary import read_run
 from kempner.run.output.units import count
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.run_dir import RunDirectory
 
+app = typer.Typer(rich_markup_mode=None)
+
 DEFAULT = Path("report.html")
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(report)
-
-
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Directories of runs.")],
     output: Annotated[
@@ -47,25 +46,17 @@ def report(
         return
     with busy("drawing"):
         content = page(read, kempner.__version__)
-    _write(usable_path(output), content)
-    for data in read:
-        typer.echo(f"{output}: {_line(data)}")
-
-
-def _line(data: RunData) -> str:
-    found = data.report
-    many = count(len(found.interruptions), "interruption")
-    goodput = "unknown" if found.time.goodput is None else share(found.time.goodput)
-    return f"{found.name}: {found.training.state}, goodput {goodput}, {many}"
-
-
-def _write(path: Path, content: str) -> None:
+    path = usable_path(output)
     try:
         replace_durable(path, content.encode(), unique="report")
     except OSError as error:
         raise UsageError(
             f"{path} cannot be written ({error.strerror}); name another file with --output"
         ) from error
+    for found in (data.report for data in read):
+        many = count(len(found.interruptions), "interruption")
+        goodput = "unknown" if found.time.goodput is None else share(found.time.goodput)
+        typer.echo(f"{output}: {found.name}: {found.training.state}, goodput {goodput}, {many}")
 
 
 def _finite(value: Any) -> Any:

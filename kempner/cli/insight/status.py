@@ -10,26 +10,21 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from kempner.cli.insight.rows import table_row, terminal_columns
 from kempner.cli.insight.status_words import line, rows
 from kempner.cli.insight.target import is_job, named_run
-from kempner.insight.status.job import find_run
-from kempner.insight.status.read import JobWatch
+from kempner.insight.status.job import JobWatch, find_run
 from kempner.insight.status.runs import AllRuns, RunFollower, find_runs, pending, places
 from kempner.insight.status.summary import Status
 from kempner.run.process.exit_codes import UsageError
 
-Read: TypeAlias = Callable[[], Sequence[tuple[str, Status]]]
-"""Names and status, read now."""
+app = typer.Typer(rich_markup_mode=None)
 
-PATIENCE = 5.0
-"""Seconds for which Slurm is asked again where it does not answer."""
+Read: TypeAlias = Callable[[], Sequence[tuple[str, Status]]]  # names and status, read now
 
-
-def register(app: typer.Typer) -> None:
-    app.command()(status)
+PATIENCE = 5.0  # seconds for which Slurm is asked again where it does not answer
 
 
+@app.command()
 def status(
     target: Annotated[
         str | None,
@@ -74,8 +69,7 @@ def status(
 
 def _print_rows(name: str, found: Status) -> None:
     for label, value in rows(name, found):
-        for text in table_row(label, value, terminal_columns()):
-            typer.echo(text)
+        typer.echo(f"{label:<18} {value}")
     if found.facts.gave_up is not None:
         typer.echo(found.facts.gave_up)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import pairwise
@@ -34,20 +34,14 @@ from kempner.run.output.units import count
 from kempner.run.process.exit_codes import RunError
 from kempner.run.process.threads import keep_running
 
-WIDEST = 110
-"""Columns beyond which a line is hard to read."""
+WIDEST = 110  # columns beyond which a line is hard to read
 
 NARROW, WIDE = 70, 95
 """Columns from which a table of runs has speed and time left, and from which attempt and job."""
 
-NAMES = 17
-"""Columns of the names, so that all values begin in the same one."""
-
-LONGEST_CURVE = 40
-"""Columns of a curve."""
-
-STEADY = 0.85
-"""The least share of its highest value at which a speed counts as steady."""
+NAMES = 17  # columns of the names, so that all values begin in the same one
+LONGEST_CURVE = 40  # columns of a curve
+STEADY = 0.85  # the least share of its highest value at which a speed counts as steady
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -78,13 +72,11 @@ def _style(status: Status) -> str:
 
 
 def print_once(found: Sequence[tuple[str, Status]], *, together: bool) -> None:
-    """Show it on standard output, once."""
     console = Console(highlight=False)
     console.print(view(found, together=together, columns=console.width))
 
 
 def view(found: Sequence[tuple[str, Status]], *, together: bool, columns: int) -> RenderableType:
-    """One run in full, or all of them, a line each, where they are shown `together`."""
     if together:
         return table(found, columns)
     return Group(*(panel(name, status, columns) for name, status in found))
@@ -101,18 +93,20 @@ def panel(
     parts: list[RenderableType] = [_headline(status), *_bar(status, width - 6), Text()]
     parts.append(_details(status, width - 6))
     if status.ends and lists > 0:
-        parts += [Text(), _interruptions(status)]
+        newest_first = reversed(status.ends)
+        ends = [(words.moment(e.time, status.now), words.describe_end(e)) for e in newest_first]
+        parts += [Text(), _list("interrupted", ends)]
     if status.ranks.groups and lists > 1:
-        parts += [Text(), _ranks(status)]
+        parts += [Text(), _list("ranks", words.places(status))]
     if status.facts.gave_up is not None:
         parts += [Text(), Text(str(status.facts.gave_up), style="red")]
     parts += [Text(sentence, style="yellow", overflow="fold") for sentence in status.facts.unread]
-    title = Path(name).name or "no run yet"
+    title, clock = Path(name).name or "no run yet", f"{datetime.fromtimestamp(status.now):%H:%M:%S}"
     return Panel(
         Group(*parts),
         title=Text(f" {title} ", style="bold"),
         title_align="left",
-        subtitle=_bottom(status, note),
+        subtitle=Text(f" {clock}{f' · {note}' if note else ''} ", style="dim"),
         subtitle_align="right",
         border_style=style.replace("bold ", ""),
         box=box.ROUNDED,
@@ -121,13 +115,7 @@ def panel(
     )
 
 
-def _bottom(status: Status, note: str) -> Text:
-    clock = f"{datetime.fromtimestamp(status.now):%H:%M:%S}"
-    return Text(f" {clock}{f' · {note}' if note else ''} ", style="dim")
-
-
 def _headline(status: Status) -> Text:
-    """What it is doing, and why."""
     activity, reason = status.doing
     style = _style(status)
     line = Text("● ", style=style)
@@ -138,7 +126,6 @@ def _headline(status: Status) -> Text:
 
 
 def _bar(status: Status, width: int) -> Iterator[RenderableType]:
-    """How far the run is, where that is known."""
     progress = status.progress
     if progress.step is None or not progress.total:
         return
@@ -160,10 +147,7 @@ def _bar(status: Status, width: int) -> Iterator[RenderableType]:
 
 
 def _details(status: Status, width: int) -> Table:
-    """Names and values; curves of loss and speed where there is room."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True, min_width=NAMES)
-    grid.add_column(ratio=1)
+    grid = _grid()
     curves = {"loss": status.curve("loss"), "speed": status.curve("tokens_per_second")}
     job = [] if status.job is None else words.job_rows(status.job)
     for name, value in (*words.facts(status), *job):
@@ -182,7 +166,6 @@ def _details(status: Status, width: int) -> Table:
 
 
 def _emphasis(name: str, value: str, status: Status) -> str:
-    """What a person has to see first."""
     if value == words.UNKNOWN:
         return "dim"
     if name == "waits for" or "DAMAGED" in value or "DISAGREE" in value:
@@ -210,28 +193,18 @@ def sparkline(values: Sequence[float], columns: int, *, from_zero: bool = False)
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
 
-def _interruptions(status: Status) -> Table:
-    """The last interruptions, the newest first."""
-    grid = _list("interrupted")
-    for end in reversed(status.ends):
-        when = words.moment(end.time, status.now)
-        grid.add_row(when, Text(words.describe_end(end), overflow="fold"))
-    return grid
-
-
-def _ranks(status: Status) -> Table:
-    grid = _list("ranks")
-    for name, value in words.places(status):
-        name, _, place = value.partition(": ") if name == "ranks" else (name, "", value)
-        grid.add_row(name, Text(place, overflow="fold"))
-    return grid
-
-
-def _list(title: str) -> Table:
+def _grid() -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True, min_width=NAMES)
     grid.add_column(ratio=1)
+    return grid
+
+
+def _list(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    grid = _grid()
     grid.add_row(Text(title, style="bold not dim"), "")
+    for name, value in rows:
+        grid.add_row(name, Text(value, overflow="fold"))
     return grid
 
 
@@ -242,13 +215,19 @@ def table(found: Sequence[tuple[str, Status]], columns: int, note: str = "") -> 
     shown = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False)
     shown.add_column("run", style="bold", no_wrap=True)
     shown.add_column("state", no_wrap=True)
-    for name in ("step", *_more_columns(columns)):
-        shown.add_column(name, justify="right", no_wrap=True)
+    heads = ["step", "loss", "left"] if columns >= NARROW else ["step"]
+    if columns >= WIDE:
+        heads = ["step", "loss", "tokens/s", "left", "attempt", "job"]
+    for head in heads:
+        shown.add_column(head, justify="right", no_wrap=True)
     reasons = Table.grid(padding=(0, 2))
     reasons.add_column(no_wrap=True, max_width=columns // 3)
     reasons.add_column(style="dim", overflow="fold")
     for name, status in found:
-        shown.add_row(*_cells(name, status, columns))
+        found_here = words.numbers(status)
+        state = Text(f"● {status.doing.activity}", style=_style(status))
+        values = (Text(found_here[head] or words.UNKNOWN) for head in heads)
+        shown.add_row(Text(Path(name).name), state, *values)
         said = (*status.facts.unread, status.doing.reason, status.ranks.waits_for)
         if why := next((sentence for sentence in said if sentence), ""):
             reasons.add_row(Text(Path(name).name, style=_style(status)), Text(why))
@@ -258,32 +237,7 @@ def table(found: Sequence[tuple[str, Status]], columns: int, note: str = "") -> 
     return Group(*parts, Padding(Text(bottom, style="dim"), (0, 0, 0, 1)))
 
 
-def _more_columns(columns: int) -> tuple[str, ...]:
-    """The further columns of the table that fit on a terminal of this width."""
-    if columns >= WIDE:
-        return ("loss", "tokens/s", "left", "attempt", "job")
-    return ("loss", "left") if columns >= NARROW else ()
-
-
-def _cells(name: str, status: Status, columns: int) -> Iterator[RenderableType]:
-    yield Text(Path(name).name)
-    yield Text(f"● {status.doing.activity}", style=_style(status))
-    yield Text(words.step(status.progress).replace(" of ", "/"))
-    rate = status.progress.pace.tokens_per_second if status.doing.activity.is_live else None
-    done_at, loss = status.outlook.done_at, status.progress.loss
-    left = None if done_at is None else max(0.0, done_at - status.now)
-    values = {
-        "loss": None if loss is None else f"{loss:.4f}",
-        "tokens/s": None if rate is None else f"{rate:,.0f}",
-        "left": None if left is None else duration(round(left)),
-        "attempt": None if status.attempt is None else str(status.attempt.number),
-        "job": None if status.job is None else status.job.job,
-    }
-    yield from (Text(values[name] or words.UNKNOWN) for name in _more_columns(columns))
-
-
-EVERY = 2.0
-"""Seconds between two looks: as often as a supervisor says where its ranks are."""
+EVERY = 2.0  # seconds between two looks: as often as a supervisor says where its ranks are
 
 OLD_AFTER = 10.0
 """Seconds without an answer of the file system after which the view says how old it is."""
@@ -335,39 +289,22 @@ class View:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         last, columns = self._watcher.last, options.max_width
-        note = _age(last) or ("" if self._whole else "Ctrl-C leaves")
-        found = [(name, _as_of_now(status, last)) for name, status in last.found]
+        passed, note = time.monotonic() - last.at, "" if self._whole else "Ctrl-C leaves"
+        if last.error is not None or passed > OLD_AFTER:
+            note = f"{duration(round(passed))} old"
+        wrong = () if last.error is None else (str(last.error),)
+        found = [(name, status.later(passed, *wrong)) for name, status in last.found]
         if not found:
             yield Text(str(last.error or "reading ..."), style="dim")
         elif self._together:
             yield table(found, columns, note)
         else:
-            rows = None if self._whole else console.height
-            yield from (_fitting(console, *one, columns, note, rows) for one in found)
-
-
-def _fitting(
-    console: Console, name: str, status: Status, columns: int, note: str, rows: int | None
-) -> RenderableType:
-    """As much of a run as fits in `rows` rows."""
-    for lists in (2, 1, 0):
-        drawn = panel(name, status, columns, note, lists)
-        if rows is None or len(console.render_lines(drawn)) <= rows:
-            break
-    return drawn
-
-
-def _as_of_now(status: Status, last: Look) -> Status:
-    """Its durations counted on, with what has gone wrong since it was read."""
-    wrong = () if last.error is None else (str(last.error),)
-    return status.later(time.monotonic() - last.at, *wrong)
-
-
-def _age(last: Look) -> str:
-    """How old the view is, if it should be newer."""
-    passed = time.monotonic() - last.at
-    old = last.error is not None or passed > OLD_AFTER
-    return f"{duration(round(passed))} old" if old else ""
+            for name, status in found:
+                for lists in (2, 1, 0):  # as much of it as fits
+                    drawn = panel(name, status, columns, note, lists)
+                    if self._whole or len(console.render_lines(drawn)) <= console.height:
+                        break
+                yield drawn
 
 
 def show_until_ctrl_c(read: Callable[[], Found], *, together: bool) -> None:
@@ -399,7 +336,6 @@ def _draw(watcher: Watcher, console: Console, *, together: bool) -> None:
 
 
 def print_lines(watcher: Watcher) -> None:
-    """A line for each run as often as it changes, until all are over."""
     told: dict[str, str] = {}
     complaint = ""
     while True:

@@ -6,16 +6,15 @@ from collections.abc import Iterator
 from datetime import datetime
 
 from kempner.insight.report.page.words import duration
+from kempner.insight.run_reader import CheckpointFacts
 from kempner.insight.status.activity import Activity
-from kempner.insight.status.facts import CheckpointFacts
 from kempner.insight.status.job import JobStatus
 from kempner.insight.status.summary import AttemptStatus, EndOfAttempt, RunProgress, Status
 from kempner.run.output.units import count, name_or_count
 
 UNKNOWN = "-"
 
-SHOWN_GROUPS = 8
-"""Places of ranks that are shown."""
+SHOWN_GROUPS = 8  # places of ranks that are shown
 
 _DAY = 86400.0
 
@@ -29,24 +28,29 @@ def rows(name: str, status: Status) -> Iterator[tuple[str, str]]:
     yield from facts(status)
     for end in status.ends:
         yield "interrupted", f"{moment(end.time, status.now)}: {describe_end(end)}"
-    yield from places(status)
+    for name, place in places(status):
+        yield (name, place) if len(name) <= 18 else ("ranks", f"{name}: {place}")
     for sentence in status.facts.unread:
         yield "problem", sentence
 
 
 def facts(status: Status) -> Iterator[tuple[str, str]]:
-    """Progress, speed, ends, and what holds the run up."""
     progress, activity = status.progress, status.doing.activity
     yield "step", step(progress)
     yield "loss", loss(progress)
     if activity.is_live:
         yield "speed", speed(progress)
-    if status.outlook.done_at is not None:
-        yield "time left", time_left(status, status.outlook.done_at)
+    if (done_at := status.outlook.done_at) is not None:
+        until = duration(round(max(0.0, done_at - status.now)))
+        yield "time left", f"{until}, done {moment(done_at, status.now)}"
     if (allocation := allocation_left(status)) is not None:
         yield "allocation", allocation
-    if status.outlook.deadline is not None and not _is_end_of_job(status):
-        yield "next deadline", deadline(status)
+    deadline, job = status.outlook.deadline, status.job
+    end_of_job = None if job is None or job.preempted else job.ends_at  # "allocation" tells of it
+    if deadline is not None and deadline.time != end_of_job:
+        left = deadline.time - status.now
+        when = f"in {duration(round(left))}" if left > 0 else f"{duration(round(-left))} ago"
+        yield "next deadline", f"{when}: {deadline.what}"
     yield "latest checkpoint", checkpoint(status.facts.checkpoint, status.now)
     yield "attempt", attempt(status.attempt, status.now)
     if status.ranks.waits_for not in ("", status.doing.reason):
@@ -56,32 +60,18 @@ def facts(status: Status) -> Iterator[tuple[str, str]]:
         yield "slowest rank", "none stands out" if slow is None else slow.sentence
 
 
-def _is_end_of_job(status: Status) -> bool:
-    """Whether the row "allocation" tells of the next deadline."""
-    job, next_ = status.job, status.outlook.deadline
-    return job is not None and next_ is not None and job.ends_at == next_.time and not job.preempted
-
-
 def places(status: Status) -> Iterator[tuple[str, str]]:
-    """Where the ranks are: the largest groups."""
     groups = sorted(status.ranks.groups, key=lambda group: -len(group.ranks))[:SHOWN_GROUPS]
     for group in sorted(groups, key=lambda group: (group.step, group.ranks)):
-        name = name_or_count(group.ranks)
-        yield (name, group.place) if len(name) <= 18 else ("ranks", f"{name}: {group.place}")
+        yield name_or_count(group.ranks), group.place
     if rest := len(status.ranks.groups) - len(groups):
         yield "", f"and {count(rest, 'other place')}"
 
 
 def job_rows(job: JobStatus) -> Iterator[tuple[str, str]]:
-    """The rows on the Slurm job."""
-    yield "job", describe_job(job)
+    yield "job", f"{job.job} {job.state} {job.nodes}".rstrip()
     if not (job.restarts.accounting is None and job.agrees):
         yield "restarts", f"{job.restarts}{'' if job.agrees else ': THEY DISAGREE'}"
-
-
-def describe_job(job: JobStatus) -> str:
-    """Its id, state and nodes, as Slurm spells them."""
-    return f"{job.job} {job.state} {job.nodes}".rstrip()
 
 
 def step(progress: RunProgress) -> str:
@@ -91,14 +81,12 @@ def step(progress: RunProgress) -> str:
 
 
 def loss(progress: RunProgress) -> str:
-    """The last one, and the last one on held-out data."""
     said = _known(progress.loss, "{:.4f}")
     held_out = progress.eval_loss
     return said if held_out is None else f"{said}, held-out {held_out:.4f}"
 
 
 def speed(progress: RunProgress) -> str:
-    """Tokens a second of all ranks, and what else is known."""
     said = [_known(progress.pace.tokens_per_second, "{:,.0f} tokens/s")]
     if progress.pace.mfu is not None:
         said.append(f"MFU {progress.pace.mfu:.1%}")
@@ -110,16 +98,9 @@ def speed(progress: RunProgress) -> str:
     return ", ".join(said)
 
 
-_WORTH_TELLING = 0.05
-"""Share of the time of steps that goes into waiting, from which on it is told."""
+_WORTH_TELLING = 0.05  # share of the time of steps that goes into waiting, from which on it is told
 
 _WAITED = {"others": "other ranks"}
-
-
-def time_left(status: Status, done_at: float) -> str:
-    """The time until the last step."""
-    left = max(0.0, done_at - status.now)
-    return f"{duration(round(left))}, done {moment(done_at, status.now)}"
 
 
 def allocation_left(status: Status) -> str | None:
@@ -131,22 +112,10 @@ def allocation_left(status: Status) -> str | None:
     if status.outlook.done_at is None:
         return f"ends in {left}"
     apart = duration(round(abs(ends_at - status.outlook.done_at)))
-    if status.outlook.fits:
-        return f"ends in {left}, {apart} after the run is done"
-    return f"ends in {left}, {apart} before the run is done"
-
-
-def deadline(status: Status) -> str:
-    """What happens next, and when."""
-    if status.outlook.deadline is None:
-        return UNKNOWN
-    left = status.outlook.deadline.time - status.now
-    when = f"in {duration(round(left))}" if left > 0 else f"{duration(round(-left))} ago"
-    return f"{when}: {status.outlook.deadline.what}"
+    return f"ends in {left}, {apart} {'after' if status.outlook.fits else 'before'} the run is done"
 
 
 def checkpoint(found: CheckpointFacts | None, now: float) -> str:
-    """Step, age, and whether it was checked."""
     if found is None:
         return UNKNOWN
     said = [str(found.step)]
@@ -162,7 +131,6 @@ def checkpoint(found: CheckpointFacts | None, now: float) -> str:
 
 
 def attempt(last: AttemptStatus | None, now: float) -> str:
-    """The number of the attempt, its ranks, and since when."""
     if last is None:
         return UNKNOWN
     where = f" on {last.nodes}" if last.nodes else f" on {last.device}" if last.device else ""
@@ -170,7 +138,6 @@ def attempt(last: AttemptStatus | None, now: float) -> str:
 
 
 def describe_end(end: EndOfAttempt) -> str:
-    """Which attempt was interrupted, and why."""
     node = f" ({end.node})" if end.node else ""
     return f"attempt {end.attempt}, {end.cause}{node}"
 
@@ -183,40 +150,43 @@ def moment(time: float, now: float) -> str:
     return f"{there:%a %H:%M}" if abs(now - time) < 6 * _DAY else f"{there:%Y-%m-%d %H:%M}"
 
 
+def numbers(status: Status) -> dict[str, str | None]:
+    """Each as short as can be, by the head of its column; None for what is not known."""
+    progress, done_at = status.progress, status.outlook.done_at
+    rate = progress.pace.tokens_per_second if status.doing.activity.is_live else None
+    return {
+        "step": None if progress.step is None else step(progress).replace(" of ", "/"),
+        "loss": None if progress.loss is None else f"{progress.loss:.4f}",
+        "tokens/s": None if rate is None else f"{rate:,.0f}",
+        "left": None if done_at is None else duration(round(max(0.0, done_at - status.now))),
+        "attempt": None if status.attempt is None else str(status.attempt.number),
+        "job": None if status.job is None else status.job.job,
+    }
+
+
+_IN_LINE = {
+    "step": "step {}",
+    "loss": "loss {}",
+    "tokens/s": "{} tokens/s",
+    "left": "{} left",
+    "attempt": "attempt {}",
+}
+
+
 def line(name: str, status: Status) -> str:
-    """A run in one line."""
-    return "  ".join(part for part in (f"{name}:", *cells(status)) if part != UNKNOWN)
-
-
-def cells(status: Status) -> tuple[str, ...]:
-    """State, step, loss, speed, time left and attempt, each as short as can be."""
-    progress, live = status.progress, status.doing.activity.is_live
-    left = None if status.outlook.done_at is None else max(0.0, status.outlook.done_at - status.now)
-    return (
-        short_state(status),
-        UNKNOWN if progress.step is None else f"step {step(progress).replace(' of ', '/')}",
-        UNKNOWN if progress.loss is None else f"loss {progress.loss:.4f}",
-        _known(progress.pace.tokens_per_second if live else None, "{:,.0f} tokens/s"),
-        UNKNOWN if left is None else f"{duration(round(left))} left",
-        UNKNOWN if status.attempt is None else f"attempt {status.attempt.number}",
-    )
+    found = numbers(status)
+    told = (form.format(found[key]) for key, form in _IN_LINE.items() if found[key] is not None)
+    return "  ".join([f"{name}:", short_state(status), *told])
 
 
 def short_state(status: Status) -> str:
-    """The activity; with its reason where a person may want to act."""
     activity, reason = status.doing
     if status.facts.unread and activity is Activity.NOT_STARTED:
         return status.facts.unread[0]
     return f"{activity} ({reason})" if activity in _TELLS and reason else str(activity)
 
 
-_TELLS = (
-    Activity.TRAINING,
-    Activity.STOPPED,
-    Activity.QUEUED,
-    Activity.FAILED,
-    Activity.GIVEN_UP,
-)
+_TELLS = {"training", "stopped", "queued", "failed", "given up"}
 
 
 def _known(value: float | None, form: str) -> str:

@@ -12,8 +12,7 @@ from kempner.insight.status.runs import find_runs, places
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.run_dir import RunDirectory
 
-RUN = "A run's directory or name, or its Slurm job."
-"""The help of an argument that `run_of` takes."""
+RUN = "A run's directory or name, or its Slurm job."  # the help of an argument that `run_of` takes
 
 RUN_METAVAR = "RUN_DIR|JOBID"
 

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Annotated
 
 import typer
 
-from kempner.cli.insight.rows import table_row, terminal_columns
 from kempner.cli.progress import busy
 from kempner.insight.triage.first_failure import triage_logs, triage_run
 from kempner.insight.triage.verdict import Verdict
 from kempner.run.process.exit_codes import ExitCode, UsageError, cannot_read
 from kempner.run.record.run_dir import RUN_LINE, RunDirectory
 
-
-def register(app: typer.Typer) -> None:
-    app.command()(triage)
+app = typer.Typer(rich_markup_mode=None)
 
 
+@app.command()
 def triage(
     paths: Annotated[
         list[Path],
@@ -38,7 +39,7 @@ def triage(
     in it. Exits with 1 if no cause was found.
     """
     with busy("reading the logs"):
-        verdicts = [verdict for _, verdict in _verdicts(paths)]
+        verdicts = list(_verdicts(paths))
     if as_json:
         typer.echo(json.dumps([verdict.to_json() for verdict in verdicts], indent=2))
     else:
@@ -50,24 +51,22 @@ def triage(
     return ExitCode.COMPLETED if known else ExitCode.CRASHED
 
 
-def _verdicts(paths: Sequence[Path]) -> Iterator[tuple[str, Verdict]]:
-    """One for each run, and one for all logs together."""
+def _verdicts(paths: Sequence[Path]) -> Iterator[Verdict]:
     runs = {path: run for path in paths if (run := _run_of(path)) is not None}
     for run in runs.values():
         try:
-            yield str(run.path), triage_run(run)
+            yield triage_run(run)
         except OSError as error:
             raise cannot_read(run.ledger, error) from error
     logs = [log for path in paths if path not in runs for log in _logs(path)]
     if logs:
         try:
-            yield "", triage_logs(logs)
+            yield triage_logs(logs)
         except OSError as error:
             raise cannot_read(error.filename or logs[0], error) from error
 
 
-_HEAD = 64 * 1024
-"""Bytes of a job's output in which it names its run's directory."""
+_HEAD = 64 * 1024  # bytes of a job's output in which it names its run's directory
 
 
 def _run_of(path: Path) -> RunDirectory | None:
@@ -102,16 +101,33 @@ def _logs(path: Path) -> list[Path]:
 
 
 def _print(verdict: Verdict) -> None:
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for name, value in _rows(verdict):
-        for line in table_row(name, value, terminal_columns()):
+        for line in table_row(name, value, columns):
             typer.echo(line)
+
+
+def table_row(name: str, value: str, columns: int | None) -> list[str]:
+    """A name and its value, in lines of at most `columns` characters; on a narrow screen the name
+    has a line of its own. None: one line, however long.
+    """
+    if columns is None or len(value) + 19 <= columns:
+        return [f"{name:<18} {value}"]
+    if columns >= 60:
+        indent = 19 * " "
+        return wrap(value, columns, initial_indent=f"{name:<18} ", subsequent_indent=indent)
+    if len(name) + len(value) + 2 <= columns:
+        return [f"{name}: {value}"]
+    return [f"{name}:", *wrap(value, columns, initial_indent="  ", subsequent_indent="  ")]
 
 
 def _rows(verdict: Verdict) -> Iterator[tuple[str, str]]:
     sure = f", {verdict.sure.label}" if verdict.known else ""
     yield "cause", f"{verdict.says} ({verdict.cause}{sure})"
     if verdict.rank is not None or verdict.node is not None:
-        yield "failed first", _place(verdict)
+        rank = "" if verdict.rank is None else f"rank {verdict.rank}"
+        node = "" if verdict.node is None else f"on {verdict.node}"
+        yield "failed first", f"{rank} {node}".strip()
     if verdict.told.raised:
         yield "said", verdict.told.raised
     if verdict.told.frame:
@@ -122,13 +138,5 @@ def _rows(verdict: Verdict) -> Iterator[tuple[str, str]]:
             yield name, sentence
     for evidence in verdict.evidence:
         if evidence.text != verdict.told.raised or len(verdict.evidence) == 1:
-            yield (
-                ("evidence" if verdict.known else "likely line"),
-                (f"{evidence.place}: {evidence.text}"),
-            )
-
-
-def _place(verdict: Verdict) -> str:
-    rank = "" if verdict.rank is None else f"rank {verdict.rank}"
-    node = "" if verdict.node is None else f"on {verdict.node}"
-    return f"{rank} {node}".strip()
+            name = "evidence" if verdict.known else "likely line"
+            yield name, f"{evidence.place}: {evidence.text}"

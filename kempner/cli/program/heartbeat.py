@@ -10,11 +10,10 @@ import typer
 from kempner.run.control.heartbeat_file import HEARTBEAT_FILE, Heartbeat, path_in, write
 from kempner.run.process.exit_codes import UsageError
 
-
-def register(app: typer.Typer) -> None:
-    app.command()(heartbeat)
+app = typer.Typer(rich_markup_mode=None)
 
 
+@app.command()
 def heartbeat(
     step: Annotated[
         int | None, typer.Option(min=0, help="The last step that is done, since the run began.")

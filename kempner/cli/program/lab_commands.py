@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kempner.cli.progress import busy
-from kempner.lab import needs, place
+from kempner.lab import place
 from kempner.lab.cluster import Cluster
 from kempner.lab.slurm_conf import LOGIN, Options
 from kempner.run.process.exit_codes import RunError, UsageError
@@ -24,38 +24,27 @@ Job = Annotated[str, typer.Argument(metavar="JOB", help="A job's id.")]
 Node = Annotated[str, typer.Argument(metavar="NODE", help="Such as node2.")]
 
 
-_SLURMD_TIMEOUT = 300
-"""Seconds after which Slurm calls a node down, as on most clusters."""
+_SLURMD_TIMEOUT = 300  # seconds after which Slurm calls a node down, as on most clusters
+
+
+_WORDS_OF_A_COMMAND = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+
+app = typer.Typer(rich_markup_mode=None)
+commands = typer.Typer(
+    help="A Slurm cluster of eight nodes on this machine: try preemption and lost nodes.",
+    rich_markup_mode=None,
+)
+fault = typer.Typer(help="Have something happen to a job or a node.", rich_markup_mode=None)
+commands.add_typer(fault, name="fault")
+app.add_typer(commands, name="lab")
 
 
 class NodeNetwork(Enum):
-    """The networks of a node."""
-
     IB0 = "ib0"
     EM4 = "em4"
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `lab` to `app`."""
-    lab = typer.Typer(
-        help="A Slurm cluster of eight nodes on this machine: try preemption and lost nodes.",
-        rich_markup_mode=None,
-    )
-    words_of_a_command = {"allow_interspersed_args": False, "ignore_unknown_options": True}
-    lab.command()(up)
-    lab.command()(status)
-    lab.command(context_settings=words_of_a_command)(run)
-    fault = typer.Typer(help="Have something happen to a job or a node.", rich_markup_mode=None)
-    fault.command()(preempt)
-    fault.command()(limit)
-    fault.command()(lose)
-    fault.command()(cut)
-    fault.command("return")(bring_back)
-    lab.add_typer(fault, name="fault")
-    lab.command()(down)
-    app.add_typer(lab, name="lab")
-
-
+@commands.command()
 def up(
     nodes: Annotated[int, typer.Option(min=1, max=200, help="How many nodes.")] = 8,
     gpus: Annotated[int, typer.Option(min=0, max=64, help="GPUs of a node, in name only.")] = 4,
@@ -66,7 +55,7 @@ def up(
     It takes seconds. The nodes have networks, host names and processes of their own, and share the
     folders of this machine.
     """
-    needs.check()
+    place.check()
     lab = place.claim(_folder(folder), Options(nodes, gpus, slurmd_timeout=_SLURMD_TIMEOUT))
     try:
         with busy("starting the lab"):
@@ -92,6 +81,7 @@ _NEXT = {
 }
 
 
+@commands.command()
 def status(folder: Folder = None) -> None:
     """Show where the lab is, its nodes and its jobs."""
     lab = place.find(_folder(folder))
@@ -106,6 +96,7 @@ def status(folder: Folder = None) -> None:
     typer.echo(f"\n{nodes}\n{jobs}".rstrip())
 
 
+@commands.command(context_settings=_WORDS_OF_A_COMMAND)
 def run(
     command: Annotated[
         list[str] | None, typer.Argument(metavar="[COMMAND]...", help="A shell if none is given.")
@@ -122,6 +113,7 @@ def run(
     os.execvpe(inside[0], inside, lab.environment_of_user(os.environ))
 
 
+@commands.command()
 def down(folder: Folder = None) -> None:
     """End the lab and everything that runs in it, and remove its folder."""
     lab = place.recorded(_folder(folder))
@@ -130,6 +122,7 @@ def down(folder: Folder = None) -> None:
     typer.echo(f"the lab is gone, and {lab.folder} with it")
 
 
+@fault.command()
 def preempt(job: Job, folder: Folder = None) -> None:
     """A job of a higher partition takes the nodes of JOB, which is requeued."""
     lab = place.find(_folder(folder))
@@ -140,6 +133,7 @@ def preempt(job: Job, folder: Folder = None) -> None:
     )
 
 
+@fault.command()
 def limit(
     job: Job,
     minutes: Annotated[int, typer.Argument(min=1, help="From now, rounded up to a full minute.")],
@@ -150,6 +144,7 @@ def limit(
     typer.echo(f"job {job} reaches its time limit in {minutes} to {minutes + 1} minutes")
 
 
+@fault.command()
 def lose(node: Node, folder: Folder = None) -> None:
     """NODE loses its power: its processes end without a word to the controller."""
     lab = _with_node(folder, node)
@@ -159,6 +154,7 @@ def lose(node: Node, folder: Folder = None) -> None:
     )
 
 
+@fault.command()
 def cut(
     node: Node,
     interface: Annotated[
@@ -171,6 +167,7 @@ def cut(
     typer.echo(f"{interface.value} of {node} is cut")
 
 
+@fault.command("return")
 def bring_back(node: Node, folder: Folder = None) -> None:
     """NODE has power and whole links again."""
     lab = _with_node(folder, node)

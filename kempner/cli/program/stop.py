@@ -11,22 +11,19 @@ from kempner.cli.insight.target import RUN, RUN_METAVAR, is_job, run_of
 from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import SlurmError
 from kempner.insight.status.activity import Activity
-from kempner.insight.status.job import job_of
-from kempner.insight.status.read import JobWatch
+from kempner.insight.status.job import JobWatch, job_of
 from kempner.insight.status.runs import RunFollower
 from kempner.insight.status.summary import Status
 from kempner.run.process.exit_codes import ExitCode, RunError, UsageError, cannot_write
 from kempner.run.record.lease import ask_to_stop
 from kempner.run.record.run_dir import RunDirectory
 
-_LOOK = 0.5
-"""Seconds between two looks at the run."""
+app = typer.Typer(rich_markup_mode=None)
+
+_LOOK = 0.5  # seconds between two looks at the run
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(stop)
-
-
+@app.command()
 def stop(
     target: Annotated[str, typer.Argument(metavar=RUN_METAVAR, help=RUN)],
     wait: Annotated[
@@ -44,8 +41,11 @@ def stop(
     run = run_of(target)
     follower = RunFollower(run, JobWatch(None, wait=True), patient=True)
     status = follower.read()
+    if status.doing.activity is Activity.QUEUED:
+        return _cancel(run, status)
     if not _works(status.doing.activity):
-        return _not_running(run, status)
+        typer.echo(f"{run.path} does not run: {status.state}; there is nothing to stop")
+        return ExitCode.COMPLETED
     asked = _ask(run)
     typer.echo(
         f"{run.path}: {'asked' if asked else 'was asked already'} to stop after its step, with a "
@@ -84,14 +84,6 @@ def _ask(run: RunDirectory) -> bool:
         raise cannot_write(run.supervisors, error) from error
 
 
-def _not_running(run: RunDirectory, status: Status) -> ExitCode:
-    """Take its job out of the queue, or say that there is nothing to stop."""
-    if status.doing.activity is Activity.QUEUED:
-        return _cancel(run, status)
-    typer.echo(f"{run.path} does not run: {status.state}; there is nothing to stop")
-    return ExitCode.COMPLETED
-
-
 def _cancel(run: RunDirectory, status: Status) -> ExitCode:
     job = job_of(status.facts.history)
     if job is None:
@@ -122,8 +114,7 @@ def _wait(run: RunDirectory, follower: RunFollower) -> ExitCode:
         typer.echo(f"stopped; {_continues(status)}")
         return ExitCode.COMPLETED
     typer.echo(f"{run.path}: {status.state}")
-    over = activity is Activity.DONE
-    return ExitCode.COMPLETED if over else ExitCode.CRASHED
+    return ExitCode.COMPLETED if activity is Activity.DONE else ExitCode.CRASHED
 
 
 def _continues(status: Status) -> str:

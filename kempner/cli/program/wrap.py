@@ -1,4 +1,6 @@
-"""`kempner wrap`: makes a batch script survive time limits, preemption and crashes."""
+"""A program of one's own: `kempner wrap` makes its batch script survive time limits, preemption and
+crashes; `kempner rehearse` shows whether it comes back exactly after a stop and a kill.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,19 @@ from typing import Annotated
 
 import typer
 
+from kempner.cli.progress import busy
+from kempner.cli.usage import TakesCommand
 from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import SlurmError, SlurmMissingError
 from kempner.project.wrap.decide import Refused, Wrapped, diff, wrap
-from kempner.run.process.exit_codes import UsageError, cannot_read, cannot_write
+from kempner.run.output import logs
+from kempner.run.output.console import say
+from kempner.run.process.exit_codes import ExitCode, UsageError, cannot_read, cannot_write
+
+app = typer.Typer(rich_markup_mode=None)
 
 
-def register(app: typer.Typer) -> None:
-    app.command("wrap")(_wrap)
-
-
+@app.command("wrap")
 def _wrap(
     script: Annotated[
         Path, typer.Argument(metavar="SCRIPT", help="A batch script, as sbatch takes it.")
@@ -44,7 +49,10 @@ def _wrap(
     """
     if write and output is not None:
         raise UsageError("--write and --output exclude each other")
-    before = _read(script)
+    try:
+        before = script.read_bytes()
+    except OSError as error:
+        raise cannot_read(script, error) from error
     found = wrap(before, sys.executable, script.name, line or 0)
     if isinstance(found, Refused):
         raise UsageError(f"{script}: {found.sentence}")
@@ -60,25 +68,25 @@ def _wrap(
 
 def _carry_out(script: Path, output: Path | None, text: bytes) -> str:
     """Write the new script to `output`, or in the place of the old one; what was done."""
-    if output is None:
-        kept = script.with_name(f"{script.name}.bak")
-        _copy(script, kept)
-        told = f"wrote {script}; {kept} is the script as it was"
-    else:
-        _refuse_if_there(output)
-        told = f"wrote {output}"
-    _write(output or script, script, text)
+    kept = script.with_name(f"{script.name}.bak")
+    target, new = (script, kept) if output is None else (output, output)
+    if new.exists():
+        raise UsageError(f"{new} is there already: name a new file, or delete it")
+    told = f"wrote {target}" + (f"; {kept} is the script as it was" if output is None else "")
+    try:
+        if output is None:
+            shutil.copy2(script, kept)
+    except OSError as error:
+        raise cannot_write(kept, error) from error
+    try:
+        target.write_bytes(text)
+        target.chmod(script.stat().st_mode & 0o777)
+    except OSError as error:
+        raise cannot_write(target, error) from error
     return (
         f"{told}\nthe program must go on from its own checkpoint when it is started again: "
         "`kempner rehearse -- COMMAND` shows whether it does"
     )
-
-
-def _read(script: Path) -> bytes:
-    try:
-        return script.read_bytes()
-    except OSError as error:
-        raise cannot_read(script, error) from error
 
 
 def _check(script: Path, found: Wrapped) -> str:
@@ -98,22 +106,46 @@ def _check(script: Path, found: Wrapped) -> str:
     return "accepted"
 
 
-def _refuse_if_there(path: Path) -> None:
-    if path.exists():
-        raise UsageError(f"{path} is there already: name a new file, or delete it")
+@app.command(cls=TakesCommand)
+def rehearse(
+    context: typer.Context,
+    steps: Annotated[int, typer.Option(min=5, help="Steps that are rehearsed.")] = 20,
+    nproc: Annotated[int, typer.Option(min=1, help="Ranks on this machine.")] = 1,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the folder with what the ranks have seen.")
+    ] = False,
+) -> ExitCode:
+    """Prove that a program resumes exactly: kempner rehearse -- python train.py.
 
+    Runs it for some steps in a folder of its own, undisturbed, and stopped and killed where it
+    saves, evaluates or ends an epoch, with several ranks also on another number of them; then says
+    what came back and what did not. Exits with 1 if something did not.
+    """
+    command: tuple[str, ...] = context.obj
+    if not command:
+        raise UsageError("name a command after `--`: kempner rehearse -- python train.py")
+    logs.configure()
+    from kempner.rehearse.rehearsal import Rehearsal, Stage
+    from kempner.rehearse.report import report
 
-def _copy(script: Path, kept: Path) -> None:
-    _refuse_if_there(kept)
+    scratch = _scratch()
     try:
-        shutil.copy2(script, kept)
-    except OSError as error:
-        raise cannot_write(kept, error) from error
+        with busy("running it undisturbed, stopped and killed"), Stage().open() as stage:
+            rehearsal = Rehearsal(command, steps, nproc, scratch, stage, say)
+            text, code = report(rehearsal.run(), nproc)
+        say(text)
+        return code
+    finally:
+        if keep:
+            say(f"what the ranks have seen is in {scratch}")
+        else:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _write(target: Path, script: Path, text: bytes) -> None:
+def _scratch() -> Path:
+    runs = Path("runs").absolute()
     try:
-        target.write_bytes(text)
-        target.chmod(script.stat().st_mode & 0o777)
+        runs.mkdir(exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="rehearsal-", dir=runs))
     except OSError as error:
-        raise cannot_write(target, error) from error
+        raise UsageError(f"rehearse: {runs} cannot be written: {error.strerror}") from error

@@ -3,8 +3,6 @@
 Decided on each node by its own ranks: interfaces are named differently on different nodes. Gloo
 would otherwise bind to whatever address the host's name resolves to, which on most clusters is the
 management network.
-
-Network interfaces of this node, read from the kernel.
 """
 
 from __future__ import annotations
@@ -30,8 +28,6 @@ _NO_FABRIC = len(_NAMES) + 1
 
 
 class InterfaceNetwork(Enum):
-    """What an interface leads to."""
-
     LOOPBACK = "loopback"
     FABRIC = "the compute fabric"
     OTHER = "another network"
@@ -40,8 +36,7 @@ class InterfaceNetwork(Enum):
 @dataclass(frozen=True)
 class Interface:
     """An interface of this node: `kind` is the number in its sysfs `type`, `address` its first IPv4
-    address with the length of its prefix (`10.10.0.11/24`), empty if it has none.
-    """
+    address with the length of its prefix (`10.10.0.11/24`), empty if it has none."""
 
     name: str
     kind: int
@@ -50,12 +45,10 @@ class Interface:
 
     @property
     def usable(self) -> bool:
-        """Whether a process group can bind to it."""
         return self.up and bool(self.address)
 
     @property
     def network(self) -> InterfaceNetwork:
-        """What it leads to, by its type and name."""
         if self.address and ipaddress.ip_interface(self.address).is_loopback:
             return InterfaceNetwork.LOOPBACK
         return InterfaceNetwork.FABRIC if _place(self) < _NO_FABRIC else InterfaceNetwork.OTHER
@@ -64,15 +57,13 @@ class Interface:
 @dataclass(frozen=True)
 class InterfaceChoice:
     """The interface to bind to, None to leave it to Gloo; `reason` says why, `warning` is a
-    sentence for the log, empty if all is well.
-    """
+    sentence for the log, empty if all is well."""
 
     interface: Interface | None
     reason: str
     warning: str = ""
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Variables to set; what the user exported stays."""
         if self.interface is None:
             return {}
         wanted = {"GLOO_SOCKET_IFNAME": self.interface.name}
@@ -90,14 +81,11 @@ def choose(
     environ: Mapping[str, str],
     route_address: str,
 ) -> InterfaceChoice:
-    """The interface for this node's ranks.
-
-    What the user exported, one name or several with commas between, wins over `configured` (the key
-    distributed.interface), and that over what is found: loopback if all ranks are here, the fabric,
-    and at last the interface that has `route_address`, the local address from which this node
-    reaches the master (empty if unknown).
-    Raises `ValueError` with a sentence if the wanted interface cannot be used here.
-    """
+    """The interface for this node's ranks. What the user exported, one name or several with commas
+    between, wins over `configured` (the key distributed.interface), and that over what is found:
+    loopback if all ranks are here, the fabric, and at last the interface that has `route_address`,
+    the local address from which this node reaches the master (empty if unknown). Raises
+    `ValueError` with a sentence if the wanted interface cannot be used here."""
     if exported := environ.get("GLOO_SOCKET_IFNAME"):
         usable = (name for name in exported.split(",") if _usable(interfaces, name))
         found = named(interfaces, next(usable, exported), "GLOO_SOCKET_IFNAME")
@@ -116,10 +104,8 @@ def choose(
 
 
 def named(interfaces: Sequence[Interface], wanted: str, source: str) -> Interface:
-    """The interface that a person means: `ip` shows a virtual one as `ib0@if8`.
-
-    Raises `ValueError` with a sentence, in which `source` says who wants it, if it cannot be used.
-    """
+    """The interface that a person means: `ip` shows a virtual one as `ib0@if8`. Raises `ValueError`
+    with a sentence, in which `source` says who wants it, if it cannot be used."""
     if (found := _usable(interfaces, wanted)) is not None:
         return found
     name = _name(wanted)
@@ -130,11 +116,10 @@ def named(interfaces: Sequence[Interface], wanted: str, source: str) -> Interfac
 
 
 def nodes_off_network(bound: Mapping[str, Interface | None]) -> list[str]:
-    """The nodes that are not on the network that most of them are on; none if all agree.
-
-    `bound` maps a node's name to what its ranks are bound to. Names may differ between nodes.
-    """
-    networks = {node: _network(interface) for node, interface in bound.items()}
+    """The nodes that are not on the network that most of them are on; none if all agree. `bound`
+    maps a node's name to what its ranks are bound to. Names may differ between nodes."""
+    other = InterfaceNetwork.OTHER
+    networks = {node: other if i is None else i.network for node, i in bound.items()}
     if len(set(networks.values())) < 2:
         return []
     rare = min(set(networks.values()), key=lambda n: (list(networks.values()).count(n), n.value))
@@ -142,11 +127,9 @@ def nodes_off_network(bound: Mapping[str, Interface | None]) -> list[str]:
 
 
 def common_address(bound: Mapping[str, Interface | None], nodes: Sequence[str]) -> str:
-    """Where all `nodes` reach the first of them, on the network that their ranks use.
-
-    `bound` is as for `nodes_off_network`, as far as it is known. Empty, so that the node's name is
-    used, if the first is not known, some use another network, or there are no others.
-    """
+    """Where all `nodes` reach the first of them, on the network that their ranks use. `bound` is as
+    for `nodes_off_network`, as far as it is known. Empty, so that the node's name is used, if the
+    first is not known, some use another network, or there are no others."""
     known = {node: bound[node] for node in nodes if node in bound}
     first = known.get(nodes[0])
     if first is None or len(nodes) == 1 or nodes_off_network(known):
@@ -155,10 +138,8 @@ def common_address(bound: Mapping[str, Interface | None], nodes: Sequence[str]) 
 
 
 def disagreement(bound: Mapping[str, Interface | None]) -> str:
-    """One sentence if some nodes are on the fabric and others are not, else nothing.
-
-    `bound` is as for `nodes_off_network`.
-    """
+    """One sentence if some nodes (`bound` as above) are on the fabric and others are not, else
+    nothing."""
     odd = nodes_off_network(bound)
     if not odd:
         return ""
@@ -212,10 +193,6 @@ def _order(interface: Interface) -> tuple[int, bool, int, str]:
     )
 
 
-def _network(interface: Interface | None) -> InterfaceNetwork:
-    return InterfaceNetwork.OTHER if interface is None else interface.network
-
-
 def _described(interface: Interface | None) -> str:
     if interface is None:
         return "left to Gloo"
@@ -253,7 +230,6 @@ def route_address(host: str) -> str:
 
 
 def _addresses() -> dict[str, str]:
-    """Interface to its first IPv4 address and prefix length."""
     found: dict[str, str] = {}
     for name, addresses in psutil.net_if_addrs().items():
         for address in addresses:

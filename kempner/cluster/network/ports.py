@@ -1,16 +1,9 @@
-"""Where the ranks of a launch meet: the ports of rank 0's node, or what the user says.
-
-Lets the ranks of a launch find the port on which rank 0 hosts their store.
+"""Where the ranks of a launch meet: what the user exports, or a port of rank 0's node.
 
 All ranks compute the same short list of ports. On the first that is free on its node rank 0 answers
 every connection with one line, which names the launch and the store's port; the others try the
 ports in turn until one says that line. Whatever else listens there, another run's beacon or a
 service that never says a word, costs a few seconds, not the attempt.
-
-Where the ranks meet if the user says so, by MASTER_ADDR and MASTER_PORT in the environment.
-
-What is exported wins; otherwise rank 0's node is the address, on the network that the ranks use,
-and the port follows from the job and the launch (`ports.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +11,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import ipaddress
+import os
 import random
 import socket
 import threading
@@ -35,25 +29,20 @@ _TRIES = 8
 
 
 def job_salt(environ: Mapping[str, str], attempt: str = "") -> str:
-    """What tells this launch from every other on the same nodes: job, step, requeue, attempt.
-
-    The same for all its ranks. `attempt` is whatever the launcher says (its nonce, say).
-    """
+    """What tells this launch from every other on the same nodes: job, step, requeue, attempt. The
+    same for all its ranks. `attempt` is whatever the launcher says (its nonce, say)."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     return ":".join([*(environ.get(name, "") for name in names), attempt])
 
 
 def candidates(salt: str) -> list[int]:
     """Different ports to try in this order, the same wherever the salt is."""
-    return random.Random(salt).sample(range(FIRST, LAST), _TRIES)
+    return random.Random(os.fsencode(salt)).sample(range(FIRST, LAST), _TRIES)
 
 
 def claim(ports: Sequence[int]) -> socket.socket:
-    """A socket that listens on the first of `ports` that is free on this machine, on all addresses.
-
-    It stays bound: unlike with a port that was only probed, no other process can take it before its
-    use. Raises `OSError` with a sentence if all are taken.
-    """
+    """A socket that listens on the first free one of `ports`, on all addresses, and stays bound: no
+    other process can take the port before its use. Raises `OSError` if all are taken."""
     for port in ports:
         try:
             return _listen(port)
@@ -67,12 +56,9 @@ def claim(ports: Sequence[int]) -> socket.socket:
 
 
 def free_port(address: str, salt: str) -> int:
-    """A port on `address` (of this machine) that no process listens on.
-
-    The search starts at a place derived from `salt`, so that two runs that look at the same moment
-    look at different ports. Raises `OSError` if none is free.
-    """
-    for port in random.Random(salt).sample(range(FIRST, LAST), LAST - FIRST):
+    """A port on `address` that no process listens on. The search begins at a place derived from
+    `salt`: two runs look at different ports. Raises `OSError` if none is free."""
+    for port in random.Random(os.fsencode(salt)).sample(range(FIRST, LAST), LAST - FIRST):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             try:
                 probe.bind((address, port))
@@ -102,10 +88,8 @@ _LONGEST = 128
 
 
 def announce(salt: str, port: int) -> None:
-    """Answer other ranks of this launch that the store is on `port`, as long as this process lives.
-
-    Raises `OSError` with a sentence if all ports of the launch are taken.
-    """
+    """Tell other ranks of this launch, as long as this process lives, that the store is on `port`.
+    Raises `OSError` if all ports of the launch are taken."""
     listener = claim(candidates(salt))
     threading.Thread(
         target=_answer, args=(listener, _line(salt, port)), name="beacon", daemon=True
@@ -113,10 +97,8 @@ def announce(salt: str, port: int) -> None:
 
 
 def find(address: str, salt: str, timeout: float) -> int:
-    """The port of the launch's store on the host `address`; blocks until rank 0 says it.
-
-    Raises `TimeoutError` with a sentence after `timeout` seconds.
-    """
+    """The port of the launch's store on the host `address`, once rank 0 says it. Raises
+    `TimeoutError`."""
     end = time.monotonic() + timeout
     ports = candidates(salt)
     while time.monotonic() < end:
@@ -180,13 +162,11 @@ class ExportedMaster:
 
 
 def exported_master(environ: Mapping[str, str], nodes: Sequence[str]) -> ExportedMaster:
-    """What a user has exported for ranks on these nodes, of which the first has rank 0.
-
-    An address that cannot be rank 0's is ignored: that of another node, as after a restart without
-    the one that was named, and of "this machine" where there are several, as from a login shell.
-    What torchrun has set for its own ranks is not the user's word. Raises `ValueError` with a
-    sentence if the port is none.
-    """
+    """What a user has exported for ranks on these nodes, of which the first has rank 0. An address
+    that cannot be rank 0's is ignored: that of another node, as after a restart without the one
+    that was named, and of "this machine" where there are several, as from a login shell. What
+    torchrun has set for its own ranks is not the user's word. Raises `ValueError` with a sentence
+    if the port is none."""
     if "TORCHELASTIC_RUN_ID" in environ:
         return ExportedMaster()
     port = _port(environ.get("MASTER_PORT", ""))
@@ -203,12 +183,10 @@ def choose_master(
     salt: str,
     bound: Mapping[str, Interface | None] = MappingProxyType({}),
 ) -> tuple[str, int]:
-    """Address and port for ranks on these nodes, the first of which has rank 0.
-
-    `bound` is what the ranks of nodes will bind to, as far as it is known: the address is on the
-    network that all of them use, and else the name of the first. Raises `ValueError` as
-    `exported_master`, `OSError` if no port is free.
-    """
+    """Address and port for ranks on these nodes, the first of which has rank 0. `bound` is what the
+    ranks of nodes will bind to, as far as it is known: the address is on the network that all of
+    them use, and else the name of the first. Raises `ValueError` as `exported_master`, `OSError` if
+    no port is free."""
     said = exported_master(environ, nodes)
     address = said.address or common_address(bound, nodes) or nodes[0]
     return address, said.port or free_port("", salt=salt)

@@ -27,29 +27,23 @@ _ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
 
 def dead_connections() -> list[tuple[str, str]]:
     """Near and far address of each connection that delivers nothing, by what is known or tried.
-
     What was sent tells where something was; a call tells where nothing is under way. Raises
-    `OSError` or `psutil.Error` if the kernel does not show the connections.
-    """
+    `OSError` or `psutil.Error` if the kernel does not show the connections."""
     return sorted({*stalled_connections(), *unanswered_calls()})
 
 
 def stalled_connections(tables: tuple[Path, ...] = _TABLES) -> list[tuple[str, str]]:
     """Near and far address of each TCP connection whose data the other side does not acknowledge.
-
     Of all processes of this network namespace; no privilege is needed. Raises `OSError` if the
-    kernel does not show them.
-    """
+    kernel does not show them."""
     return [ends for table in tables for ends in _stalled(table.read_text())]
 
 
 def unanswered_calls(patience: float = ANSWER) -> list[tuple[str, str]]:
     """Near and far address of each host that this process is connected to, and that is silent now.
-
     Calls only where this process had called before, from the same address to the same port: a
     firewall let that pass. Takes `patience` seconds if one of them does not answer. Raises
-    `psutil.Error` if the kernel does not show the connections.
-    """
+    `psutil.Error` if the kernel does not show the connections."""
     connections = psutil.Process().net_connections(kind="tcp")
     own = {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
     called = {

@@ -15,13 +15,11 @@ _BY_NODE = "24.11"
 
 @dataclass(frozen=True)
 class Allocation:
-    """The part of a job in which the ranks run.
-
-    `job` is its id in Slurm. `batch` says that this process is the job's batch process; if not, the
-    job is a user's `salloc`, and other programs may run in it. `cpus_per_task` is None where it was
-    not set, and 0 where a node has fewer CPUs than ranks. `spare` nodes have no ranks until another
-    is lost. `uneven` has the GPUs of each node, and so its ranks, where nodes differ.
-    """
+    """The part of a job in which the ranks run. `job` is its id in Slurm. `batch` says that this
+    process is the job's batch process; if not, the job is a user's `salloc`, and other programs may
+    run in it. `cpus_per_task` is None where it was not set, and 0 where a node has fewer CPUs than
+    ranks. `spare` nodes have no ranks until another is lost. `uneven` has the GPUs of each node,
+    and so its ranks, where nodes differ."""
 
     job: str
     nodes: tuple[str, ...]
@@ -34,19 +32,15 @@ class Allocation:
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
         return sum(map(self.ranks_on, self.nodes))
 
     def ranks_on(self, node: str) -> int:
-        """How many ranks a node has, or would have."""
         return self.uneven.get(node, self.tasks_per_node)
 
     def gpus_on(self, node: str) -> int:
-        """How many of a node's GPUs the job has."""
         return self.uneven.get(node, self.gpus_per_node)
 
     def places(self) -> dict[str, range]:
-        """The ranks of each node."""
         first, places = 0, {}
         for node in self.nodes:
             places[node] = range(first, first + self.ranks_on(node))
@@ -61,11 +55,9 @@ class Allocation:
 
     def gpu_options(self, nodes: Sequence[str], slurm: str) -> tuple[str, ...]:
         """What srun is told for a step with all GPUs of these nodes; `slurm` is its version.
-
         Without it a step of a job that asked for GPUs by task, or in all, gets some other number.
         Where nodes differ, a step of several gets none at all; Slurm 22.05 refuses that of a single
-        one by node, and in 24.11 one in all waits for ever.
-        """
+        one by node, and in 24.11 one in all waits for ever."""
         if not (gpus := self.gpus_on(nodes[0])):
             return ()
         in_all = self.uneven and "" < slurm < _BY_NODE
@@ -73,15 +65,23 @@ class Allocation:
 
     @property
     def why_no_tasks(self) -> str:
-        """Why Slurm cannot start all ranks as tasks of one step, in words; empty if it can.
-
-        A step gets as many GPUs on every node, and puts tasks where the CPUs are, whatever is asked
-        for (Slurm 22.05).
-        """
+        """Why Slurm cannot start all ranks as tasks of one step, in words; empty if it can. A step
+        gets as many GPUs on every node, and puts tasks where the CPUs are, whatever is asked for
+        (Slurm 22.05)."""
         if self.uneven:
             counts = ", ".join(map(str, sorted(set(self.uneven.values()), reverse=True)))
             return f"its nodes have different numbers of GPUs ({counts})"
         return "a node has fewer CPUs than ranks" if self.cpus_per_task == 0 else ""
+
+
+def _used(nodes: int, job: str, hosts: int | None, spare: int) -> int:
+    """How many nodes are trained on. Raises `ValueError` if there are fewer."""
+    if hosts is not None and hosts > nodes:
+        raise ValueError(f"slurm.hosts={hosts}, but job {job} has {nodes} nodes")
+    used = (nodes if hosts is None else hosts) - spare
+    if used < 1:
+        raise ValueError(f"supervise.spare_nodes={spare} leaves no node of job {job} to train on")
+    return used
 
 
 def allocate(
@@ -99,18 +99,12 @@ def allocate(
 ) -> Allocation:
     """One rank per GPU; where there is none, one per task that the job was submitted with.
 
-    `procs` (slurm.procs, ranks per node) and `hosts` (slurm.hosts, nodes) win where given,
-    `spare` (supervise.spare_nodes) of them are kept in reserve.
-    `per_task` says that each task is to be a rank, and not the launcher of a node's ranks. `shares`
-    are what the job has of each node, as far as it is known. Raises `ValueError` with a sentence if
-    tasks and GPUs do not fit, or a number is more than there is.
-    """
-    shares = shares or {}
-    if hosts is not None and hosts > len(nodes):
-        raise ValueError(f"slurm.hosts={hosts}, but job {job} has {len(nodes)} nodes")
-    used = (len(nodes) if hosts is None else hosts) - spare
-    if used < 1:
-        raise ValueError(f"supervise.spare_nodes={spare} leaves no node of job {job} to train on")
+    `procs` (slurm.procs, ranks per node) and `hosts` (slurm.hosts, nodes) win; `spare` nodes
+    (supervise.spare_nodes) are kept in reserve. `per_task`: each task is to be a rank, not the
+    launcher of a node's ranks. `shares` are what the job has of each node, as far as it is known.
+    Raises `ValueError` with a sentence if tasks and GPUs do not fit, or a number is more than there
+    is."""
+    shares, used = shares or {}, _used(len(nodes), job, hosts, spare)
     found = gpus_by_node(shares, nodes[: used + spare])
     if not any(found.values()) or resources.gpus.source == CONFIGURED_GPUS:
         found = dict.fromkeys(nodes, resources.gpus.value or 0)
@@ -132,7 +126,6 @@ def allocate(
 
 
 def without(allocation: Allocation, gone: Collection[str]) -> Allocation:
-    """The allocation without the nodes that are `gone`, spare ones in their place if there are."""
     left = [node for node in allocation.nodes if node not in gone]
     spare = [node for node in allocation.spare if node not in gone]
     missing = len(allocation.nodes) - len(left)
@@ -143,12 +136,10 @@ def without(allocation: Allocation, gone: Collection[str]) -> Allocation:
 def avoid(
     allocation: Allocation, suspect: Collection[str], at_least: int, wanted: int | None = None
 ) -> Allocation:
-    """The allocation with as few ranks on `suspect` nodes as can be.
-
-    They become the last of the spare ones. Others take their place where there are any; where not,
-    it becomes smaller, but keeps `at_least` nodes. It becomes as large as `wanted` (by default, as
-    it is) if enough others are there.
-    """
+    """The allocation with as few ranks on `suspect` nodes as can be. They become the last of the
+    spare ones. Others take their place where there are any; where not, it becomes smaller, but
+    keeps `at_least` nodes. It becomes as large as `wanted` (by default, as it is) if enough others
+    are there."""
     nodes = (*allocation.nodes, *allocation.spare)
     sound = [node for node in nodes if node not in suspect]
     by_worth = (*sound, *(node for node in nodes if node in suspect))
@@ -193,10 +184,8 @@ def _cpus(
     shares: Mapping[str, NodeShare],
 ) -> int | None:
     """CPUs for each of the `tasks` on a node; srun ignores the SLURM_CPUS_PER_TASK of sbatch, and
-    silently gives one CPU.
-
-    What was asked for is for the tasks of the submission: torchrun's single one starts all ranks.
-    """
+    silently gives one CPU. What was asked for is for the tasks of the submission: torchrun's single
+    one starts all ranks."""
     counts = [share.cpus for share in shares.values()] + ([on_node] if on_node else [])
     fair = min(counts) // tasks if counts else None
     asked = environ.get("SLURM_CPUS_PER_TASK")

@@ -10,9 +10,11 @@ Never to be called from a signal handler.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -98,6 +100,9 @@ _REFUSALS = (
 _worked: set[str] = set()
 """The commands that this process could start."""
 
+Execute = Callable[[Sequence[str], Mapping[str, str] | None, str | None], "CommandAnswer"]
+"""Runs a command, in an environment and a folder."""
+
 
 class SlurmError(Exception):
     """A command of Slurm was refused or had no answer: one sentence."""
@@ -108,10 +113,8 @@ class SlurmSilentError(SlurmError):
 
 
 class SlurmMissingError(SlurmError):
-    """The command is not there, or may not be executed, and never was by this process.
-
-    Of a command that worked before, the same is silence: a file system may be away for a moment.
-    """
+    """The command is not there, or not executable, and this process never ran it: else that is
+    silence, since a file system may be away for a moment."""
 
 
 class SlurmUnclearError(SlurmError):
@@ -127,10 +130,8 @@ class SlurmRefusedError(SlurmError):
 
 
 def client_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What Slurm's commands get: nothing that changes what they ask, or how they print it.
-
-    Times are in UTC, so that their differences are right when daylight saving begins or ends.
-    """
+    """What Slurm's commands get: nothing that changes what they ask, or how they print it. Times
+    are in UTC, so that their differences are right when daylight saving begins or ends."""
     fixed = {"LC_ALL": "C", "SLURM_TIME_FORMAT": "standard", "TZ": "UTC"}
     return _without_slurm(environ, keep=_CONNECTION) | fixed
 
@@ -141,27 +142,21 @@ def probe_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def step_environment(environ: Mapping[str, str], in_step: bool) -> dict[str, str]:
-    """What the ranks' step gets: all but the amounts, which are on its command line.
-
-    How the job wishes its tasks to be bound, for example, stays. `in_step` says that this process
-    is itself in a step: what `environ` says is about that one.
-    """
+    """What the ranks' step gets: all but the amounts, which are on its command line. How the job
+    wishes its tasks to be bound, for example, stays. `in_step` says that this process is itself in
+    a step: what `environ` says is about that one."""
     if in_step:
         return probe_environment(environ)
-    kept = {name: value for name, value in environ.items() if name not in _AMOUNTS}
-    for bound in filter(
-        lambda bound: _of_a_task(environ, bound), ("SLURM_CPU_BIND", "SLURM_MEM_BIND")
-    ):
-        kept = {name: value for name, value in kept.items() if not name.startswith(bound)}
-    return _bind_no_amounts(kept)
+    kinds = ("SLURM_CPU_BIND", "SLURM_MEM_BIND")
+    bound = tuple(kind for kind in kinds if _of_a_task(environ, kind))
+    left_out = {name for name in environ if name in _AMOUNTS or name.startswith(bound)}
+    return _bind_no_amounts({n: value for n, value in environ.items() if n not in left_out})
 
 
 def _of_a_task(environ: Mapping[str, str], bound: str) -> bool:
-    """Whether a binding is that of a task in whose shell the job was submitted.
-
-    srun tells its tasks of theirs in several variables that agree. A user who wishes the ranks to
-    be bound sets the first alone, and sbatch says of memory only what is asked for.
-    """
+    """Whether a binding is that of a task in whose shell the job was submitted. srun tells its
+    tasks of theirs in several variables that agree. A user who wishes the ranks to be bound sets
+    the first alone, and sbatch says of memory only what is asked for."""
     names = (f"{bound}_VERBOSE", f"{bound}_TYPE", f"{bound}_LIST")
     verbose, kind, places = (environ.get(name, "") for name in names)
     prefer = ",prefer" if environ.get(f"{bound}_PREFER") else ""
@@ -170,20 +165,16 @@ def _of_a_task(environ: Mapping[str, str], bound: str) -> bool:
 
 
 def _bind_no_amounts(environ: dict[str, str]) -> dict[str, str]:
-    """Without what Slurm 24.11 makes of --gpus-per-task by itself: one of the GPUs for each task.
-
-    What else the user wishes to be bound stays.
-    """
+    """Without what Slurm 24.11 makes of --gpus-per-task by itself: one of the GPUs for each
+    task."""
     binds = environ.pop("SLURM_TRES_BIND", "").split("+")
     kept = [bind for bind in binds if bind and ":per_task:" not in bind]
     return environ | ({"SLURM_TRES_BIND": "+".join(kept)} if kept else {})
 
 
 def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What sbatch gets, and hands on to the new job: nothing that is about this one.
-
-    The `SBATCH_` variables, by which people name their account, stay.
-    """
+    """What sbatch gets, and hands on to the new job: nothing that is about this one. The `SBATCH_`
+    variables, by which people name their account, stay."""
     return {
         name: value
         for name, value in environ.items()
@@ -201,7 +192,6 @@ class CommandAnswer:
 
     @property
     def complaint(self) -> str:
-        """What it says is wrong, on one line."""
         return (self.err.strip() or self.out.strip()).replace("\n", "; ")
 
 
@@ -228,11 +218,9 @@ def ask(
     read: Callable[[str], T | None],
     environ: Mapping[str, str] | None = None,
 ) -> T:
-    """What `read` finds in the output of a command; it returns None if not all of it is there.
-
-    The exit code does not count. Asked once. Raises `SlurmError`.
-    """
-    answer = _execute(command, environ, None)
+    """What `read` finds in the output of a command; it returns None if not all of it is there. The
+    exit code does not count. Asked once. Raises `SlurmError`."""
+    answer = _run(command, environ, None)
     found = read(answer.out)
     if found is not None:
         return found
@@ -243,7 +231,7 @@ def tell(
     command: Sequence[str], cwd: str | None = None, environ: Mapping[str, str] | None = None
 ) -> None:
     """Run a command that is answered by an exit code of 0, once. Raises `SlurmError`."""
-    answer = _execute(command, environ, cwd)
+    answer = _run(command, environ, cwd)
     if answer.status != 0:
         raise _failure(command, answer)
 
@@ -273,12 +261,9 @@ def patiently(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], object] = time.sleep,
 ) -> T:
-    """The answer, asked for again and again for `within` seconds, at least once.
-
-    `on_failure` is called for each failed try that is followed by another. Raises `SlurmError`:
-    at once if it is refused or cannot be asked here, after `UNCLEAR_WITHIN` seconds if it is
-    unclear.
-    """
+    """The answer, asked for again and again for `within` seconds, at least once. `on_failure` is
+    called for each failed try that is followed by another. Raises `SlurmError`: at once if it is
+    refused or cannot be asked here, after `UNCLEAR_WITHIN` seconds if it is unclear."""
     began, unclear_since, failures = clock(), None, 0
     while True:
         try:
@@ -333,6 +318,14 @@ def _execute(
     return CommandAnswer(process.returncode, out, err)
 
 
+_run: Execute = _execute
+
+
+def execute_by(execute: Execute) -> None:
+    global _run
+    _run = execute
+
+
 def _cannot_start(name: str, error: OSError) -> SlurmError:
     if name not in _worked and isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return SlurmMissingError(f"`{name}` is not on the PATH of this host")
@@ -341,13 +334,16 @@ def _cannot_start(name: str, error: OSError) -> SlurmError:
     return SlurmSilentError(f"`{name}` cannot be started: {error.strerror}")
 
 
-def start_step(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def start_step(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    stdio: tuple[socket.socket, socket.socket] | None = None,
+) -> subprocess.Popen[bytes]:
     """Start an srun, in a session of its own, with our output; its errors come through a pipe, for
-    `see_step_end`. Raises `SlurmError`.
-
-    srun holds the pipe's other end, too: one that outlives this process would be sent SIGPIPE, and
-    end its tasks while they save.
-    """
+    `see_step_end`. `stdio` are both ends of what is to be its standard input and output, of which
+    it gets the second. Raises `SlurmError`. srun holds the other ends, too: one that outlives this
+    process would be sent SIGPIPE, and end its tasks while they save. There is room for all that it
+    then says."""
     try:
         errors, end = os.pipe()
     except OSError as error:
@@ -357,9 +353,10 @@ def start_step(command: Sequence[str], environ: Mapping[str, str]) -> subprocess
             command,
             env=environ,
             start_new_session=True,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if stdio is None else stdio[1].fileno(),
+            stdout=None if stdio is None else stdio[1].fileno(),
             stderr=end,
-            pass_fds=(errors,),
+            pass_fds=(errors, *([] if stdio is None else [stdio[0].fileno()])),
         )
     except OSError as error:
         os.close(errors)
@@ -367,15 +364,15 @@ def start_step(command: Sequence[str], environ: Mapping[str, str]) -> subprocess
     finally:
         os.close(end)
     _worked.add(command[0])
+    with suppress(OSError):  # beyond the user's share of such memory
+        fcntl.fcntl(errors, fcntl.F_SETPIPE_SZ, _ROOM)
     started.stderr = os.fdopen(errors, "rb", buffering=0)
     return started
 
 
 def see_step_end(srun: subprocess.Popen[bytes], hear: Callable[[bytes], None]) -> int:
     """Have `hear` told what an srun and its tasks complain about until it ends; its exit code.
-
-    Raises `SlurmError` if it could not start any task.
-    """
+    Raises `SlurmSilentError` or `SlurmUnclearError` if it could not start the tasks."""
     assert srun.stderr is not None
     head = b""
     ended, pipe, poll = False, srun.stderr.fileno(), select.poll()
@@ -390,15 +387,29 @@ def see_step_end(srun: subprocess.Popen[bytes], hear: Callable[[bytes], None]) -
     status = srun.wait()
     srun.stderr.close()
     said = head.decode(errors="replace")
-    if status and any(words in said for words in _NOT_STARTED):
-        raise _failure(["srun"], CommandAnswer(status, "", said))
+    if status and is_unstarted(said):
+        error = _failure(["srun"], CommandAnswer(status, "", said))
+        # What Slurm refuses for a step of a job that it has started is its own fault, and passes.
+        raise SlurmUnclearError(str(error)) if isinstance(error, SlurmRefusedError) else error
     return status
 
+
+_ROOM = 1 << 20
+"""Bytes of a pipe, as much as the kernel grants without a privilege."""
 
 _HEAD = 4096
 """Bytes among which an srun says that it cannot start its tasks."""
 
-_NOT_STARTED = ("srun: error: Unable to create step", "srun: error: Unable to confirm allocation")
+_NOT_STARTED = (
+    "srun: error: Unable to create step",
+    "srun: error: Unable to create job step",
+    "srun: error: Unable to confirm allocation",
+    "srun: error: Unable to allocate resources",
+)
+
+
+def is_unstarted(said: str) -> bool:
+    return any(words in said for words in _NOT_STARTED)
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

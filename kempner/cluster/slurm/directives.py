@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kempner.cluster.slurm.resources import count_gpus
@@ -111,6 +111,40 @@ def read(text: bytes) -> Directives:
     return Directives(tuple(options), end or first, late)
 
 
+def regroup(words: Sequence[str]) -> list[str]:
+    """The options of a command line that has lost its quotes: words between single spaces. What is
+    no option belongs to the value of the option before it. Raises `ValueError` with a sentence
+    where a word is neither."""
+    groups: list[list[str]] = []
+    for word in words:
+        long = re.fullmatch(r"--([a-z][a-z-]*)(=.*)?", word, re.DOTALL)
+        short = re.match(r"-[A-Za-z]", word)
+        if short or (long and (_unabbreviated(long[1]) in _LONG or _ALSO.fullmatch(long[1]))):
+            groups.append([word])
+        elif word.startswith("-") or not groups:
+            raise ValueError(f"`{word}` is no option of sbatch: it was between quotes")
+        elif len(groups[-1]) == 1 and _named(groups[-1][0])[2]:
+            groups[-1].append(word)
+        else:
+            groups[-1][-1] += f" {word}"
+    return [word for group in groups for word in group]
+
+
+_ALSO = re.compile(
+    "extra|admin-comment|segment|consolidate-segments|spread-segments|resv-ports|oom-kill-step"
+    "|network|mcs-label|tres-bind|share|cluster|container-.+|help-env|autocomplete|prolog|epilog"
+)
+"""Rarer long options, and those of the plugin pyxis."""
+
+
+def read_pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The names and values of options of sbatch, each value within or after its option."""
+    left = list(words)
+    while left:
+        name, value, takes = _named(left.pop(0))
+        yield name, left.pop(0) if takes and left else value
+
+
 def read_words(text: str) -> list[str]:
     """All words of the head of a script, as they would stand on sbatch's command line."""
     return [word for line in _head(text.encode()) for word, _, _ in _words(line)]
@@ -147,18 +181,20 @@ def _options(line: _Line) -> Iterator[Option]:
     words = list(_words(line))
     while words:
         word, start, end = words.pop(0)
-        name, equals, value = word.partition("=")
-        if name.startswith("--"):
-            name = _unabbreviated(name[2:])
-            takes = not equals and name not in _FLAGS
-        elif name.startswith("-") and name[1:2] in _SHORT:
-            name, value = _SHORT[word[1]], word[2:]
-            takes = not value
-        else:
-            name, takes = name.lstrip("-"), False
+        name, value, takes = _named(word)
         if takes and words:
             value, _, end = words.pop(0)
         yield Option(name, value, line.number, start, end)
+
+
+def _named(word: str) -> tuple[str, str, bool]:
+    name, equals, value = word.partition("=")
+    if name.startswith("--"):
+        name = _unabbreviated(name[2:])
+        return name, value, not equals and name not in _FLAGS
+    if name.startswith("-") and name[1:2] in _SHORT:
+        return _SHORT[word[1]], word[2:], len(word) == 2
+    return name.lstrip("-"), value, False
 
 
 def _unabbreviated(name: str) -> str:

@@ -14,11 +14,9 @@ _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def expand_hosts(text: str) -> list[str]:
-    """The host names of a list, in its order: what `scontrol show hostnames` prints.
-
-    Understands ranges, leading zeros, suffixes and several brackets in a name (`r[1-2]n[01-16]-ib`:
-    the last bracket runs fastest). Raises `ValueError` with a sentence on anything else.
-    """
+    """The host names of a list, in its order: what `scontrol show hostnames` prints. Understands
+    ranges, leading zeros, suffixes and several brackets in a name (`r[1-2]n[01-16]-ib`: the last
+    bracket runs fastest). Raises `ValueError` with a sentence on anything else."""
     names: list[str] = []
     for pattern in _OUTSIDE_BRACKETS.split(text.strip()):
         # Every second piece was in brackets.

@@ -1,11 +1,7 @@
-"""State of a Slurm job, parsed and classified.
+"""State of a Slurm job, what it has of each node, and which nodes it could run on.
 
-What a job has of each of its nodes, which need not be the same: `scontrol show job -d`.
-
-`--gpus=12` may come as 8 on one node and 4 on another, and `--ntasks=8` as 7 CPUs and 1. What the
-environment of the batch process says is about its own node alone.
-
-Which nodes a job could run on, by what it asks for: pure functions of what scontrol shows.
+Pure functions of what scontrol shows. `--gpus=12` may come as 8 on one node and 4 on another, and
+`--ntasks=8` as 7 CPUs and 1; the environment of the batch process is about its own node alone.
 """
 
 from __future__ import annotations
@@ -45,17 +41,33 @@ _HELD = frozenset({"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
 _HELD_FOR = re.compile("[Hh]eld|Hold|special_exit|BadConstraints")
 """Found in the reasons for which a job is held, `launch_failed_requeued_held` among them."""
 
+_WHAT_TO_DO = (
+    ("JobHeldAdmin", "an administrator holds it: ask for `scontrol release {job}`"),
+    ("HoldMaxRequeue", "it was requeued as often as max_batch_requeue allows: `scontrol release "
+     "{job}`, and ask an administrator to raise that"),
+    ("BadConstraints", "no nodes have what it asks for: mend that with `scontrol update "
+     "jobid={job} ...`, then `scontrol release {job}`"),
+    ("launch_fail", "a node could not start it: look at Slurm's Prolog there, then "
+     "`scontrol release {job}`"),
+    ("user_env", "your login shell did not start in time: mend it, then `scontrol release {job}`"),
+)  # fmt: skip
+"""What a user can do about a job that is held, by what its reason has in it."""
+
+
+def how_to_release(job: str, state: str, reason: str) -> str:
+    """What Slurm waits for before it starts a held job, for the user who has to do it."""
+    known = (words for part, words in _WHAT_TO_DO if part in reason)
+    words = next(known, "`scontrol release {job}` lets it go").format(job=job)
+    return f"{reason or state}: Slurm does not start it again until it is released; {words}"
+
 
 def is_held(state: str, reason: str) -> bool:
-    """Whether Slurm does not start a job before it is released."""
     return state in _HELD or (state in QUEUED and _HELD_FOR.search(reason) is not None)
 
 
 def telling_state(states: str) -> str:
     """The word of a JobState that says most: `COMPLETED+COMPLETING` and `RUNNING,STOPPED` have two.
-
-    One that is not known here says nothing beside one that is.
-    """
+    A known one goes first."""
     words = re.split("[+,]", states)
     known = [word for word in words if word in (QUEUED | _FLAGS) - _BASE]
     return next(iter([*known, *(word for word in words if word in _BASE), *words]))
@@ -73,11 +85,8 @@ asked for. From 23.11 on a job with --cpus-per-task has a TresPerTask after its 
 
 
 def job_fields(text: str) -> dict[str, str]:
-    """The fields of the first job in the output of `scontrol show job -o`.
-
-    What a user chooses (the job's name, its command and what follows) may look like fields, and is
-    left out.
-    """
+    """The fields of the first job in the output of `scontrol show job -o`. What a user chooses (the
+    job's name, its command and what follows) may look like fields, and is left out."""
     first = text.strip().partition("\nJobId=")[0]
     line = re.sub(r" JobName=.* UserId=", " UserId=", first, flags=re.DOTALL)
     tail = re.search(rf"(?: (?:{_AT_THE_END})=\S*)+\s*$", line)
@@ -94,11 +103,8 @@ def node_fields(text: str) -> dict[str, str]:
 @dataclass(frozen=True)
 class JobTimes:
     """`end` and `preempt` in seconds since the epoch by the controller's clock, `limit` in seconds;
-    None for what is not set.
-
-    `end` is the limit of a running job (a preemption moves it) and the end of one that is over;
-    `limit` is how long the job may run, None for UNLIMITED.
-    """
+    None for what is not set. `end` is the limit of a running job (a preemption moves it) and the
+    end of one that is over; `limit` is how long the job may run, None for UNLIMITED."""
 
     end: float | None = None
     preempt: float | None = None
@@ -108,10 +114,8 @@ class JobTimes:
 @dataclass(frozen=True)
 class JobNodes:
     """`count` is how many nodes a job has, or asks for; `held` and `excluded` are host lists.
-
     `partition` may be several names with commas between. `required` is a host list, `features` a
-    constraint and `resources` the TresPerNode, each as the job asks for it.
-    """
+    constraint and `resources` the TresPerNode, each as the job asks for it."""
 
     held: str = ""
     count: int = 1
@@ -125,11 +129,9 @@ class JobNodes:
 
 @dataclass(frozen=True)
 class JobState:
-    """A job as `scontrol show job -o` shows it.
-
-    `state` is the word of JobState that says most, such as RUNNING; `reason` is empty for None.
-    `may_requeue` is the job's Requeue flag; `batch` says that it was submitted with sbatch.
-    """
+    """A job as `scontrol show job -o` shows it. `state` is the word of JobState that says most,
+    such as RUNNING; `reason` is empty for None. `may_requeue` is the job's Requeue flag; `batch`
+    says that it was submitted with sbatch."""
 
     id: str
     state: str
@@ -142,21 +144,18 @@ class JobState:
 
     @property
     def running(self) -> bool:
-        """Whether the job still holds its nodes and may be requeued without reviving a dead one.
-
-        So it does in a state that is not known here: SIGNALING while the tasks of a preempted job
-        are warned, STOPPED after a SIGSTOP to its steps, whatever the next version calls its own.
-        """
-        return self.state not in QUEUED | FINAL | {"COMPLETING", "STAGE_OUT", "SUSPENDED"}
+        """Whether the job still holds its nodes and may be requeued without reviving a dead one. So
+        it does in a state that is not known here: SIGNALING while the tasks of a preempted job are
+        warned, STOPPED after a SIGSTOP to its steps, whatever the next version calls its own. Of
+        one that is suspended, this process is about to stand still, or has just gone on."""
+        return self.state not in QUEUED | FINAL | {"COMPLETING", "STAGE_OUT"}
 
     @property
     def queued(self) -> bool:
-        """Whether it waits for nodes, for the first time or again."""
         return self.state in QUEUED
 
     @property
     def held(self) -> bool:
-        """Whether Slurm does not start it before it is released."""
         return is_held(self.state, self.reason)
 
 
@@ -191,8 +190,6 @@ def parse_job(fields: Mapping[str, str]) -> JobState:
 
 
 class JobEvent(Enum):
-    """What is happening to a job."""
-
     NOTHING = "it runs"
     TIME_LIMIT = "its time is nearly over"
     TIME_LIMIT_REACHED = "its time is over"
@@ -203,13 +200,11 @@ class JobEvent(Enum):
 
 
 def classify(before: JobState, now: JobState, warned: bool = False) -> JobEvent:
-    """What happened between two looks at the same job, `warned` if a signal came in between.
-
-    Seen on Slurm 22.05: a warning before the time limit changes nothing about the job; a preemption
-    sets PreemptTime and moves EndTime, and once its grace time is over counts as a requeue; a
-    requeue shows as COMPLETING with one restart more; a job that is cancelled shows COMPLETING
-    without a reason, one at its limit with the reason TimeLimit.
-    """
+    """What happened between two looks at the same job, `warned` if a signal came in between. Seen
+    on Slurm 22.05: a warning before the time limit changes nothing about the job; a preemption sets
+    PreemptTime and moves EndTime, and once its grace time is over counts as a requeue; a requeue
+    shows as COMPLETING with one restart more; a job that is cancelled shows COMPLETING without a
+    reason, one at its limit with the reason TimeLimit."""
     if now.restarts > before.restarts or now.queued:
         return JobEvent.REQUEUE
     if now.state in ("SUSPENDED", "STAGE_OUT"):
@@ -226,12 +221,10 @@ def classify(before: JobState, now: JobState, warned: bool = False) -> JobEvent:
 
 
 def job_id(environ: Mapping[str, str]) -> str | None:
-    """The id by which to speak of this job to Slurm; None outside of one.
-
-    In an array `<array>_<task>`: the plain id of the element that carries the array's own id means
-    all elements to scancel and to `scontrol requeue`. Raises `ValueError` with a sentence in a
-    heterogeneous job.
-    """
+    """The id by which to speak of this job to Slurm; None outside of one. In an array
+    `<array>_<task>`: the plain id of the element that carries the array's own id means all elements
+    to scancel and to `scontrol requeue`. Raises `ValueError` with a sentence in a heterogeneous
+    job."""
     job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
     if not job:
         return None
@@ -251,7 +244,6 @@ def element(environ: Mapping[str, str]) -> str:
 
 
 def restart_count(environ: Mapping[str, str]) -> int:
-    """How often this job was put back into the queue; Slurm leaves the variable out at first."""
     return int(environ.get("SLURM_RESTART_COUNT") or "0")
 
 
@@ -261,10 +253,8 @@ def _said(fields: Mapping[str, str], name: str) -> str:
 
 
 def parse_time(text: str) -> float | None:
-    """A time of the controller's clock, in seconds since the epoch; None if it is not set.
-
-    In UTC: `command.client_environment` sees to that.
-    """
+    """Seconds since the epoch of a time of the controller, in UTC by `command.client_environment`;
+    None if it is not set."""
     if text in _NOTHING:
         return None
     return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
@@ -284,8 +274,6 @@ _SHARE = re.compile(r"(?:^|\s)Nodes=(\S+) CPU_IDs=(\S*) Mem=\d+ GRES=(\S*)")
 
 @dataclass(frozen=True)
 class NodeShare:
-    """What a job has of a node: CPUs (hardware threads) and GPUs."""
-
     cpus: int
     gpus: int
 
@@ -293,11 +281,9 @@ class NodeShare:
 def node_shares(
     text: str, hosts: Callable[[str], Sequence[str]] = expand_hosts
 ) -> dict[str, NodeShare]:
-    """The share of each node in the output of `scontrol show job -d -o`; of no job, none.
-
-    The words for it are the same from Slurm 22.05 to 26.05 (`src/api/job_info.c`, since 24.11
-    `src/scontrol/info_job.c`). Raises `ValueError` with a sentence if one cannot be read.
-    """
+    """The share of each node in the output of `scontrol show job -d -o`; of no job, none. The words
+    for it are the same from Slurm 22.05 to 26.05 (`src/api/job_info.c`, since 24.11
+    `src/scontrol/info_job.c`). Raises `ValueError` with a sentence if one cannot be read."""
     ours = text.partition(" Command=")[0]  # what follows is the user's
     shares: dict[str, NodeShare] = {}
     for nodes, cpus, gres in _SHARE.findall(ours):
@@ -327,39 +313,24 @@ _TYPED_GPU = re.compile(r"gpu:([\w.+-]*[A-Za-z][\w.+-]*)(?:[:=(,]|$)")
 _WORD = re.compile(r"[\w.:-]+")
 
 
-@dataclass(frozen=True)
-class Demand:
-    """What a job asks of each node.
-
-    `features` is its constraint in Slurm's words, `resources` its TresPerNode; both may be empty.
-    """
-
-    features: str = ""
-    resources: str = ""
-
-
-def eligible(demand: Demand, nodes: Iterable[Mapping[str, str]]) -> set[str] | None:
-    """The names of those nodes that have what is demanded, in whatever state they are.
-
-    `nodes` are the fields of `scontrol show node -o`. None if the constraint is too involved to be
-    judged here.
-    """
+def eligible(features: str, resources: str, nodes: Iterable[Mapping[str, str]]) -> set[str] | None:
+    """The names of those nodes that have what a job asks of each, in whatever state they are.
+    `features` is its constraint in Slurm's words, `resources` its TresPerNode, `nodes` are the
+    fields of `scontrol show node -o`. None if the constraint is too involved to be judged here."""
     found = set()
     for node in nodes:
         has = _split(node.get("AvailableFeatures", ""), node.get("ActiveFeatures", ""))
-        fits = satisfies(demand.features, has)
+        fits = satisfies(features, has)
         if fits is None:
             return None
-        if fits and gpu_types(demand.resources) <= gpu_types(node.get("Gres", "")):
+        if fits and gpu_types(resources) <= gpu_types(node.get("Gres", "")):
             found.add(node["NodeName"])
     return found
 
 
 def satisfies(constraint: str, features: Collection[str]) -> bool | None:
     """Whether a node with these features satisfies a constraint of `&` and `|`, or an empty one.
-
-    None for what speaks of several nodes together: brackets, counts, parentheses.
-    """
+    None for what speaks of several nodes together: brackets, counts, parentheses."""
     if not constraint:
         return True
     parts = [[word.strip() for word in part.split("&")] for part in constraint.split("|")]

@@ -1,11 +1,7 @@
-"""Runs one short task on each of a job's nodes, in a step beside whatever runs there.
+"""Runs one short task on each of a job's nodes, in a step beside what runs there.
 
-What the tasks of a step print about their nodes, in lines that srun passes on whole.
-
-Lines of up to 1,024 bytes stay as they are. Pieces of longer ones come between those of other
-tasks.
-
-Options by which srun opens a container (the plugin pyxis), and whether it knows them.
+srun passes lines of up to 1,024 bytes on whole; pieces of longer ones come between those of other
+tasks. Options by which srun opens a container are those of the plugin pyxis.
 """
 
 from __future__ import annotations
@@ -33,22 +29,8 @@ class NodeStepOutput:
     complaints: str = ""
 
 
-def run_on_nodes(
-    nodes: Sequence[str],
-    allocation: str | None,
-    task: Sequence[str],
-    within: float,
-    resources: Sequence[str] = NO_GPUS,
-) -> NodeStepOutput:
-    """Run `task` once on each of the `nodes`, all at once, and wait for `within` seconds.
-
-    `allocation` is the job to do it in, None for the one around this process; `resources` are
-    further options of srun. The output is empty where there is no srun. Raises `OSError` if it
-    cannot start.
-    """
-    if shutil.which("srun") is None:
-        return NodeStepOutput()
-    command = [
+def _srun(nodes: Sequence[str], allocation: str | None, resources: Sequence[str]) -> list[str]:
+    return [
         *("srun", "--overlap", *resources),
         *([] if allocation is None else [f"--jobid={allocation}"]),
         "--job-name=kempner-health",
@@ -60,10 +42,24 @@ def run_on_nodes(
         "--wait=0",
         "--mpi=none",
         "--export=ALL",
-        *task,
     ]
+
+
+def run_on_nodes(
+    nodes: Sequence[str],
+    allocation: str | None,
+    task: Sequence[str],
+    within: float,
+    resources: Sequence[str] = NO_GPUS,
+) -> NodeStepOutput:
+    """Run `task` once on each of the `nodes`, all at once, and wait for `within` seconds.
+    `allocation` is the job to do it in, None for the one around this process; `resources` are
+    further options of srun. The output is empty where there is no srun. Raises `OSError` if it
+    cannot start."""
+    if shutil.which("srun") is None:
+        return NodeStepOutput()
     asked = subprocess.Popen(
-        command,
+        [*_srun(nodes, allocation, resources), *task],
         env=probe_environment(os.environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -147,16 +143,20 @@ def binding_option(options: Sequence[str]) -> str:
     return next((name for name in names if name in _BINDING or name[:2] == "-m"), "")
 
 
-_BINDING = frozenset(
-    {
-        "--cpu-bind",
-        "--distribution",
-        "--gpu-bind",
-        "--gpus-per-task",
-        "--mem-bind",
-        "--ntasks-per-core",
-        "--ntasks-per-socket",
-        "--tres-bind",
-        "--tres-per-task",
-    }
-)
+def without_binding(options: Sequence[str]) -> list[str]:
+    kept, value = list[str](), False
+    for option in options:
+        if binding_option([option]):
+            value = option == "-m" or (option.startswith("--") and "=" not in option)
+        elif value and not option.startswith("-"):
+            value = False
+        else:
+            kept.append(option)
+            value = False
+    return kept
+
+
+_BINDING = {
+    "--cpu-bind", "--distribution", "--gpu-bind", "--gpus-per-task", "--mem-bind",
+    "--ntasks-per-core", "--ntasks-per-socket", "--tres-bind", "--tres-per-task",
+}  # fmt: skip

@@ -26,8 +26,6 @@ _UNITS = {"": 1, "K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 
 @dataclass(frozen=True)
 class Amount:
-    """A number and its source; memory is in MiB. None means that it is not known."""
-
     value: int | None
     source: str
 
@@ -37,8 +35,6 @@ class Amount:
 
 @dataclass(frozen=True)
 class NodeResources:
-    """What the job may use on this node."""
-
     cpus: Amount
     memory_mb: Amount
     gpus: Amount
@@ -56,11 +52,8 @@ class WantedResources:
 def count_gpus(text: str) -> int:
     """The number of GPUs in any spelling of Slurm: `4`, `gpu:4`, `gres:gpu:4`, `gpu:h100:4`,
     `h100:4`, `gres/gpu=4`, `gpu:h100:4(S:0-1)`, sums such as `gpu:a100:2,gpu:v100:2`, `(null)`. A
-    part of a GPU (MIG) counts as one: `gres:gpu:1g.10gb:7`, `gpu:3g.40gb:2(IDX:0,1)`.
-
-    Beside parts that are called `gpu` the others are other resources, and do not count. Raises
-    `ValueError` with a sentence.
-    """
+    part of a GPU (MIG) counts as one: `gres:gpu:1g.10gb:7`, `gpu:3g.40gb:2(IDX:0,1)`. Beside parts
+    that are called `gpu`, others do not count. Raises `ValueError` with a sentence."""
     if text.strip() in _NO_GPUS:
         return 0
     parts = [part.strip() for part in _SOCKETS.sub("", text).split(",")]
@@ -85,11 +78,9 @@ def detect(
     job: Mapping[str, str] | None = None,
     node: Mapping[str, str] | None = None,
 ) -> NodeResources:
-    """What this process may use, as far as it is known.
-
-    `job` and `node` are the fields of `scontrol show job -o` and `scontrol show node -o`. Raises
-    `ValueError` with a sentence if a number cannot be read.
-    """
+    """What this process may use, as far as it is known. `job` and `node` are the fields of
+    `scontrol show job -o` and `scontrol show node -o`. Raises `ValueError` with a sentence if a
+    number cannot be read."""
     wanted, job, node = configured or WantedResources(), job or {}, node or {}
     cpus = _first(chain([("slurm.cpus", wanted.cpus)], _cpus(environ, job)))
     gpus = _first(chain([(CONFIGURED_GPUS, wanted.gpus)], _gpus(environ, job, node)))
@@ -128,10 +119,9 @@ def _gpus(environ: Mapping[str, str], job: Mapping[str, str], node: Mapping[str,
 
 def inherited(environ: Mapping[str, str], job: Mapping[str, str]) -> set[str]:
     """The variables of `environ` that are not about `job`, the fields of `scontrol show job`.
-
     sbatch and salloc hand on the environment of the shell that called them, which may be in another
-    job or in a step of one. Slurm overwrites what was asked for in this job, and leaves the rest.
-    """
+    job or in a step of one. Slurm overwrites what was asked for in this job, and leaves the
+    rest."""
     found = {
         name for name, fits in _FITS.items() if name in environ and not fits(environ[name], job)
     }

@@ -3,9 +3,7 @@
 Each command is repeated for `within` seconds while it has no answer, shortly by default; 0 runs it
 once. Never to be called from a signal handler.
 
-Puts a job back into the queue: once, whatever becomes of Slurm's answers.
-
-A request whose answer is lost may have been carried out. So the job is looked at before each try:
+A requeue whose answer is lost may have been carried out. So the job is looked at before each try:
 directly before, because a requeue brings a cancelled job back to life, and after, because a second
 requeue would end the job's next launch.
 """
@@ -18,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -58,12 +57,10 @@ CLOCK_WITHIN = 2.0
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """What slurm.conf sets, in seconds, and the controller's clock.
-
-    `ahead` is what to add to `time.monotonic` for seconds since the epoch by that clock; None if
-    the answer took too long to tell. `series` is the first part of its version, such as "26.05", or
-    empty if it is written in a way not known here.
-    """
+    """What slurm.conf sets, in seconds, and the controller's clock. `ahead` is what to add to
+    `time.monotonic` for seconds since the epoch by that clock; None if the answer took too long to
+    tell. `series` is the first part of its version, such as "26.05", or empty if it is written in a
+    way not known here."""
 
     kill_wait: float
     node_timeout: float
@@ -73,56 +70,121 @@ class ClusterSettings:
 
 def show_job(job: str, within: float = SHORTLY) -> dict[str, str]:
     """The fields of a job or of one element of an array, for `kempner.cluster.slurm.job.parse_job`.
-
-    Raises `SlurmError`.
-    """
+    Raises `SlurmError`."""
     return _ask(["scontrol", "show", "job", "-o", job], _whole_job, within)
 
 
+def show_whole_job(job: str) -> str:
+    """All that Slurm shows of a job, on one line, what its user chose included. Raises
+    `SlurmError`."""
+    return _ask(["scontrol", "show", "job", "-o", job], _text, SHORTLY).splitlines()[0]
+
+
 def job_state(job: str, within: float = SHORTLY) -> JobState:
-    """The state of a job or of one element of an array. Raises `SlurmError`."""
     try:
         return parse_job(show_job(job, within))
     except ValueError as error:
         raise SlurmSilentError(f"`scontrol show job -o {job}` cannot be read: {error}") from error
 
 
-def job_shares(job: str, within: float = SHORTLY) -> dict[str, NodeShare]:
-    """What a job has of each of its nodes, as far as Slurm says. Raises `SlurmError`."""
-
-    def read(text: str) -> dict[str, NodeShare] | None:
-        return node_shares(text, hostnames) if _whole_job(text) is not None else None
-
+def show_job_and_shares(
+    job: str, within: float = SHORTLY, on_failure: Callable[[SlurmError], None] = lambda error: None
+) -> tuple[dict[str, str], dict[str, NodeShare]]:
+    """As `show_job`, and what the job has of each of its nodes, as far as Slurm says."""
+    command = ["scontrol", "show", "job", "-d", "-o", job]
+    told = patiently(
+        lambda: ask(command, lambda text: text if _whole_job(text) is not None else None),
+        within,
+        on_failure,
+    )
     try:
-        return _ask(["scontrol", "show", "job", "-d", "-o", job], read, within)
+        return job_fields(told), node_shares(told, hostnames)
     except ValueError:  # in words that are not known here
-        return {}
+        return job_fields(told), {}
 
 
 def show_node(node: str, within: float = SHORTLY) -> dict[str, str]:
-    """The fields of a node. Raises `SlurmError`."""
-
-    def read(text: str) -> dict[str, str] | None:
-        fields = node_fields(text)
-        return fields if _ended(text) and {"NodeName", "State"} <= set(fields) else None
-
-    return _ask(["scontrol", "show", "node", "-o", node], read, within)
+    return _nodes([node], _whole_node, within)[0]
 
 
 def show_nodes(nodes: Sequence[str]) -> list[dict[str, str]]:
-    """The fields of each of these nodes. Raises `SlurmError`."""
-
-    def read(text: str) -> list[dict[str, str]] | None:
-        found = [node_fields(line) for line in text.splitlines()]
-        named = [fields for fields in found if {"NodeName", "State"} <= set(fields)]
-        return named if _ended(text) and len(named) == len(set(nodes)) else None
-
-    return _ask(["scontrol", "show", "node", "-o", ",".join(nodes)], read, SHORTLY)
+    return _nodes(nodes, _whole_node, SHORTLY)
 
 
-def node_states(nodes: Sequence[str]) -> dict[str, str]:
-    """The State of each of these nodes, such as `IDLE+CLOUD`. Raises `SlurmError`."""
-    return {fields["NodeName"]: fields["State"] for fields in show_nodes(nodes)}
+@dataclass(frozen=True)
+class NodeShown:
+    """A node as Slurm shows it: its State, such as `MIXED+DRAIN`, and why it is in it, if that was
+    said."""
+
+    name: str
+    state: str
+    reason: str = ""
+
+
+def shown_nodes(nodes: Sequence[str], within: float = SHORTLY) -> list[NodeShown]:
+    return _nodes(nodes, read_node, within)
+
+
+def _nodes(nodes: Sequence[str], read_line: Callable[[str], T | None], within: float) -> list[T]:
+    """What `read_line` finds in the line of each node. Raises `SlurmError`."""
+
+    def read(text: str) -> list[T] | None:
+        found = [node for line in text.splitlines() if (node := read_line(line)) is not None]
+        return found if _ended(text) and len(found) == len(set(nodes)) else None
+
+    return _ask(["scontrol", "show", "node", "-o", ",".join(nodes)], read, within)
+
+
+def _whole_node(line: str) -> dict[str, str] | None:
+    fields = node_fields(line)
+    return fields if {"NodeName", "State"} <= set(fields) else None
+
+
+def read_node(line: str) -> NodeShown | None:
+    """A line of `scontrol show node -o`; a reason may have spaces, and its author comes after."""
+    head, _, rest = line.partition(" Reason=")
+    if (fields := _whole_node(head)) is None:
+        return None
+    return NodeShown(fields["NodeName"], fields["State"], rest.partition(" [")[0].strip())
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """`start` and `end` are in seconds since the epoch by the controller's clock, `nodes` is a host
+    list; `maintenance` says that it has the flag MAINT."""
+
+    name: str
+    start: float
+    end: float | None
+    nodes: str
+    maintenance: bool
+
+
+def reservations(within: float = SHORTLY) -> list[Reservation]:
+    def read(text: str) -> list[Reservation] | None:
+        return read_reservations(text) if _ended(text) else None
+
+    return _ask(["scontrol", "show", "reservation", "-o"], read, within)
+
+
+def read_reservations(text: str) -> list[Reservation]:
+    found = []
+    for fields in map(node_fields, text.splitlines()):
+        start = parse_time(fields.get("StartTime", ""))
+        if "ReservationName" not in fields or start is None:
+            continue
+        flags = fields.get("Flags", "").split(",")
+        nodes = fields.get("Nodes", "")
+        found.append(
+            Reservation(
+                name=fields["ReservationName"],
+                start=start,
+                end=parse_time(fields.get("EndTime", "")),
+                nodes="" if nodes == "(null)" else nodes,
+                maintenance="MAINT" in flags,
+            )
+        )
+    return found
 
 
 def output_file(job: str, within: float = SHORTLY) -> str:
@@ -133,33 +195,27 @@ def output_file(job: str, within: float = SHORTLY) -> str:
 
 
 def launches(job: str) -> list[str]:
-    """How each launch of a job ended or stands, oldest first, as the accounting has it.
-
-    Without `-D` sacct shows the last one only. A job that goes on without a node that it lost has a
-    record for that, too, which is no launch. Raises `SlurmError`.
-    """
+    """How each launch of a job ended or stands, oldest first, as the accounting has it. Without
+    `-D` sacct shows the last one only. A job that goes on without a node that it lost has a record
+    for that, too, which is no launch. Raises `SlurmError`."""
     told = _ask(["sacct", "-D", "-X", "-n", "-P", "-j", job, "--format=State"], _text, within=3.0)
     return [line for line in told.splitlines() if line != "RESIZING"]
 
 
 def submit_line(job: str, within: float = SHORTLY) -> str:
     """The command by which a job was submitted, as the accounting keeps it: once more for each time
-    that it lost nodes. Raises `SlurmError`.
-    """
+    that it lost nodes. Raises `SlurmError`."""
     command = ["sacct", "-X", "-n", "-P", "-j", job, "--format=SubmitLine"]
     return _ask(command, _text, within).splitlines()[-1]
 
 
 def write_script(job: str, file: Path, within: float = SHORTLY) -> None:
-    """Write a job's batch script, as it was submitted, to `file`. Raises `SlurmError`."""
     _tell(["scontrol", "write", "batch_script", job, str(file)], within)
 
 
 def submit(command: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Run a command of sbatch; the new job's id.
-
-    Not repeated when an answer was lost, because the first may have worked. Raises `SlurmError`.
-    """
+    """Run a command of sbatch; the new job's id. Not repeated when an answer was lost, because the
+    first may have worked. Raises `SlurmError`."""
 
     def read(text: str) -> str | None:
         found = re.search(r"(?:^|\s)(\d+)(?:;\S+)?\n\Z", text)
@@ -175,11 +231,9 @@ def try_submission(script: Path, environ: Mapping[str, str]) -> None:
 
 
 def cluster_settings(within: float = SHORTLY) -> ClusterSettings:
-    """What the controller says of the cluster and of the time. Raises `SlurmError`.
-
-    No other answer carries its clock: in `squeue -o %L` and in RunTime of `scontrol show job` it is
-    the clock of the host on which the command runs.
-    """
+    """What the controller says of the cluster and of the time. Raises `SlurmError`. No other answer
+    carries its clock: in `squeue -o %L` and in RunTime of `scontrol show job` it is the clock of
+    the host on which the command runs."""
 
     def ask_now() -> ClusterSettings:
         began = time.monotonic()
@@ -216,66 +270,58 @@ def read_settings(text: str, asked_at: float) -> ClusterSettings | None:
 _SETTINGS = ("KillWait", "SlurmdTimeout")
 
 
-def partition_nodes(partitions: str, within: float = SHORTLY) -> set[str]:
-    """All nodes of one or more partitions, in whatever state. Raises `SlurmError`.
-
-    `partitions` are names with commas between, as a job shows them.
-    """
+def partition_nodes(partitions: str) -> set[str]:
+    """All nodes of one or more partitions, in whatever state. Raises `SlurmError`. `partitions` are
+    names with commas between, as a job shows them."""
     found: set[str] = set()
     for name in partitions.split(","):
-        found.update(_nodes_of(["scontrol", "show", "partition", name, "-o"], within))
+        found.update(hostnames(_show("partition", name, "Nodes", SHORTLY)["Nodes"]))
     return found
 
 
 def show_partition(name: str, within: float = SHORTLY) -> dict[str, str]:
-    """The fields of a partition. Raises `SlurmError`."""
-
-    def read(text: str) -> dict[str, str] | None:
-        fields = node_fields(text)
-        return fields if _ended(text) and "PartitionName" in fields else None
-
-    return _ask(["scontrol", "show", "partition", name, "-o"], read, within)
+    return _show("partition", name, "PartitionName", within)
 
 
 def preemption_grace(fields: Mapping[str, str]) -> float | None:
-    """Seconds that a partition grants its jobs when others preempt them; None if none do."""
     if fields.get("PreemptMode", "OFF") in ("OFF", ""):
         return None
     return float(fields.get("GraceTime", "0"))
 
 
 def accounting_answers(within: float = SHORTLY) -> None:
-    """Ask the accounting for something that is always there. Raises `SlurmError`."""
     _tell(["sacct", "-X", "-n", "-P", "--format=JobID"], within)
 
 
 def reservation_nodes(name: str) -> set[str]:
-    """The nodes of a reservation. Raises `SlurmError`."""
-    return set(_nodes_of(["scontrol", "show", "reservation", name, "-o"], SHORTLY))
+    return set(hostnames(_show("reservation", name, "Nodes", SHORTLY)["Nodes"]))
 
 
 def requeue(job: str) -> None:
-    """Put a job back into the queue; its processes are signalled at once, this one's included.
-
-    Ask for the job's state first: a cancelled job is brought back to life by this. Not repeated
-    when an answer was lost, because the first may have worked: `kempner.cluster.slurm.scontrol`
-    looks. Raises `SlurmError`.
-    """
+    """Put a job back into the queue; its processes are signalled at once, this one's included. Ask
+    for the job's state first: a cancelled job is brought back to life by this. Not repeated when an
+    answer was lost, because the first may have worked: `kempner.cluster.slurm.scontrol` looks.
+    Raises `SlurmError`."""
     _tell(["scontrol", "requeue", job], within=0.0)
 
 
-def signal_tasks(job: str, signal_name: str = "TERM", within: float = 0.0) -> None:
-    """Send a signal once to the top process of every task, not to the batch script.
-
-    Of the whole job, not of a step: that would deliver it twice while any job is pending (Slurm
-    22.05). Raises `SlurmError`.
-    """
-    _tell(["scancel", "-s", signal_name, job], within)
+def signal_tasks(job: str) -> None:
+    """Send SIGTERM once to the top process of every task, not to the batch script. Of the whole
+    job, not of a step: that would deliver it twice while any job is pending (Slurm 22.05). Raises
+    `SlurmError`."""
+    _tell(["scancel", "-s", "TERM", job], within=0.0)
 
 
-def cancel(job: str, within: float = SHORTLY) -> None:
+def have_nodes_tried(job: str) -> None:
+    """Have the controller itself send something to all nodes of a job: those that do not take it
+    are shown as not responding some ten seconds later, in place of minutes. It is a signal that
+    ends no process by itself. Raises `SlurmError`."""
+    _tell(["scancel", "--ctld", "-s", "URG", job], within=0.0)
+
+
+def cancel(job: str) -> None:
     """End a job for good: SIGTERM to its tasks, SIGKILL after KillWait. Raises `SlurmError`."""
-    _tell(["scancel", job], within)
+    _tell(["scancel", job], SHORTLY)
 
 
 def end_step(job: str, step: str) -> None:
@@ -284,24 +330,20 @@ def end_step(job: str, step: str) -> None:
 
 
 def keep_nodes(job: str, nodes: Sequence[str]) -> None:
-    """Give back all nodes of a running job but these. Raises `SlurmError`.
-
-    Slurm then neither ends the job when it sees that one of the others is dead, nor waits for that
-    node before it starts the job again. scontrol leaves two scripts in its working directory, for
-    shells that want to adapt their variables.
-    """
+    """Give back all nodes of a running job but these. Raises `SlurmError`. Slurm then neither ends
+    the job when it sees that one of the others is dead, nor waits for that node before it starts
+    the job again. scontrol leaves two scripts in its working directory, for shells that want to
+    adapt their variables."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["scontrol", "update", f"jobid={job}", f"NodeList={','.join(nodes)}"]
         patiently(lambda: tell(command, folder), SHORTLY)
 
 
 def exclude(job: str, nodes: Sequence[str]) -> None:
-    """Keep a job that waits away from these nodes, and from no others. Raises `SlurmError`."""
     _tell(["scontrol", "update", f"jobid={job}", f"ExcNodeList={','.join(nodes)}"], SHORTLY)
 
 
 def release(job: str) -> None:
-    """Let a job go that is held. Raises `SlurmError`."""
     _tell(["scontrol", "release", job], SHORTLY)
 
 
@@ -313,10 +355,8 @@ def ask_for(
     after: float = 0.0,
     within: float = SHORTLY,
 ) -> None:
-    """Set how many `nodes` a requeued job gets, `without` which, and `after` how many seconds.
-
-    With `without` None, the job's list of excluded nodes is not changed. Raises `SlurmError`.
-    """
+    """Set how many `nodes` a requeued job gets, `without` which, and `after` how many seconds. With
+    `without` None, the job's list of excluded nodes is not changed. Raises `SlurmError`."""
     excluded = [] if without is None else [f"ExcNodeList={','.join(without)}"]
     later = [f"StartTime=now+{after:.0f}"] if after else []
     command = ["scontrol", "update", f"jobid={job}", f"NumNodes={nodes}", *excluded, *later]
@@ -325,9 +365,7 @@ def ask_for(
 
 def hostnames(nodelist: str) -> list[str]:
     """The host names of a list; scontrol is asked where it is written in a way not known here.
-
-    Raises `ValueError` with a sentence if it is no host list.
-    """
+    Raises `ValueError` with a sentence if it is no host list."""
     try:
         return expand_hosts(nodelist)
     except ValueError as error:
@@ -338,14 +376,14 @@ def hostnames(nodelist: str) -> list[str]:
             raise error from None
 
 
-def _nodes_of(command: Sequence[str], within: float) -> list[str]:
-    """The field Nodes of a partition or a reservation."""
+def _show(kind: str, name: str, needed: str, within: float) -> dict[str, str]:
+    """The fields of a partition or a reservation, the `needed` one among them."""
 
-    def read(text: str) -> list[str] | None:
-        fields = dict(word.partition("=")[::2] for word in text.split())
-        return hostnames(fields["Nodes"]) if _ended(text) and "Nodes" in fields else None
+    def read(text: str) -> dict[str, str] | None:
+        fields = node_fields(text)
+        return fields if _ended(text) and needed in fields else None
 
-    return _ask(command, read, within)
+    return _ask(["scontrol", "show", kind, name, "-o"], read, within)
 
 
 def _ask(command: Sequence[str], read: Callable[[str], T | None], within: float) -> T:
@@ -389,8 +427,6 @@ class RequeueDecision:
 
 
 class RequeueOutcome(Enum):
-    """What became of a requeue."""
-
     DONE = "the job is back in the queue"
     LEFT = "it was decided against"
     REFUSED = "Slurm does not take it back"
@@ -399,11 +435,8 @@ class RequeueOutcome(Enum):
 
 @dataclass(frozen=True)
 class PutBack:
-    """What became of a job: `reason` says why.
-
-    `state` is the job as it was seen last, `asked` as it was before Slurm was first asked; None if
-    that never was.
-    """
+    """What became of a job: `reason` says why. `state` is the job as it was seen last, `asked` as
+    it was before Slurm was first asked; None if that never was."""
 
     outcome: RequeueOutcome
     reason: str
@@ -433,82 +466,73 @@ def put_back(
     on_failure: Callable[[SlurmError], None] = lambda error: None,
     means: SlurmAccess | None = None,
 ) -> PutBack:
-    """Requeue `job` if `decide` is for it, given the job as it is at that moment.
-
-    Tries until `until` (seconds of `time.monotonic`). `on_failure` is called for each failed try.
-    """
+    """Requeue `job` if `decide` is for it, given the job as it is at that moment. Tries until
+    `until` (seconds of `time.monotonic`). `on_failure` is called for each failed try."""
     return _RequeueTries(job, decide, until, on_failure, means or SlurmAccess()).carry_out()
 
 
+@dataclass
 class _RequeueTries:
     """The tries of one requeue. `asked` is the job as it was before the first of them."""
 
-    def __init__(
-        self,
-        job: str,
-        decide: Callable[[JobState], RequeueDecision],
-        until: float,
-        on_failure: Callable[[SlurmError], None],
-        means: SlurmAccess,
-    ) -> None:
-        self._job, self._decide, self._until = job, decide, until
-        self._on_failure, self._means = on_failure, means
-        self._asked: JobState | None = None
-        self._reason = ""
-        self._refusal: SlurmError | None = None
-        self._lost: SlurmError | None = None
-        self._taken = False
-        self._tries = 0
+    job: str
+    decide: Callable[[JobState], RequeueDecision]
+    until: float
+    on_failure: Callable[[SlurmError], None]
+    means: SlurmAccess
+    asked: JobState | None = None
+    reason: str = ""
+    refusal: SlurmError | None = None
+    lost: SlurmError | None = None
+    taken: bool = False
+    tries: int = 0
 
     def carry_out(self) -> PutBack:
-        """Look, decide, ask; again until one of them ends it."""
         while True:
             try:
                 state = self._look()
             except SlurmRefusedError as error:
                 return self._end(RequeueOutcome.REFUSED, str(error))
             except SlurmError as error:
-                outcome = RequeueOutcome.DONE if self._taken else RequeueOutcome.SILENT
+                outcome = RequeueOutcome.DONE if self.taken else RequeueOutcome.SILENT
                 return self._end(outcome, str(error))
-            if self._asked is not None and came_back(self._asked, state):
+            if self.asked is not None and came_back(self.asked, state):
                 return self._end(RequeueOutcome.DONE, "", state)
-            decision = self._decide(state)
+            decision = self.decide(state)
             if not decision.requeue:
                 outcome = RequeueOutcome.REFUSED if decision.refused else RequeueOutcome.LEFT
                 return self._end(outcome, decision.reason, state)
-            if self._refusal is not None:
-                return self._end(RequeueOutcome.REFUSED, str(self._refusal), state)
-            if self._lost is not None and self._means.clock() > self._until:
-                return self._end(RequeueOutcome.SILENT, str(self._lost), state)
-            self._asked, self._reason = self._asked or state, decision.reason
+            if self.refusal is not None:
+                return self._end(RequeueOutcome.REFUSED, str(self.refusal), state)
+            if self.lost is not None and self.means.clock() > self.until:
+                return self._end(RequeueOutcome.SILENT, str(self.lost), state)
+            self.asked, self.reason = self.asked or state, decision.reason
             self._ask()
 
     def _look(self) -> JobState:
         """The job as it is. A moment is enough where Slurm has said that the requeue worked."""
-        left = self._until - self._means.clock()
-        within = min(left, VERIFY_WITHIN) if self._taken else left
-        means = self._means
-        return patiently(
-            lambda: means.look(self._job), within, self._on_failure, means.clock, means.pause
-        )
+        left = self.until - self.means.clock()
+        within = min(left, VERIFY_WITHIN) if self.taken else left
+        look, means = partial(self.means.look, self.job), self.means
+        return patiently(look, within, self.on_failure, means.clock, means.pause)
 
     def _ask(self) -> None:
-        self._tries += 1
+        self.tries += 1
         try:
-            self._means.requeue(self._job)
-            self._taken = True
+            self.means.requeue(self.job)
+            self.taken = True
         except SlurmRefusedError as error:
-            self._refusal = error  # of a second request, if an earlier one was carried out
+            self.refusal = error  # of a second request, if an earlier one was carried out
             return
         except SlurmError as error:
-            self._taken, self._lost = False, error
-            self._on_failure(error)
-            if isinstance(error, SlurmUnclearError) and self._tries >= UNCLEAR_TRIES:
-                self._refusal = error
+            self.taken, self.lost = False, error
+            self.on_failure(error)
+            if isinstance(error, SlurmUnclearError) and self.tries >= UNCLEAR_TRIES:
+                self.refusal = error
                 return
-        if self._tries > 1 or not self._taken:
-            self._means.pause(next_pause(self._tries))
+        if self.tries > 1 or not self.taken:
+            self.means.pause(next_pause(self.tries))
 
     def _end(self, outcome: RequeueOutcome, reason: str, state: JobState | None = None) -> PutBack:
-        said = self._reason if outcome is RequeueOutcome.DONE else reason
-        return PutBack(outcome, said, state or self._asked, self._asked)
+        said = self.reason if outcome is RequeueOutcome.DONE else reason
+        return PutBack(outcome, said, state or self.asked, self.asked)

@@ -1,13 +1,8 @@
 """The index of a prepared directory: its token files and their order.
 
 `index.json` is written last; a directory without one is unfinished. The token stream of the
-directory is the concatenation of the shards in the index's order.
-
-Finds a prepared directory that a configuration names, whole or not at all.
-
-Which tokenizer made a prepared directory, and whether two of them fit together.
-
-What a configuration asks of its data, by their indexes alone: nothing is read here.
+directory is the concatenation of the shards in the index's order. What a configuration asks of its
+data is judged by their indexes alone.
 """
 
 from __future__ import annotations
@@ -29,8 +24,7 @@ from kempner.run.process.exit_codes import DataError
 from kempner.run.process.retry import describe, empty, read_filled, storage_waits
 
 INDEX_FILE = "index.json"
-TOKENIZER_FILE = "tokenizer.json"
-"""Copy of the tokenizer that made the tokens; not there for bytes."""
+TOKENIZER_FILE = "tokenizer.json"  # copy of the tokenizer that made the tokens; not there for bytes
 WINDOW_VERSION = 1
 """Sample i is the tokens [i * seq_len, i * seq_len + seq_len]; a change of this rule raises it."""
 
@@ -46,39 +40,26 @@ class StrictRecord(BaseModel):
 
 
 class TokenizerIdentity(StrictRecord):
-    """Which tokenizer made the tokens."""
-
     kind: Literal["byte", "huggingface"]
-    fingerprint: str
-    """SHA-256 of the tokenizer.json; the scheme's name for bytes."""
+    fingerprint: str  # SHA-256 of the tokenizer.json; the scheme's name for bytes
 
 
 class ShardSource(StrictRecord):
-    """What a shard was made from."""
-
-    first: str
-    """Name of the first file that it holds a part of."""
+    first: str  # name of the first file that it holds a part of
     files: Count
-    digest: Checksum
-    """xxh3_128 over the names, the ranges and the bytes of all parts."""
+    digest: Checksum  # xxh3_128 over the names, the ranges and the bytes of all parts
 
 
 class Shard(StrictRecord):
-    """One token file."""
-
     file: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     tokens: Count
     documents: Count
-    empty_documents: Count
-    """Documents without text, which are left out."""
-    bad_lines: Count = 0
-    """Lines, or rows of a table, that hold no text and are left out."""
+    empty_documents: Count  # documents without text, which are left out
+    bad_lines: Count = 0  # lines, or rows of a table, that hold no text and are left out
     unproven_cuts: Count = 0
     """Places in long documents where a token may differ from those of the whole document."""
-    bytes: Count
-    """Size of the file, header included."""
-    checksum: Checksum
-    """xxh3_128 of the tokens as they are on disk."""
+    bytes: Count  # size of the file, header included
+    checksum: Checksum  # xxh3_128 of the tokens as they are on disk
     source: ShardSource
 
 
@@ -89,11 +70,9 @@ class Index(StrictRecord):
     version: Literal[1]
     dtype: Dtype
     vocab_size: Annotated[int, Field(gt=0)]
-    eot: Count
-    """Token that follows every document."""
+    eot: Count  # token that follows every document
     tokenizer: TokenizerIdentity
-    tokenizer_name: str = ""
-    """Its file with the folder that it was in, for people; empty for bytes."""
+    tokenizer_name: str = ""  # its file with the folder that it was in, for people; empty for bytes
     tokens: Count
     documents: Count
     shards: Annotated[list[Shard], Field(min_length=1)]
@@ -111,7 +90,6 @@ class Index(StrictRecord):
         return self
 
     def starts(self) -> list[int]:
-        """Position of every shard's first token in the stream."""
         return [0, *accumulate(shard.tokens for shard in self.shards)][:-1]
 
     def to_bytes(self) -> bytes:
@@ -120,11 +98,9 @@ class Index(StrictRecord):
 
 
 def read_index(directory: Path, worked: bool = False) -> Index:
-    """The index of a prepared directory; `worked` is whether this run has read it before.
-
-    Raises DataError, naming file and key, if there is none or it does not make sense, and as
-    `StorageWaits.retry` where it cannot be read now.
-    """
+    """The index of a prepared directory; `worked` is whether this run has read it before. Raises
+    DataError, naming file and key, if there is none or it does not make sense, and as
+    `StorageWaits.retry` where it cannot be read now."""
     path = directory / INDEX_FILE
     try:
         content = storage_waits().retry(partial(read_filled, path), worked)
@@ -146,10 +122,8 @@ def read_index(directory: Path, worked: bool = False) -> Index:
 
 
 def sample_count(index: Index, seq_len: int) -> int:
-    """Samples of seq_len + 1 tokens, neighbours sharing one.
-
-    Raises DataError if there is not a single one.
-    """
+    """Samples of seq_len + 1 tokens, neighbours sharing one. Raises DataError if there is not a
+    single one."""
     count = (index.tokens - 1) // seq_len
     if count < 1:
         raise DataError(
@@ -160,11 +134,9 @@ def sample_count(index: Index, seq_len: int) -> int:
 
 
 def fingerprint(index: Index, seq_len: int) -> str:
-    """Identity of all samples and of their order under a seed, as 32 hexadecimal digits.
-
-    It covers the tokens, the order of the shards, the sequence length, the rule that cuts samples
-    and the version of the permutation.
-    """
+    """Identity of all samples and of their order under a seed, as 32 hexadecimal digits. It covers
+    the tokens, the order of the shards, the sequence length, the rule that cuts samples and the
+    version of the permutation."""
     from kempner.data.order.shuffle import PERMUTATION_VERSION  # imports NumPy
 
     identity = {
@@ -182,11 +154,9 @@ _LOOKS_AT_ONCE = 16
 
 
 def find_data(section: str, folder: str, worked: bool = False) -> Index:
-    """The index of a prepared folder all of whose token files are there, in their sizes.
-
-    `section` is the table whose dataset_path it is, `worked` whether the run has read it before.
-    Raises `DataError`, and as `StorageWaits.retry` where it cannot be seen now.
-    """
+    """The index of a prepared folder all of whose token files are there, in their sizes. `section`
+    is the table whose dataset_path it is, `worked` whether the run has read it before. Raises
+    `DataError`, and as `StorageWaits.retry` where it cannot be seen now."""
     try:
         index = read_index(Path(folder), worked)
         _check_sizes(Path(folder), index, worked)
@@ -225,11 +195,9 @@ def _size(path: Path, expected: int) -> int:
 
 
 def tokenizer_file(folder: Path) -> Path | None:
-    """The copy of the tokenizer.json that made the tokens of a prepared directory.
-
-    None for bytes, and in a directory without a copy. Raises DataError if the copy is another
-    tokenizer than the index says, and as `read_index`.
-    """
+    """The copy of the tokenizer.json that made the tokens of a prepared directory. None for bytes,
+    and in a directory without a copy. Raises DataError if the copy is another tokenizer than the
+    index says, and as `read_index`."""
     index, path = read_index(folder), folder / TOKENIZER_FILE
     if index.tokenizer.kind == "byte":
         return None
@@ -275,10 +243,8 @@ def _name(index: Index) -> str:
 
 
 def vocabulary(config: Config, index: Index) -> int:
-    """How many token ids the model has: as configured, else as many as its data.
-
-    Raises DataError, naming the key to set, if the data has more than are configured.
-    """
+    """How many token ids the model has: as configured, else as many as its data. Raises DataError,
+    naming the key to set, if the data has more than are configured."""
     wanted, there = config.model.vocab_size, index.vocab_size
     if wanted is not None and wanted < there:
         raise DataError(
@@ -290,7 +256,6 @@ def vocabulary(config: Config, index: Index) -> int:
 
 
 def check_samples(config: Config, index: Index) -> None:
-    """Raise DataError if the data has not one sample of the configured length."""
     try:
         sample_count(index, config.train.seq_len)
     except DataError as error:

@@ -20,10 +20,8 @@ _END_OF_DOCUMENT = "<|endoftext|>"
 @dataclass(frozen=True)
 class TextTokenizer:
     """The tokenizer of a prepared directory; that of bytes as one of the tokenizers library.
-
     `definition` is its tokenizer.json, `eot` the token that follows every document, `vocab_size`
-    one more than the largest token.
-    """
+    one more than the largest token."""
 
     definition: str
     eot: int
@@ -53,16 +51,13 @@ class TextTokenizer:
         return ids
 
     def decoder(self, before: Sequence[int]) -> StreamDecoder:
-        """Turns the ids that come after `before` into text, one at a time."""
         return StreamDecoder(self._open(), before)
 
     def hugging_face_files(self, longest: int) -> dict[str, bytes]:
-        """The files from which `AutoTokenizer` makes this tokenizer, by name.
-
-        Every id is as `encode` gives it: a tokenizer that puts special tokens around a text loses
-        that habit, since the model has never seen them there. `longest` is the number of tokens
-        that the model was trained with at once.
-        """
+        """The files from which `AutoTokenizer` makes this tokenizer, by name. Every id is as
+        `encode` gives it: a tokenizer that puts special tokens around a text loses that habit,
+        since the model has never seen them there. `longest` is the number of tokens that the model
+        was trained with at once."""
         tokenizer = self._open()
         end = tokenizer.id_to_token(self.eot)
         config = {
@@ -87,9 +82,7 @@ class TextTokenizer:
 
 class StreamDecoder:
     """Text from ids that come one at a time; the bytes of a character are held until it is whole.
-
-    What stands `before` them, ids as well, decides about a space in between.
-    """
+    What stands `before` them, ids as well, decides about a space in between."""
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -122,10 +115,8 @@ def _byte_definition() -> str:
 
 
 def _byte_characters() -> list[str]:
-    """The character that stands for each byte in byte-level vocabularies, since GPT-2.
-
-    A byte that is a visible character of Latin-1 is itself, the others are U+0100 and what follows.
-    """
+    """The character that stands for each byte in byte-level vocabularies, since GPT-2. A byte that
+    is a visible character of Latin-1 is itself, the others are U+0100 and what follows."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]

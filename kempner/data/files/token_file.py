@@ -25,14 +25,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128
 
-from kempner.cluster.machine.rlimits import files_to_spare
+from kempner.cluster.machine import files_to_spare
 from kempner.data.files.index import INDEX_FILE, Dtype, Index, Shard, read_index, sample_count
 from kempner.run.process.exit_codes import DataError
 from kempner.run.process.retry import empty, storage_waits
@@ -46,7 +45,6 @@ _BLOCK = 8 * 2**20
 
 
 def numpy_dtype(dtype: Dtype) -> np.dtype[Any]:
-    """How the tokens lie on disk."""
     return np.dtype(dtype).newbyteorder("<")
 
 
@@ -78,7 +76,6 @@ class TokenWriter:
         self._file.write(content)
 
     def finish(self) -> WrittenFile:
-        """Write the header and fsync the file."""
         digest = self._checksum.digest()
         self._file.seek(0)
         self._file.write(_HEADER.pack(_MAGIC, self._item_size, 0, self._tokens, digest))
@@ -90,12 +87,7 @@ class TokenWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
 
@@ -128,13 +120,10 @@ class Corpus:
         cls, directory: str | Path, max_open: int | None = None, worked: bool = False
     ) -> Corpus:
         """Read the index; the shards are opened, and checked against it, when they are needed.
-
-        Raises as `read_index`.
-        """
+        Raises as `read_index`."""
         return cls(Path(directory), read_index(Path(directory), worked), max_open, worked)
 
     def reopened(self, max_open: int | None = None) -> Corpus:
-        """The same corpus with open files of its own."""
         return Corpus(self.directory, self.index, max_open, self._worked)
 
     def samples(self, seq_len: int) -> int:
@@ -150,9 +139,7 @@ class Corpus:
         stop: Callable[[], bool] = lambda: False,
     ) -> Tokens:
         """Sample [seq_len + 1]: inputs are all but the last token, targets all but the first.
-
-        Raises IndexError beyond the last sample, and as `read`.
-        """
+        Raises IndexError beyond the last sample, and as `read`."""
         return self.read(number * seq_len, seq_len + 1, worked=worked, stop=stop)
 
     def read(
@@ -172,9 +159,7 @@ class Corpus:
         """
         try:
             return storage_waits().retry(
-                partial(self.read_now, start, count),
-                lambda: worked or self.worked_before(),
-                stop,
+                partial(self.read_now, start, count), lambda: worked or self.worked_before(), stop
             )
         except OSError as error:
             words = f"token file {error.filename} cannot be read: {error.strerror}"
@@ -196,10 +181,8 @@ class Corpus:
         return out
 
     def worked_before(self) -> bool:
-        """Whether this run has read any shard before.
-
-        Before it has, it is not the shard's fault if the index beside it cannot be seen.
-        """
+        """Whether this run has read any shard before. Before it has, it is not the shard's fault if
+        the index beside it cannot be seen."""
         if self._worked or self._read_before:
             return True
         return not os.access(self.directory / INDEX_FILE, os.R_OK)
@@ -214,9 +197,14 @@ class Corpus:
 
     def _read_shard(self, number: int, offset: int, into: Tokens) -> None:
         path = self.directory / self.index.shards[number].file
-        position = _HEADER.size + offset * into.itemsize
+        position, memory = _HEADER.size + offset * into.itemsize, into.view(np.uint8).data
         try:
-            _read_fully(path, self._descriptor(number, path), into.view(np.uint8).data, position)
+            if (descriptor := self._open.get(number)) is None:
+                descriptor = self._open_another(number, path)
+            else:
+                self._open.move_to_end(number)
+            if (got := os.preadv(descriptor, [memory], position)) < len(memory):
+                _read_fully(path, descriptor, memory[got:], position + got)
         except OSError as error:
             self._drop(number)  # a descriptor that went stale stays so: the next try opens the file
             code = error.errno
@@ -230,10 +218,7 @@ class Corpus:
             with suppress(OSError):  # of a server that has forgotten it
                 os.close(descriptor)
 
-    def _descriptor(self, number: int, path: Path) -> int:
-        if number in self._open:
-            self._open.move_to_end(number)
-            return self._open[number]
+    def _open_another(self, number: int, path: Path) -> int:
         if self._most_open is None:
             self._most_open = files_to_spare()
         if len(self._open) >= self._most_open:
@@ -254,10 +239,8 @@ class Corpus:
 
 
 def verify_shard(directory: Path, shard: Shard, dtype: Dtype) -> None:
-    """Read a token file through. DataError, naming it, if it is not what the index says.
-
-    Raises as `StorageWaits.retry` where it cannot be read now.
-    """
+    """Read a token file through. DataError, naming it, if it is not what the index says. Raises as
+    `StorageWaits.retry` where it cannot be read now."""
     path = directory / shard.file
     try:
         checksum = storage_waits().retry(partial(_sum, path, shard, dtype), path=path)
@@ -271,10 +254,8 @@ def verify_shard(directory: Path, shard: Shard, dtype: Dtype) -> None:
 
 
 def verify(directory: str | Path) -> Index:
-    """Read every token file of a prepared directory through, and return its index.
-
-    Raises DataError, naming the first file that is not what the index says.
-    """
+    """Read every token file of a prepared directory through, and return its index. Raises
+    DataError, naming the first file that is not what the index says."""
     index = read_index(Path(directory))
     for shard in index.shards:
         verify_shard(Path(directory), shard, index.dtype)
@@ -284,22 +265,17 @@ def verify(directory: str | Path) -> Index:
 def _sum(path: Path, shard: Shard, dtype: Dtype) -> str:
     """The checksum of a file's tokens. Raises `OSError` if they cannot be read."""
     checksum, block = xxh3_128(), bytearray(_BLOCK)
-    descriptor = _open_shard(path, shard, dtype)
-    try:
+    with open(_open_shard(path, shard, dtype), "rb") as file:
         for start in range(_HEADER.size, shard.bytes, _BLOCK):
             part = memoryview(block)[: min(_BLOCK, shard.bytes - start)]
-            _read_fully(path, descriptor, part, start)
+            _read_fully(path, file.fileno(), part, start)
             checksum.update(part)
-    finally:
-        os.close(descriptor)
     return checksum.hexdigest()
 
 
 def _open_shard(path: Path, shard: Shard, dtype: Dtype) -> int:
-    """A descriptor of the file that the index describes; DataError if it is another.
-
-    Raises `OSError` if it cannot be read, or is empty.
-    """
+    """A descriptor of the file that the index describes; DataError if it is another. Raises
+    `OSError` if it cannot be read, or is empty."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size

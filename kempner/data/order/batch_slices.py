@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
-PADDING = -1
-"""In place of a position: a row without a sample."""
+PADDING = -1  # in place of a position: a row without a sample
 
 
 def rank_slice(cursor: int, global_batch_size: int, rank: int, world: int) -> range:
-    """The positions of one rank; empty for some where the world exceeds the batch.
-
-    Raises ValueError unless 0 <= rank < world and the batch has a sequence.
-    """
+    """The positions of one rank; empty for some where the world exceeds the batch. Raises
+    ValueError unless 0 <= rank < world and the batch has a sequence."""
     if not 0 <= rank < world or global_batch_size < 1:
         raise ValueError(f"no slice of {global_batch_size} for rank {rank} of {world}")
     start, stop = (cursor + global_batch_size * bound // world for bound in (rank, rank + 1))
@@ -33,20 +31,13 @@ def micro_steps(global_batch_size: int, world: int, micro_batch_size: int) -> in
 
 
 class MicroSlice(NamedTuple):
-    """What one rank takes in one forward and backward pass."""
-
-    positions: list[int]
-    """Ascending, then PADDING."""
-    last: bool
-    """Whether the step ends with it."""
-    cursor_after: int
-    """The first position of the next step, on every rank."""
+    positions: list[int]  # ascending, then PADDING
+    last: bool  # whether the step ends with it
+    cursor_after: int  # the first position of the next step, on every rank
 
 
 @dataclass(frozen=True)
 class Slicing:
-    """How the steps of one rank are cut."""
-
     global_batch_size: int
     micro_batch_size: int
     rank: int = 0
@@ -54,10 +45,14 @@ class Slicing:
     skips: tuple[tuple[int, int], ...] = ()
     """Ranges of positions, end excluded, in which no step begins."""
 
-    @property
+    @cached_property
     def micro_steps(self) -> int:
-        """Micro batches per step, the same on every rank."""
         return micro_steps(self.global_batch_size, self.world, self.micro_batch_size)
+
+    @cached_property
+    def share(self) -> range:
+        """The positions of this rank in a step, counted from its first."""
+        return rank_slice(0, self.global_batch_size, self.rank, self.world)
 
     def positions(self, cursor: int) -> list[int]:
         """The positions of this rank in the step at `cursor`, ascending."""
@@ -65,7 +60,8 @@ class Slicing:
 
     def rows(self, cursor: int) -> list[list[int]]:
         """The micro batches of that step: lists of `micro_batch_size` positions or PADDING."""
-        size, mine = self.micro_batch_size, self.positions(cursor)
+        size = self.micro_batch_size
+        mine = range(cursor + self.share.start, cursor + self.share.stop)
         rows = [*mine, *[PADDING] * (self.micro_steps * size - len(mine))]
         return [rows[at : at + size] for at in range(0, len(rows), size)]
 
@@ -77,7 +73,6 @@ class Slicing:
         return cursor
 
     def next(self, cursor: int) -> int:
-        """The cursor after the step."""
         return self.first(cursor + self.global_batch_size)
 
     def slices_from(self, cursor: int) -> Iterator[MicroSlice]:

@@ -115,7 +115,6 @@ def samples_at(positions: Sequence[int], samples: int, seed: int | None) -> list
 
 
 def spans_from(batches: GlobalBatches, position: int) -> Iterator[range]:
-    """One global batch after another, without end."""
     while True:
         span = batches.span(position)
         yield span
@@ -127,8 +126,7 @@ class NextStep(NamedTuple):
 
     indices: list[list[int]]
     """Samples of one micro batch after another; fewer micro batches where the epoch ends."""
-    position: int
-    """After the step, the same on every rank."""
+    position: int  # after the step, the same on every rank
 
 
 def next_step(

@@ -28,9 +28,7 @@ PERMUTATION_VERSION = 1
 """Part of the data's fingerprint: a change to this file that moves any sample must raise it."""
 
 MAX_SAMPLES = 2**48
-SHUFFLE_BELOW = 4096
-"""Corpora of fewer samples are shuffled by a table."""
-
+SHUFFLE_BELOW = 4096  # corpora of fewer samples are shuffled by a table
 _ROUNDS = 6
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -40,10 +38,8 @@ _MULTIPLIER_2 = 0x94D049BB133111EB
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The endless order over n samples under a seed.
-
-    Raises ValueError unless 1 <= n <= 2**48 and 0 <= seed < 2**64.
-    """
+    """The endless order over n samples under a seed. Raises ValueError unless 1 <= n <= 2**48 and 0
+    <= seed < 2**64."""
 
     n: int
     seed: int
@@ -85,11 +81,8 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class FeistelNetwork:
-    """The keyed permutation of [0, n) that an even number of rounds makes.
-
-    An index is a pair (left, right) of Z_a x Z_b. A round adds a hash of one half to the other and
-    swaps them.
-    """
+    """The keyed permutation of [0, n) that an even number of rounds makes. An index is a pair
+    (left, right) of Z_a x Z_b. A round adds a hash of one half to the other and swaps them."""
 
     n: int
     right_side: int
@@ -106,7 +99,6 @@ class FeistelNetwork:
         )
 
     def permute(self, index: int) -> int:
-        """The index that one index is mapped to."""
         while True:
             left, right = divmod(index, self.right_side)
             for key, side in self.rounds:
@@ -120,7 +112,6 @@ class FeistelNetwork:
                 return index
 
     def permute_many(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where every one of `indices` [k] goes."""
         out = self._pass(indices.astype(np.uint64))
         while (beyond := np.flatnonzero(out >= self.n)).size:
             out[beyond] = self._pass(out[beyond])

@@ -1,15 +1,19 @@
-"""Takes the documents out of a piece of a file; lines that hold none are left out and counted."""
+"""Takes the documents out of a piece of a file.
+
+Lines that hold no text are left out and counted, up to a share of all.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from io import BytesIO
 from typing import BinaryIO
 
-from kempner.data.prepare.bad_lines import Tally
-from kempner.data.prepare.parquet import texts
-from kempner.data.prepare.sources import Piece
+from kempner.data.prepare.packed import texts
+from kempner.data.prepare.sources import Piece, line_number
+from kempner.run.process.exit_codes import DataError
 
 LONGEST_LINE = 16 * 2**20
 """Bytes of a line of JSONL or a row of parquet; a longer one is bad. A .txt has no limit."""
@@ -18,15 +22,78 @@ _BLOCK = 256 * 2**10
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TOO_LONG = f"the document is longer than {LONGEST_LINE // 2**20} MiB; make it a .txt file"
 
-Parts = Iterator[tuple[bytes, bool]]
-"""Parts of documents, and whether one ends with the part."""
+Parts = Iterator[tuple[bytes, bool]]  # parts of documents, and whether one ends with the part
+
+
+_HOPELESS = 100  # bad lines at the beginning of a piece
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """Where a line (a row of parquet) is, and what is wrong with it."""
+
+    piece: Piece
+    offset: int  # byte of the file, unpacked, or number of the row from 1
+    reason: str
+
+    def __str__(self) -> str:
+        """File, line and reason; reads the file up to that line to count."""
+        path = self.piece.file.path
+        if self.piece.file.format == "parquet":
+            return f"{path}, row {self.offset}: {self.reason}"
+        return f"{path}:{line_number(self.piece, self.offset)}: {self.reason}"
+
+
+@dataclass
+class Tally:
+    """Counts lines, the bad ones, and remembers the first of those."""
+
+    lines: int = 0
+    bad: int = 0
+    first: BadLine | None = None
+    _piece: tuple[Piece, int, int] | None = None
+
+    def start(self, piece: Piece) -> None:
+        self._piece = piece, self.lines, self.bad
+
+    def add_good(self, lines: int = 1) -> None:
+        self.lines += lines
+
+    def add_bad(self, offset: int, reason: str) -> None:
+        """A line that is left out. Raises DataError if not one of the first hundred of the piece
+        can be used: the file is of another kind than its name says."""
+        assert self._piece is not None
+        piece, lines_before, bad_before = self._piece
+        self.lines += 1
+        self.bad += 1
+        here = BadLine(piece, offset, reason)
+        self.first = self.first or here
+        lines = self.lines - lines_before
+        if lines == self.bad - bad_before == _HOPELESS:
+            raise DataError(f"{here}; none of the {lines} lines up to it can be used")
+
+
+def added_up(counts: Iterable[Tally]) -> Tally:
+    total = Tally()
+    for count in counts:
+        total.lines, total.bad = total.lines + count.lines, total.bad + count.bad
+        total.first = total.first or count.first
+    return total
+
+
+def check_share(counted: Tally, allowed: float) -> None:
+    """DataError if more than that share of the lines is bad."""
+    if counted.first is not None and counted.bad > allowed * counted.lines:
+        raise DataError(
+            f"{counted.first}; {counted.bad:,} of {counted.lines:,} lines cannot be used, more "
+            f"than the share of {allowed:g} that --max-bad-share allows: mend the text, or allow "
+            "more; finished files are kept"
+        )
 
 
 def text_parts(piece: Piece, stream: BinaryIO, tally: Tally, *, utf8: bool) -> Parts:
-    """A file, or a piece of it, as parts of one document, in whole characters if `utf8`.
-
-    Lines that are not UTF-8 are bad then; otherwise any bytes will do.
-    """
+    """A file, or a piece of it, as parts of one document, in whole characters if `utf8`. Lines that
+    are not UTF-8 are bad then; otherwise any bytes will do."""
     tally.start(piece)
     offset = piece.start
     for block in _blocks(stream):

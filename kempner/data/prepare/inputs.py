@@ -14,14 +14,13 @@ from kempner.data.prepare.packed import UnpackError, open_packed
 from kempner.run.process.exit_codes import UsageError, cannot_read
 
 Format = Literal["text", "jsonl", "parquet"]
-Packing = Literal["", ".gz", ".zst"]
 
 _FORMATS: dict[str, Format] = {
     **dict.fromkeys((".txt", ".text", ".md"), "text"),
     **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
     ".parquet": "parquet",
 }
-_PACKINGS: dict[str, Packing] = {".gz": ".gz", ".zst": ".zst"}
+_PACKINGS = (".gz", ".zst")
 _REFUSED = {
     **dict.fromkeys((".csv", ".tsv"), "is a table: write each text as a line of a .jsonl file"),
     ".json": "may be one JSON document: make it a .jsonl file, one object with a text per line",
@@ -41,10 +40,9 @@ class SourceFile:
 
     path: Path
     name: str
-    size: int
-    """Bytes on disk."""
+    size: int  # bytes on disk
     format: Format = "text"
-    packing: Packing = ""
+    packing: str = ""
 
     @property
     def one_document(self) -> bool:
@@ -54,21 +52,15 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class InputFiles:
-    """The files to prepare, in order."""
-
     files: tuple[SourceFile, ...]
-    left_out: tuple[Path, ...]
-    """What lies in the named folders and is no text."""
-    twins: tuple[tuple[Path, Path], ...] = ()
-    """Large files that look like copies of an earlier one."""
+    left_out: tuple[Path, ...]  # what lies in the named folders and is no text
+    twins: tuple[tuple[Path, Path], ...] = ()  # large files that look like copies of an earlier one
 
 
 def find_files(named: Sequence[Path]) -> InputFiles:
-    """The named files and, sorted by name, the text files below the named folders.
-
-    Links to folders are not followed. Raises UsageError, naming it, if something is missing, is no
-    text, cannot be read or comes twice, or a folder holds no text.
-    """
+    """The named files and, sorted by name, the text files below the named folders. Links to folders
+    are not followed. Raises UsageError, naming it, if something is missing, is no text, cannot be
+    read or comes twice, or a folder holds no text."""
     files: list[SourceFile] = []
     left_out: list[Path] = []
     try:
@@ -103,7 +95,6 @@ def _named_file(path: Path) -> SourceFile:
 
 
 def _below(folder: Path) -> tuple[list[SourceFile], list[Path]]:
-    """The text files below a folder, sorted by name, and what else is there."""
     wanted: list[SourceFile] = []
     left_out: list[Path] = []
     for root, folders, names in os.walk(folder, onerror=_refuse_to_skip):
@@ -141,16 +132,14 @@ def _classified(path: Path, name: str) -> SourceFile:
     file = SourceFile(path, printable, path.stat().st_size)
     suffix = path.suffix.lower()
     if suffix in _PACKINGS:
-        file = replace(file, packing=_PACKINGS[suffix])
+        file = replace(file, packing=suffix)
         suffix = Path(path.stem).suffix.lower()
     return replace(file, format=_FORMATS.get(suffix, "text"))
 
 
 def _not_text(file: SourceFile) -> str:
-    """What is wrong with the beginning of a file; empty if nothing is.
-
-    Raises UsageError if it cannot be unpacked.
-    """
+    """What is wrong with the beginning of a file; empty if nothing is. Raises UsageError if it
+    cannot be unpacked."""
     if file.size == 0:
         return ""
     if file.format == "parquet":

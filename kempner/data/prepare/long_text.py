@@ -13,20 +13,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Ids = Callable[[str], list[int]]
-"""The tokens of a text."""
-
-CONTEXT = 192
-"""Bytes of text in front of what follows a cut."""
-
-BLOCK = 256 * 2**10
-"""Bytes that are encoded at a time."""
-
+Ids = Callable[[str], list[int]]  # the tokens of a text
+CONTEXT = 192  # bytes of text in front of what follows a cut
+BLOCK = 256 * 2**10  # bytes that are encoded at a time
 _WINDOW = 16 * 2**10  # bytes before the end of a block in which a cut is looked for
 _CONTEXTS = (CONTEXT, 130, 62)  # each leaves another rest by three: digits are often grouped so
 _TRIES = 16
@@ -39,10 +33,8 @@ _PLACES = (
 
 
 def find_cut(text: bytes | bytearray, start: int, stop: int, ids: Ids) -> int | None:
-    """The position of a good cut within [start, stop] of UTF-8; None if none was found.
-
-    It looks at some bytes before `start` and behind `stop`, if they are there.
-    """
+    """The position of a good cut within [start, stop] of UTF-8; None if none was found. It looks at
+    some bytes before `start` and behind `stop`, if they are there."""
     for place in _PLACES:
         for match in islice(place.finditer(text, max(1, start), stop), _TRIES):
             if _is_good(text, match.start(), ids):
@@ -69,40 +61,23 @@ def _characters(text: bytes | bytearray) -> str:
     return text.decode("utf-8", errors="ignore")
 
 
-class DocumentEncoder(Protocol):
-    """Encodes one document that comes in parts."""
-
-    unproven: int
-    """Cuts so far that may have changed a token: no good one was found."""
-
-    def feed(self, text: bytes) -> Iterator[NDArray[Any]]:
-        """The next part, of whole characters; the tokens that are known now."""
-        ...
-
-    def end(self) -> NDArray[Any]:
-        """The remaining tokens [k]."""
-        ...
-
-
 class ByteEncoder:
-    """Every byte is a token."""
+    """Encodes a document, which comes in parts of whole characters: every byte is a token."""
 
     unproven = 0
 
     def feed(self, text: bytes) -> Iterator[NDArray[Any]]:
-        """See `DocumentEncoder`."""
         yield np.frombuffer(text, np.uint8)
 
     def end(self) -> NDArray[Any]:
-        """Nothing remains."""
         return np.empty(0, np.uint8)
 
 
 class BlockEncoder:
-    """Encodes a document block by block; `before` is the text in front of its first part."""
+    """Encodes one block by block; `before` is the text in front of its first part."""
 
     def __init__(self, ids: Ids, before: bytes = b"") -> None:
-        self.unproven = 0
+        self.unproven = 0  # cuts so far that may have changed a token: no good one was found
         self._ids = ids
         self._front, self._dropped = "", 0
         self._pending = bytearray()
@@ -110,7 +85,6 @@ class BlockEncoder:
             self._put_in_front(before)
 
     def feed(self, text: bytes) -> Iterator[NDArray[Any]]:
-        """See `DocumentEncoder`."""
         self._pending += text
         while len(self._pending) >= BLOCK + CONTEXT:
             cut = find_cut(self._pending, max(1, BLOCK - _WINDOW), BLOCK, self._ids)
@@ -122,7 +96,6 @@ class BlockEncoder:
             del self._pending[:cut]
 
     def end(self) -> NDArray[Any]:
-        """See `DocumentEncoder`."""
         tokens = self._encode(len(self._pending))
         self._pending.clear()
         return tokens

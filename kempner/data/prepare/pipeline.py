@@ -32,21 +32,19 @@ from kempner.data.files.index import (
     StrictRecord,
     read_index,
 )
-from kempner.data.prepare.bad_lines import added_up, check_share
+from kempner.data.prepare.documents import added_up, check_share
 from kempner.data.prepare.inputs import InputFiles, SourceFile, find_files
 from kempner.data.prepare.process_pool import Task, run_all
 from kempner.data.prepare.shard_builder import (
     BuiltShard,
     Recipe,
     build,
-    commit,
     confirm,
     prepared_differently,
-    temporary_path,
+    put,
 )
 from kempner.data.prepare.sources import Unit, plan_units
 from kempner.data.prepare.tokenizers import BYTE, find_tokenizer
-from kempner.run.process.durable_io import write_durable
 from kempner.run.process.exit_codes import DataError, UsageError, cannot_write
 
 OnProgress = Callable[[int, int], None]
@@ -57,8 +55,6 @@ _INPUTS_FILE = "inputs.json"
 
 
 class _Inputs(StrictRecord):
-    """What an unfinished directory is being made from."""
-
     first: str
     files: int
     names: Checksum
@@ -66,14 +62,10 @@ class _Inputs(StrictRecord):
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What a preparation has written."""
-
     index: Index
-    kept: int
-    """Shards that were in place, and intact, before."""
+    kept: int  # shards that were in place, and intact, before
     found: InputFiles
-    was_finished: bool
-    """There was nothing to do but to verify."""
+    was_finished: bool  # there was nothing to do but to verify
     first_bad: str = ""
     """The first line that was left out, and why; only of those that the index counts."""
 
@@ -168,9 +160,7 @@ def _claim(recipe: Recipe, files: Sequence[SourceFile]) -> None:
         if not recipe.progress.exists() and any(recipe.out.iterdir()):
             raise UsageError(f"{recipe.out} is not empty: choose a new directory for --out")
         recipe.progress.mkdir(exist_ok=True)
-        temporary = temporary_path(recipe, _INPUTS_FILE)
-        write_durable(temporary, inputs.model_dump_json().encode())
-        commit(temporary, recipe.progress / _INPUTS_FILE)
+        put(recipe, recipe.progress / _INPUTS_FILE, inputs.model_dump_json().encode())
     except OSError as error:
         raise cannot_write(f"--out {recipe.out}", error) from error
 
@@ -208,15 +198,9 @@ def _finish(recipe: Recipe, shards: Sequence[Shard]) -> Index:
         for stray in set(recipe.out.glob("shard-*.tokens")) - listed:
             stray.unlink()  # of an earlier attempt, when there was more text
         if recipe.tokenizer.definition:
-            _put(recipe, TOKENIZER_FILE, recipe.tokenizer.definition.encode())
-        _put(recipe, INDEX_FILE, index.to_bytes())
+            put(recipe, recipe.out / TOKENIZER_FILE, recipe.tokenizer.definition.encode())
+        put(recipe, recipe.out / INDEX_FILE, index.to_bytes())
     except OSError as error:
         advice = "run the same command again when that is fixed"
         raise cannot_write(recipe.out / INDEX_FILE, error, advice) from error
     return index
-
-
-def _put(recipe: Recipe, name: str, content: bytes) -> None:
-    temporary = temporary_path(recipe, name)
-    write_durable(temporary, content)
-    commit(temporary, recipe.out / name)

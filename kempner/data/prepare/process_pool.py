@@ -21,8 +21,7 @@ from kempner.run.process.worker_process import (
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-Report = Callable[[int], None]
-"""Told how much of an item is done."""
+Report = Callable[[int], None]  # told how much of an item is done
 Task = Callable[[Item, Report], Result]
 
 _INTERVAL = 0.1  # seconds between two reports of one process
@@ -35,10 +34,8 @@ def run_all(
     on_progress: Callable[[int, int], None],
 ) -> list[Result]:
     """The result of every item, in order; `on_progress` hears (number of the item, how much).
-
     Without workers everything happens in the calling process. The task goes to each process once.
-    Raises what the task raises; RunError if a process was killed. No process is left then.
-    """
+    Raises what the task raises; RunError if a process was killed. No process is left then."""
     if not workers:
         return [
             task(item, lambda done, n=number: on_progress(n, done))  # type: ignore[misc]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,18 +14,10 @@ from pydantic import ValidationError
 
 from kempner.data.files.index import Count, Index, Shard, StrictRecord, TokenizerIdentity
 from kempner.data.files.token_file import TokenWriter, verify_shard
-from kempner.data.prepare.bad_lines import BadLine, BadLines, Tally
-from kempner.data.prepare.documents import Parts, line_parts, row_parts, text_parts
-from kempner.data.prepare.long_text import (
-    CONTEXT,
-    BlockEncoder,
-    ByteEncoder,
-    DocumentEncoder,
-    Ids,
-)
-from kempner.data.prepare.pieces import UnitOrigin, describe_unit, text_before
+from kempner.data.prepare.documents import BadLine, Parts, Tally, line_parts, row_parts, text_parts
+from kempner.data.prepare.long_text import CONTEXT, BlockEncoder, ByteEncoder, Ids
 from kempner.data.prepare.process_pool import Report
-from kempner.data.prepare.sources import Piece, Unit
+from kempner.data.prepare.sources import Piece, Unit, UnitOrigin, describe_unit, text_before
 from kempner.data.prepare.tokenizers import TokenizerSpec
 from kempner.run.process.durable_io import fsync_directory, write_durable
 from kempner.run.process.exit_codes import DataError, UsageError, cannot_write
@@ -53,21 +45,16 @@ class BuiltShard:
 
     shard: Shard
     kept: bool
-    lines: BadLines
-    """What was counted in its text."""
+    lines: Tally  # what was counted in its text
 
 
 class BadLineRecord(StrictRecord):
-    """A bad line of a unit."""
-
     piece: Count
     offset: Count
     reason: str
 
 
 class UnitRecord(StrictRecord):
-    """A shard that is in place, and the tokenizer that made it."""
-
     tokenizer: TokenizerIdentity
     eot: int
     shard: Shard
@@ -76,10 +63,8 @@ class UnitRecord(StrictRecord):
 
 
 def build(recipe: Recipe, unit: Unit, report: Report) -> BuiltShard:
-    """Make the token file of a unit, unless it is there already and intact.
-
-    Raises DataError if text cannot be read or the file cannot be written.
-    """
+    """Make the token file of a unit, unless it is there already and intact. Raises DataError if
+    text cannot be read or the file cannot be written."""
     built = _in_place(recipe, unit)
     if built is None:
         try:
@@ -92,16 +77,14 @@ def build(recipe: Recipe, unit: Unit, report: Report) -> BuiltShard:
 
 
 def confirm(recipe: Recipe, index: Index, unit: Unit, report: Report) -> BuiltShard:
-    """A shard of a finished directory, verified.
-
-    Raises UsageError if it was made from other text, DataError if it is damaged.
-    """
+    """A shard of a finished directory, verified. Raises UsageError if it was made from other text,
+    DataError if it is damaged."""
     shard = index.shards[unit.number]
     if shard.source != describe_unit(unit, recipe.text_key):
         raise prepared_differently(recipe.out, f"from other text (see {shard.source.first})")
     verify_shard(recipe.out, shard, index.dtype)
     report(unit.size)
-    return BuiltShard(shard, kept=True, lines=BadLines(0, shard.bad_lines, None))
+    return BuiltShard(shard, kept=True, lines=Tally(bad=shard.bad_lines))
 
 
 def prepared_differently(out: Path, how: str) -> UsageError:
@@ -112,9 +95,15 @@ def prepared_differently(out: Path, how: str) -> UsageError:
 
 
 def commit(temporary: Path, final: Path) -> None:
-    """Give a durable file its name, durably."""
     temporary.replace(final)
     fsync_directory(final.parent)
+
+
+def put(recipe: Recipe, final: Path, content: bytes) -> None:
+    """Write a small file, durably and whole, or not at all."""
+    temporary = temporary_path(recipe, final.name)
+    write_durable(temporary, content)
+    commit(temporary, final)
 
 
 def temporary_path(recipe: Recipe, name: str) -> Path:
@@ -145,15 +134,20 @@ def _in_place(recipe: Recipe, unit: Unit) -> BuiltShard | None:
         return None
     bad = record.first_bad
     first = BadLine(unit.pieces[bad.piece], bad.offset, bad.reason) if bad else None
-    return BuiltShard(shard, kept=True, lines=BadLines(record.lines, shard.bad_lines, first))
+    return BuiltShard(shard, kept=True, lines=Tally(record.lines, shard.bad_lines, first))
 
 
 def _make(recipe: Recipe, unit: Unit, report: Report) -> BuiltShard:
-    temporary = temporary_path(recipe, unit.shard_file)
+    temporary, done = temporary_path(recipe, unit.shard_file), 0
+
+    def progress(count: int) -> None:
+        nonlocal done
+        done += count
+        report(done)
+
     origin, tally = UnitOrigin(recipe.text_key), Tally()
     with TokenWriter(temporary, recipe.tokenizer.dtype) as writer:
         encoding = _Encoding(recipe, writer)
-        progress = _Progress(report)
         for piece in unit.pieces:
             with _opened(recipe, piece, origin, tally, progress) as parts:
                 encoding.add_piece(piece, parts)
@@ -170,25 +164,13 @@ def _make(recipe: Recipe, unit: Unit, report: Report) -> BuiltShard:
         checksum=written.checksum,
         source=origin.source(),
     )
-    lines = BadLines(tally.lines, tally.bad, tally.first)
-    _write_record(recipe, unit, shard, lines)
-    return BuiltShard(shard, kept=False, lines=lines)
-
-
-class _Progress:
-    """Adds up the bytes that are done."""
-
-    def __init__(self, report: Report) -> None:
-        self._report, self._done = report, 0
-
-    def __call__(self, count: int) -> None:
-        self._done += count
-        self._report(self._done)
+    _write_record(recipe, unit, shard, tally)
+    return BuiltShard(shard, kept=False, lines=tally)
 
 
 @contextmanager
 def _opened(
-    recipe: Recipe, piece: Piece, origin: UnitOrigin, tally: Tally, progress: _Progress
+    recipe: Recipe, piece: Piece, origin: UnitOrigin, tally: Tally, progress: Callable[[int], None]
 ) -> Iterator[Parts]:
     """The parts of a piece's documents. Raises as `Origin.opened`, also in the block."""
     if piece.file.format == "parquet":
@@ -204,8 +186,6 @@ def _opened(
 
 
 class _Encoding:
-    """Appends documents to a token file, and counts them."""
-
     def __init__(self, recipe: Recipe, writer: TokenWriter) -> None:
         self.full = 0
         self.empty = 0
@@ -215,7 +195,7 @@ class _Encoding:
 
     def add_piece(self, piece: Piece, parts: Parts) -> None:
         """The documents of a piece; the first or the last may go on in another one."""
-        document: DocumentEncoder | None = None
+        document: ByteEncoder | BlockEncoder | None = None
         if piece.file.one_document and piece.start:
             document = self._encoder(text_before(piece, CONTEXT))
         for content, ends in parts:
@@ -233,17 +213,17 @@ class _Encoding:
         if document is not None:
             self._finish(document)
 
-    def _encoder(self, before: bytes = b"") -> DocumentEncoder:
+    def _encoder(self, before: bytes = b"") -> ByteEncoder | BlockEncoder:
         if self._tokenizer.splits_anywhere:
             return ByteEncoder()
         return BlockEncoder(_ids(self._tokenizer), before)
 
-    def _finish(self, document: DocumentEncoder) -> None:
+    def _finish(self, document: ByteEncoder | BlockEncoder) -> None:
         self._writer.append(document.end())
         self.unproven += document.unproven
 
 
-def _write_record(recipe: Recipe, unit: Unit, shard: Shard, lines: BadLines) -> None:
+def _write_record(recipe: Recipe, unit: Unit, shard: Shard, lines: Tally) -> None:
     tokenizer, first = recipe.tokenizer, lines.first
     bad = None
     if first is not None:
@@ -256,10 +236,7 @@ def _write_record(recipe: Recipe, unit: Unit, shard: Shard, lines: BadLines) -> 
         lines=lines.lines,
         first_bad=bad,
     )
-    path = _record_path(recipe, unit)
-    temporary = temporary_path(recipe, path.name)
-    write_durable(temporary, record.model_dump_json().encode())
-    commit(temporary, path)
+    put(recipe, _record_path(recipe, unit), record.model_dump_json().encode())
 
 
 @lru_cache(maxsize=1)

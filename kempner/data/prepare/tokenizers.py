@@ -23,17 +23,13 @@ class TokenizerSpec:
     """A tokenizer as a value, so that worker processes use exactly the one that was asked for."""
 
     identity: TokenizerIdentity
-    vocab_size: int
-    """One more than the largest token."""
+    vocab_size: int  # one more than the largest token
     eot: int
-    definition: str = ""
-    """Content of the tokenizer.json; empty for bytes."""
-    name: str = ""
-    """That file with the folder that it was in; empty for bytes."""
+    definition: str = ""  # content of the tokenizer.json; empty for bytes
+    name: str = ""  # that file with the folder that it was in; empty for bytes
 
     @property
     def dtype(self) -> Dtype:
-        """The narrowest type that holds every token."""
         return "uint16" if self.vocab_size <= 2**16 else "uint32"
 
     @property
@@ -49,11 +45,9 @@ class TokenizerSpec:
 
 
 def find_tokenizer(name: str, eot: str | None = None) -> TokenizerSpec:
-    """The tokenizer called `byte`, or the one in the tokenizer.json at the path `name`.
-
-    `eot` is the text of the token that ends a document; one of the usual ones when left out.
-    Raises UsageError if there is no such file or token, DataError if it is no tokenizer.
-    """
+    """The tokenizer called `byte`, or the one in the tokenizer.json at the path `name`. `eot` is
+    the text of the token that ends a document; one of the usual ones when left out. Raises
+    UsageError if there is no such file or token, DataError if it is no tokenizer."""
     if name != BYTE:
         return _from_file(Path(name), eot)
     if eot is not None:

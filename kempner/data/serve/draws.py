@@ -17,8 +17,7 @@ import torch
 import xxhash
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, get_worker_info
 
-Generators: TypeAlias = Sequence[Any]
-"""Of torch, NumPy or Python."""
+Generators: TypeAlias = Sequence[Any]  # of torch, NumPy or Python
 
 
 def key(*words: object) -> int:
@@ -27,7 +26,6 @@ def key(*words: object) -> int:
 
 
 def generators_of(thing: object) -> Generators:
-    """The generators that an object has as its attributes."""
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
     return [value for value in _attributes(thing).values() if isinstance(value, kinds)]
 

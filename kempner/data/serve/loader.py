@@ -1,12 +1,9 @@
 """Serves the micro batches of a rank from any position, with or without workers.
 
-What a rank gets at a position follows from (position, seed, world, batch sizes) alone: the same
-for any number of workers and however far they read ahead.
-
-Reads tokens by position through a torch DataLoader that can be stopped at any moment.
-
-Workers hand over tokens, as compact as they are on disk, through a pipe; shared memory, whose
-limit shows as a SIGBUS, is not involved.
+What a rank gets at a position follows from (position, seed, world, batch sizes) alone: the same for
+any number of workers and however far they read ahead. The DataLoader can be stopped at any moment.
+Workers hand over tokens, as compact as they are on disk, through a pipe; shared memory, whose limit
+shows as a SIGBUS, is not involved.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ from functools import partial
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -45,8 +41,7 @@ from kempner.run.process.worker_process import (
     signals_blocked_in_children,
 )
 
-REAPED_WITHIN = 1.0
-"""Seconds for a worker that has closed all its files to have ended."""
+REAPED_WITHIN = 1.0  # seconds for a worker that has closed all its files to have ended
 
 
 class MicroTokens(NamedTuple):
@@ -72,20 +67,17 @@ class TokenDataset(Dataset[NDArray[Any]]):
         self._order = order
         self._seq_len = seq_len
 
-    def __getitem__(self, position: int) -> NDArray[Any]:
-        """In one try. Raises DataError if the shard is wrong, `OSError` if it cannot be read."""
-        if position == PADDING:
-            return np.zeros(self._seq_len + 1, self._corpus.dtype)
-        first = self._order.locate(position)[1] * self._seq_len
-        return self._corpus.read_now(first, self._seq_len + 1)
-
     def __getitems__(self, part: MicroSlice) -> MicroTokens | UnreadBatch | DataError:
-        """What is asked for, with its tokens; an error is handed over as a value.
-
-        A DataLoader would hand on an exception as text, its sentence lost in a worker's traceback.
-        """
+        """What is asked for, with its tokens, in one try; an error is handed over as a value. A
+        DataLoader would hand on an exception as text, its sentence lost in a worker's traceback."""
+        length = self._seq_len + 1
+        tokens = np.zeros((len(part.positions), length), self._corpus.dtype)
         try:
-            return MicroTokens(part, np.stack([self[position] for position in part.positions]))
+            for row, position in enumerate(part.positions):
+                if position != PADDING:
+                    first = self._order.locate(position)[1] * self._seq_len
+                    tokens[row] = self._corpus.read_now(first, length)
+            return MicroTokens(part, tokens)
         except DataError as error:
             return error
         except OSError:
@@ -105,12 +97,10 @@ class TokenDataset(Dataset[NDArray[Any]]):
 
 
 class TokenReader:
-    """Iterates over the tokens of slice after slice.
-
-    The worker processes die with the thread that creates the reader. `stop` ends them whatever
-    they do; without workers, reading happens in the thread that iterates. What a worker cannot read
-    is read there, too: that thread can wait for storage, be seen to wait, and be stopped.
-    """
+    """Iterates over the tokens of slice after slice. The worker processes die with the thread that
+    creates the reader. `stop` ends them whatever they do; without workers, reading happens in the
+    thread that iterates. What a worker cannot read is read there, too: that thread can wait for
+    storage, be seen to wait, and be stopped."""
 
     def __init__(self, dataset: TokenDataset, slices: Iterable[MicroSlice], workers: int) -> None:
         self._dataset, self._stopped = dataset, False
@@ -150,7 +140,6 @@ class TokenReader:
         return read
 
     def lost_worker(self) -> RunError | None:
-        """The error to raise if a worker has died."""
         ends = {worker.sentinel: worker for worker in self._workers}
         for sentinel in connection.wait(ends, timeout=0):
             worker = ends[cast(int, sentinel)]
@@ -176,9 +165,7 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-IGNORE = -100
-"""Target of a row without a sample: `torch.nn.functional.cross_entropy` leaves it out."""
-
+IGNORE = -100  # target of a row without a sample: `torch.nn.functional.cross_entropy` leaves it out
 _STEPS_AHEAD = 2
 _POLL = 0.05  # seconds between two looks at the caller's wish to give up
 
@@ -187,19 +174,15 @@ class MicroBatch(NamedTuple):
     """One forward and backward: inputs and targets [micro_batch_size, seq_len], int64."""
 
     inputs: Tensor
-    targets: Tensor
-    """The inputs one token later; IGNORE throughout the rows that are padding."""
+    targets: Tensor  # the inputs one token later; IGNORE throughout the rows that are padding
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one rank consumes in one step."""
-
     micro: list[MicroBatch]
     positions: list[int]
     """In the endless order, ascending; `Order.locate` gives epoch and sample of each."""
-    cursor_after: int
-    """The first position of the next step, on every rank."""
+    cursor_after: int  # the first position of the next step, on every rank
 
 
 class Feed:
@@ -238,8 +221,7 @@ class Feed:
         samples = given.samples(seq_len)
         mine = given.reopened(shards_per_reader(shards_open, max(1, workers), samples))
         self.order = SampleOrder(samples, seed)
-        self.micro_steps = slicing.micro_steps
-        """Micro batches per step, the same on every rank."""
+        self.micro_steps = slicing.micro_steps  # micro batches per step, the same on every rank
         self._ready: queue.Queue[StepBatch | BaseException] = queue.Queue(_STEPS_AHEAD)
         self._closing = threading.Event()
         self._failure: BaseException | None = None
@@ -254,25 +236,20 @@ class Feed:
 
     def take(self, give_up: Callable[[], bool] = lambda: False) -> StepBatch | None:
         """The next step's batch; None if none has come when `give_up` says that it is enough.
-
         Raises DataError if a shard is wrong, `StorageUnavailableError` if it cannot be read for too
         long, RunError if a worker was killed, and whatever else went wrong in the thread or in a
-        worker.
-        """
+        worker."""
         while self._failure is None:
-            item = self._next_ready()
+            try:
+                item: StepBatch | BaseException | None = self._ready.get(timeout=_POLL)
+            except queue.Empty:
+                item = None
             if isinstance(item, StepBatch):
                 return item
             if isinstance(item, WaitStoppedError) or (item is None and give_up()):
                 return None
             self._failure = item or self._reader.lost_worker()
         raise self._failure
-
-    def _next_ready(self) -> StepBatch | BaseException | None:
-        try:
-            return self._ready.get(timeout=_POLL)
-        except queue.Empty:
-            return None
 
     def close(self) -> None:
         """Stop reading and end the workers, even stuck ones. May be called again."""
@@ -296,12 +273,7 @@ class Feed:
             while not self._closing.is_set():
                 self._ready.put(self._read_step())
 
-    def _hand_over(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
+    def _hand_over(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
         """The end of the thread: `take` raises what ended it, unless it was asked to end."""
         if error is not None and not self._closing.is_set():
             self._ready.put(error)
@@ -320,10 +292,8 @@ class Feed:
 
 def shards_per_reader(shards_open: int | None, readers: int, samples: int) -> int | None:
     """The most token files that each reader of a rank keeps open; None for all that it may.
-
     `shards_open` is for the whole rank. It is rounded up: every reader of every rank keeps as many.
-    Raises UsageError if there are fewer samples than that.
-    """
+    Raises UsageError if there are fewer samples than that."""
     if shards_open is None:
         return None
     if shards_open > samples:
@@ -344,12 +314,10 @@ def eval_batches(
     world: int = 1,
     max_batches: int,
 ) -> Iterator[list[MicroBatch]]:
-    """The samples in file order, a global batch at a time, read in the calling thread.
-
-    Every rank gets as many batches, and as many micro batches in each; the last is padded, and so
-    is what cannot be read when a stop is asked for.
-    Raises DataError if the corpus has not one sample, and as `Corpus.read`.
-    """
+    """The samples in file order, a global batch at a time, read in the calling thread. Every rank
+    gets as many batches, and as many micro batches in each; the last is padded, and so is what
+    cannot be read when a stop is asked for. Raises DataError if the corpus has not one sample, and
+    as `Corpus.read`."""
     slicing = Slicing(global_batch_size, micro_batch_size, rank, world)
     count = corpus.samples(seq_len)
     no_tokens = np.zeros(seq_len + 1, corpus.dtype)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
@@ -35,42 +35,20 @@ from kempner.run.process.exit_codes import MismatchError, UsageError
 _SHELLS = ("base_dataloader", "_dataloader")
 """Where a loader that wraps another has it: accelerate's, Fabric's."""
 
+_KEPT_OPTIONS = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "multiprocessing_context"),
+    *("prefetch_factor", "persistent_workers", "in_order"),
+)
+
 _NOT_HELD = (
     "give it a DataLoader of a data set with a length, torchdata's StatefulDataLoader, or a "
     "stream with state_dict and load_state_dict, such as Hugging Face's IterableDataset"
 )
 
 
-class Supply(Protocol):
-    """What a loop trains on, and where it stands."""
-
-    shared: bool
-    """Whether the place is the same on all ranks, and so one for any number of them."""
-    facts: dict[str, object]
-    """What must be equal on all ranks."""
-
-    def take(self) -> tuple[Any, int]:
-        """The next batch, the first of the next epoch after the last of this one; and its epoch,
-        counted from 0.
-
-        Raises `UsageError` if an epoch has none.
-        """
-
-    def state_dict(self) -> dict[str, Any]:
-        """The place after the last batch that was taken."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a place. Raises `MismatchError` if this data has no such place."""
-
-    def close(self) -> None:
-        """Let go of the workers."""
-
-
 def supply_of(data: Any, seed: int, place: tuple[int, int]) -> Supply:
-    """How `data` is read by the rank of `place`: (rank, number of ranks).
-
-    Raises `UsageError`, in one sentence, for what has no place that can be found again.
-    """
+    """How `data` is read by the rank of `place`: (rank, number of ranks). Raises `UsageError`, in
+    one sentence, for what has no place that can be found again."""
     loader = _inner(data)
     name = type(data).__name__
     if name == "DataLoaderDispatcher":
@@ -85,7 +63,8 @@ def supply_of(data: Any, seed: int, place: tuple[int, int]) -> Supply:
 
 
 class MappedLoader:
-    """A map-style loader, read by a plan."""
+    """A map-style loader, read by a plan. `shared` is whether the place is the same on all ranks,
+    and so one for any number of them; `facts` are what must be equal on all ranks."""
 
     def __init__(self, loader: Any, plan: ReadPlan) -> None:
         self.plan, self._ahead = plan, _NotingSampler(plan)
@@ -98,6 +77,8 @@ class MappedLoader:
         self.shared, self.facts = plan.shared, plan.facts
 
     def take(self) -> tuple[Any, int]:
+        """The next batch, the first of the next epoch after the last of this one; and its epoch,
+        counted from 0. Raises `UsageError` if an epoch has none."""
         epoch = self.plan.epoch
         with self._around():
             batch = self._next()
@@ -114,15 +95,13 @@ class MappedLoader:
         raise UsageError("survive(data=...): the loader yields no batch in a whole epoch")
 
     def state_dict(self) -> dict[str, Any]:
-        """The plan's."""
         return self.plan.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The plan's."""
+        """Go to a place. Raises `MismatchError` if this data has no such place."""
         self.plan.load_state_dict(state)
 
     def close(self) -> None:
-        """Let go of the workers."""
         self._batches = None
 
 
@@ -207,7 +186,6 @@ class StreamedLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a place that was saved with as many workers."""
         if (saved := state["workers"]) != self._workers:
             raise MismatchError(
                 f"survive(data=...): the checkpoint was made with num_workers={saved} and the "
@@ -223,12 +201,13 @@ class StreamedLoader:
             self._source.load_state_dict(state["state"])
 
     def close(self) -> None:
-        """Let go of the workers."""
         self._batches = None
 
 
+Supply: TypeAlias = MappedLoader | StreamedLoader
+
+
 def _inner(data: Any) -> Any:
-    """The loader within what wraps it."""
     for name in _SHELLS:
         if isinstance(inner := getattr(data, name, None), DataLoader):
             return inner
@@ -290,20 +269,9 @@ def _rebuilt(loader: Any, dataset: DrawnDataset, ahead: _NotingSampler) -> Any:
         vars(again).update(dataset=dataset, worker_init_fn=init, _iterator=None)
         vars(again)["sampler" if whole else "batch_sampler"] = sampler
         return again
-    reads: dict[str, Any] = {"batch_size": None, "sampler": sampler}
-    return DataLoader(
-        dataset,
-        **(reads if whole else {"batch_sampler": sampler}),
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=init,
-        multiprocessing_context=loader.multiprocessing_context,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        in_order=loader.in_order,
-    )
+    reads = {"batch_size": None, "sampler": sampler} if whole else {"batch_sampler": sampler}
+    options: dict[str, Any] = reads | {name: getattr(loader, name) for name in _KEPT_OPTIONS}
+    return DataLoader(dataset, worker_init_fn=init, **options)
 
 
 def _begin_worker(then: Any, worker: int) -> None:

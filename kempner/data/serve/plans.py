@@ -9,12 +9,12 @@ that only its rank knows.
 from __future__ import annotations
 
 import copy
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -31,14 +31,11 @@ from kempner.data.serve.draws import SampleRequest, generators_of, kept, key, se
 from kempner.data.serve.sampler import ResumableBatchSampler, ResumableSampler
 from kempner.run.process.exit_codes import MismatchError, UsageError
 
-Draw: TypeAlias = Callable[[int], Sequence[Any]]
-"""The order of an epoch."""
-
+Draw: TypeAlias = Callable[[int], Sequence[Any]]  # the order of an epoch
 _OF_TORCH = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Samplers that know nothing of ranks."""
 
-_COMPARED = 1024
-"""How many samples of the first epoch are compared across ranks."""
+_COMPARED = 1024  # how many samples of the first epoch are compared across ranks
 
 
 class Batch(NamedTuple):
@@ -48,42 +45,12 @@ class Batch(NamedTuple):
     after: Any
 
 
-class ReadPlan(Protocol):
-    """What is read from `place` on."""
-
-    place: Any
-    shared: bool
-    """Whether the place is the same on all ranks."""
-    facts: dict[str, object]
-    """What must be equal on all ranks."""
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next batch belongs to."""
-
-    def rest_of_epoch(self) -> Iterator[Batch]:
-        """The batches that are left in the epoch of `place`."""
-
-    def left(self) -> int:
-        """The number of batches that are left in the epoch."""
-
-    def of_whole_epoch(self) -> int:
-        """How many an epoch has of which nothing is done."""
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Go to its first batch, unless `place` is within it or behind."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The place, and what it refers to."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a place. Raises `MismatchError` for one in other data."""
-
-
 class SharedOrder:
-    """One order for all ranks; `place` is the position in it, all epochs together."""
+    """One order for all ranks; `place` is the position in it, all epochs together. `facts` must be
+    equal on all ranks; `left` is the number of batches that are left in the epoch of `place`,
+    `of_whole_epoch` that of an epoch of which nothing is done."""
 
-    shared = True
+    shared = True  # the place is the same on all ranks
 
     def __init__(
         self, batches: GlobalBatches, rank: int, seed: int, look_up: Callable[[range], list[Any]]
@@ -99,11 +66,9 @@ class SharedOrder:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next batch begins in."""
         return self._batches.epoch(self.place)
 
     def rest_of_epoch(self) -> Iterator[Batch]:
-        """The batches that are left in the epoch of `place`."""
         position, epoch, batches = self.place, self.epoch, self._batches
         while batches.infinite or batches.epoch(position) == epoch:
             mine = share(batches.span(position), self._rank, batches.world)
@@ -115,19 +80,16 @@ class SharedOrder:
             yield Batch(items, position)
 
     def left(self) -> int:
-        """Batches that begin in the epoch of `place`."""
         return self._batches.batches_left(self.place)
 
     def of_whole_epoch(self) -> int:
-        """The same from its beginning."""
         return self._batches.batches_left(0)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Go to its first position that no batch has had."""
+        """Go to the first position of the epoch that no batch has had."""
         self.place = self._batches.epoch_start(epoch, self.place)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and the data's length."""
         samples = self._batches.samples
         return {"position": self.place, "samples": samples, "order": self._order}
 
@@ -162,7 +124,6 @@ class RankOrder:
         return self.place[0]
 
     def rest_of_epoch(self) -> Iterator[Batch]:
-        """The batches that are left in the epoch of `place`."""
         epoch, done = self.place
         cut = self._cut(self._draw(epoch))
         for at in range(done, len(cut)):
@@ -171,15 +132,12 @@ class RankOrder:
             yield Batch([SampleRequest(*pair) for pair in zip(cut[at], seeds, strict=True)], after)
 
     def left(self) -> int:
-        """What is not done of this epoch's batches."""
         return len(self._cut(self._draw(self.place[0]))) - self.place[1]
 
     def of_whole_epoch(self) -> int:
-        """All of this epoch's batches."""
         return self.left() + self.place[1]
 
     def begin_epoch(self, epoch: int) -> None:
-        """Go to its first batch."""
         self.place = max(self.place, (epoch, 0))
 
     def _cut(self, order: Sequence[Any]) -> Sequence[Any]:
@@ -190,20 +148,19 @@ class RankOrder:
         return [order[start : start + size] for start in range(0, last, size)]
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch and the number of batches."""
         return {"epoch": self.place[0], "batches": self.place[1]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the place in `state`."""
         self.place = (state["epoch"], state["batches"])
 
 
-class _Reads(NamedTuple):
-    """How a loader is read: `sampler` in batches of `size`; whole batches of it where None.
+ReadPlan: TypeAlias = SharedOrder | RankOrder
 
-    `place` is the one that the loader names itself: (rank, number of ranks). A `prepared` loader
-    has a generator that accelerate has made, with another seed at each start.
-    """
+
+class _Reads(NamedTuple):
+    """How a loader is read: `sampler` in batches of `size`; whole batches of it where None. `place`
+    is the one that the loader names itself: (rank, number of ranks). A `prepared` loader has a
+    generator that accelerate has made, with another seed at each start."""
 
     sampler: Any
     size: int | None
@@ -213,11 +170,9 @@ class _Reads(NamedTuple):
 
 
 def plan_of(loader: DataLoader[Any], seed: int, place: tuple[int, int]) -> ReadPlan:
-    """How a map-style loader is read by the rank of `place`: (rank, number of ranks).
-
-    `seed` is that of shuffles without a generator of their own. Raises `UsageError`, in one
-    sentence, for a sampler whose order cannot be drawn again.
-    """
+    """How a map-style loader is read by the rank of `place`: (rank, number of ranks). `seed` is
+    that of shuffles without a generator of their own. Raises `UsageError`, in one sentence, for a
+    sampler whose order cannot be drawn again."""
     reads = _reading_order(loader)
     sampler, size = reads.sampler, reads.size
     if isinstance(sampler, ResumableBatchSampler):
@@ -294,8 +249,6 @@ def _cut(
 
 
 def _at(draw: Draw, samples: int) -> Callable[[range], list[Any]]:
-    """Which samples are at positions of the endless order."""
-
     def look_up(positions: range) -> list[Any]:
         places = (divmod(position, samples) for position in positions)
         return [draw(epoch)[index] for epoch, index in places]
@@ -333,28 +286,12 @@ def _order_of_distributed(sampler: DistributedSampler[Any], epoch: int) -> Seque
 
 def _compact(order: list[Any]) -> Sequence[Any]:
     """The same, in an eighth of the memory where it is of integers."""
-    return _Integers(order) if len(order) > _COMPARED and type(order[0]) is int else order
-
-
-class _Integers(Sequence[int]):
-    """Integers as NumPy holds them, and as Python's when they are asked for."""
-
-    def __init__(self, numbers: list[int]) -> None:
-        self._numbers = np.array(numbers, np.int64)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, at: Any) -> Any:
-        found = self._numbers[at]
-        return found.tolist() if isinstance(found, np.ndarray) else int(found)
+    return array("q", order) if len(order) > _COMPARED and type(order[0]) is int else order
 
 
 def _redrawn(sampler: Any, seed: int) -> Draw:
-    """The orders of a sampler of the user's: with its generators seeded by the epoch.
-
-    Raises `UsageError` if it does not give the same order twice.
-    """
+    """The orders of a sampler of the user's: with its generators seeded by the epoch. Raises
+    `UsageError` if it does not give the same order twice."""
     name = type(sampler).__name__
     if not hasattr(sampler, "__len__"):
         raise UsageError(

@@ -11,15 +11,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.allocation import Allocation
 from kempner.cluster.slurm.command import SHORTLY, SlurmError
 from kempner.config.sections import Config
 from kempner.insight.doctor.checks import fit, nodes, storage
-from kempner.insight.doctor.checks import fit as slurm_checks
-from kempner.insight.doctor.checks import storage as data_checks
-from kempner.insight.doctor.facts import slurm as slurm_facts
 from kempner.insight.doctor.facts.nodes import NodeQuestions, Survey, survey_here, survey_nodes
-from kempner.insight.doctor.facts.plan import JobPlan
+from kempner.insight.doctor.facts.slurm import JobPlan, SlurmFacts, look_at_slurm, there_is_slurm
 from kempner.insight.doctor.facts.storage import (
     DataSet,
     Disk,
@@ -31,6 +29,8 @@ from kempner.insight.doctor.facts.storage import (
 )
 from kempner.insight.doctor.finding import Finding, Level, fail, finding, passed, skipped
 from kempner.model.spec.memory import checkpoint_bytes
+from kempner.probe.node import DetailQuestion
+from kempner.run.process.durable_io import probe_file_system
 from kempner.run.process.exit_codes import RunError
 from kempner.run.record.run_dir import RunDirectory
 
@@ -60,7 +60,6 @@ class Examination:
 
     @property
     def uses_slurm(self) -> bool:
-        """Whether the run is to be a Slurm job, as far as that is known."""
         return self.plan is not None or self.allocation is not None
 
     @property
@@ -78,25 +77,25 @@ class Examination:
 
 @dataclass(frozen=True)
 class _Folders:
-    """What is known before the nodes are asked: of the run's directory, and of its data."""
+    """What is known before the nodes are asked: of the run's directory and of its data; a model's
+    `vocab_size` is None where it is not known."""
 
     state: RunState
     disk: Disk
     data: DataSet
     held_out: DataSet | None
+    vocab_size: int | None
 
-    def vocab_size(self, config: Config) -> int | None:
-        """The model's token ids, as far as they are known."""
-        return data_checks.vocabulary_of(config, self.data)
+    @property
+    def data_sets(self) -> list[DataSet]:
+        return [each for each in (self.data, self.held_out) if each and each.index]
 
 
 @dataclass(frozen=True)
 class _Facts(_Folders):
-    """What is known of a planned run."""
-
     survey: Survey
-    slurm: slurm_facts.SlurmFacts | None
-    job: slurm_checks.JobFacts
+    slurm: SlurmFacts | None
+    job: fit.JobFacts
 
 
 Looking = Callable[[str], AbstractContextManager[None]]
@@ -114,15 +113,15 @@ def examine(
     with looking("looking at the run's directory and its data"):
         folders = _look_at_folders(examination)
     yield finding("run", storage.check_run(folders.state))
-    vocab_size = folders.vocab_size(examination.config)
-    yield finding("mesh", fit.check_mesh(examination.config, examination.world, vocab_size))
+    mesh = fit.check_mesh(examination.config, examination.world, folders.vocab_size)
+    yield finding("mesh", mesh)
     yield from _about_data(examination, folders, supervisor, looking)
     facts = _ask(examination, folders, environ, looking)
     yield from _about_ranks(examination, facts)
     yield from _about_storage(examination, facts, environ)
     yield from _about_time(examination, facts, supervisor)
     yield from _about_nodes(examination, facts)
-    yield finding("Slurm", slurm_checks.check_slurm(facts.slurm, examination.uses_slurm))
+    yield finding("Slurm", fit.check_slurm(facts.slurm, examination.uses_slurm))
 
 
 def _look_at_folders(examination: Examination) -> _Folders:
@@ -133,16 +132,18 @@ def _look_at_folders(examination: Examination) -> _Folders:
     held_out = None
     if config.eval.interval is not None and config.eval.dataset_path is not None:
         held_out = find_data_set("eval", config.eval.dataset_path)
-    return _Folders(state, disk, data, held_out)
+    index, vocab_size = data.index, config.model.vocab_size
+    if not vocab_size and index is not None:
+        vocab_size = index.vocab_size
+    return _Folders(state, disk, data, held_out, vocab_size)
 
 
 def _ask(
     examination: Examination, folders: _Folders, environ: Mapping[str, str], looking: Looking
 ) -> _Facts:
-    """Ask the nodes and Slurm, at the same time."""
     wanted, allocation = _wanted(examination, folders, environ), examination.allocation
     who = "this machine" if allocation is None else "the nodes"
-    asking: Future[tuple[slurm_facts.SlurmFacts | None, slurm_checks.JobFacts]] = Future()
+    asking: Future[tuple[SlurmFacts | None, fit.JobFacts]] = Future()
 
     def ask_slurm() -> None:
         try:
@@ -163,20 +164,18 @@ def _wanted(
     examination: Examination, folders: _Folders, environ: Mapping[str, str]
 ) -> NodeQuestions:
     """What to ask the nodes. Where a run is going on its storage is left in peace."""
-    config, data = examination.config, (folders.data, folders.held_out)
+    config = examination.config
     shared = dict.fromkeys((folders.disk.existing, str(nearest(examination.run.path))))
-    return NodeQuestions(
-        shared=tuple(shared),
-        copies=tuple(each.marker for each in data if each is not None and each.index is not None),
+    details = DetailQuestion(
+        copies=tuple(each.marker for each in folders.data_sets),
         caches=(_cache(environ),) if offline(environ) else (),
-        write=folders.state.running is False,
         imports=() if config.model.factory is None else (config.model.factory,),
-        interface=config.distributed.interface,
     )
+    write = folders.state.running is False
+    return NodeQuestions(tuple(shared), write, config.distributed.interface, details)
 
 
 def offline(environ: Mapping[str, str]) -> list[str]:
-    """The variables that say that there is no network."""
     return [name for name in OFFLINE if environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON")]
 
 
@@ -187,26 +186,21 @@ def _cache(environ: Mapping[str, str]) -> str:
     return environ.get("HF_HUB_CACHE") or str(Path(base) / "hub")
 
 
-def _ask_slurm(
-    examination: Examination,
-) -> tuple[slurm_facts.SlurmFacts | None, slurm_checks.JobFacts]:
+def _ask_slurm(examination: Examination) -> tuple[SlurmFacts | None, fit.JobFacts]:
     plan, allocation = examination.plan, examination.allocation
-    job = slurm_checks.JobFacts(
-        None if plan is None else plan.requeue, None if plan is None else plan.limit
-    )
-    if not slurm_facts.there_is_slurm():
+    job = fit.JobFacts(None, None) if plan is None else fit.JobFacts(plan.requeue, plan.limit)
+    if not there_is_slurm():
         return None, job
     partition = "" if plan is None else plan.partition
     if allocation is not None:
         try:
-            state = slurm_facts.read_job(allocation.job)
+            state = scontrol.job_state(allocation.job)
         except (SlurmError, ValueError) as error:
-            return slurm_facts.SlurmFacts(controller=str(error)), job
+            return SlurmFacts(controller=str(error)), job
         partition = state.nodes.partition
-        job = slurm_checks.JobFacts(state.may_requeue, state.times.limit, state.batch)
+        job = fit.JobFacts(state.may_requeue, state.times.limit, state.batch)
     # A run that needs no Slurm does not wait for one that is not there.
-    within = SHORTLY if examination.uses_slurm else 0.0
-    return slurm_facts.look_at_slurm(partition, within), job
+    return look_at_slurm(partition, SHORTLY if examination.uses_slurm else 0.0), job
 
 
 def _about_ranks(examination: Examination, facts: _Facts) -> Iterator[Finding]:
@@ -215,14 +209,14 @@ def _about_ranks(examination: Examination, facts: _Facts) -> Iterator[Finding]:
     yield from fit.check_ranks(world, answers, facts.survey.gpus_hidden)
     if examination.elsewhere:
         return
-    yield from fit.check_gpu_memory(config, world, facts.vocab_size(config), answers)
+    yield from fit.check_gpu_memory(config, world, facts.vocab_size, answers)
     yield from nodes.check_gpus(answers, ours=world.in_job, busy=facts.state.running is not False)
 
 
 def _about_data(
     examination: Examination, folders: _Folders, supervisor: Supervisor, looking: Looking
 ) -> Iterator[Finding]:
-    found = data_checks.check_data(examination.config, folders.data, folders.held_out)
+    found = storage.check_data(examination.config, folders.data, folders.held_out)
     yield from found
     if any(each.level is Level.FAIL for each in found):
         yield finding("start", skipped("not tried, since the data cannot be used"))
@@ -241,12 +235,13 @@ def _about_storage(
 ) -> Iterator[Finding]:
     config, answers = examination.config, facts.survey.answers
     keep = config.checkpoint.keep_last
-    yield from storage.check_copies(
-        answers,
-        {each.marker: each.folder for each in (facts.data, facts.held_out) if each and each.index},
-    )
+    yield from storage.check_copies(answers, {e.marker: e.folder for e in facts.data_sets})
     yield from storage.check_shared(facts.survey)
     yield finding("space", storage.check_room(facts.disk, _size(examination, facts), keep))
+    able = storage.check_file_system(
+        facts.disk.existing, probe_file_system(Path(facts.disk.existing))
+    )
+    yield finding("file system", able)
     yield finding("inodes", storage.check_inodes(facts.disk, examination.world.size, keep))
     yield from storage.check_caches(
         answers, offline(environ), needed=config.model.factory is not None
@@ -264,8 +259,8 @@ def _about_time(
     if facts.slurm is not None and examination.uses_slurm and not facts.slurm.controller:
         yield finding("preemption", fit.check_grace(facts.slurm, save))
         resubmit = examination.config.slurm.resubmit
-        yield finding("requeue", slurm_checks.check_requeue(facts.job, examination.plan, resubmit))
-        yield finding("partition", slurm_checks.check_time(facts.slurm, facts.job.limit))
+        yield finding("requeue", fit.check_requeue(facts.job, examination.plan, resubmit))
+        yield finding("partition", fit.check_time(facts.slurm, facts.job.limit))
 
 
 def _about_nodes(examination: Examination, facts: _Facts) -> Iterator[Finding]:
@@ -281,7 +276,10 @@ def _about_nodes(examination: Examination, facts: _Facts) -> Iterator[Finding]:
         return
     yield from nodes.check_interfaces(survey.answers)
     if facts.state.running is False:  # or the run itself has them
-        yield finding("ports", nodes.check_ports(_ports(config), examination.uses_slurm))
+        section = config.supervise
+        free = 0 if section.ports is None else sum(map(_is_free, section.ports))
+        wanted = None if section.ports is None else section.control_ports
+        yield finding("ports", nodes.check_ports(nodes.PortFacts(wanted, free)))
     yield from nodes.check_clocks(survey, ahead)
     workers = config.data.num_dataloader_workers
     yield from nodes.check_limits(survey.answers, examination.world.size, workers)
@@ -291,20 +289,14 @@ def _about_nodes(examination: Examination, facts: _Facts) -> Iterator[Finding]:
 
 def _size(examination: Examination, facts: _Facts) -> int | None:
     """By the model's sizes; of a model of the user's own, as large as the newest one there."""
-    vocab_size = facts.vocab_size(examination.config)
-    size = None if vocab_size is None else checkpoint_bytes(examination.config, vocab_size)
+    size = None
+    if facts.vocab_size is not None:
+        size = checkpoint_bytes(examination.config, facts.vocab_size)
     return facts.disk.newest if size is None else size
 
 
-def _ports(config: Config) -> nodes.PortFacts:
-    """Each port is bound for a moment, as the supervisor would bind it."""
-    ports = config.supervise.ports
-    if ports is None:
-        return nodes.PortFacts(None)
-    return nodes.PortFacts(config.supervise.control_ports, sum(map(_is_free, ports)))
-
-
 def _is_free(port: int) -> bool:
+    """It is bound for a moment, as the supervisor would bind it."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

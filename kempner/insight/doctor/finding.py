@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeVar
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -27,8 +28,7 @@ class Level(StrEnum):
     FAIL = "fail"
 
 
-@dataclass(frozen=True)
-class CheckOutcome:
+class CheckOutcome(NamedTuple):
     """What one look at one thing says: `sentence` names what, where, and what to do."""
 
     level: Level
@@ -46,22 +46,15 @@ class Finding:
     nodes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "check": self.check,
-            "level": self.level.value,
-            "sentence": self.sentence,
-            "nodes": list(self.nodes),
-        }
+        return vars(self) | {"nodes": list(self.nodes)}
 
 
 def passed(sentence: str) -> CheckOutcome:
-    """The outcome of a check that found no problem."""
     return CheckOutcome(Level.PASS, sentence)
 
 
 def skipped(sentence: str) -> CheckOutcome:
-    """The outcome of a check that could not be made, or need not be."""
+    """The check could not be made, or need not be."""
     return CheckOutcome(Level.SKIPPED, sentence)
 
 
@@ -75,13 +68,15 @@ def fail(sentence: str) -> CheckOutcome:
     return CheckOutcome(Level.FAIL, sentence)
 
 
-def finding(check: str, outcome: CheckOutcome) -> Finding:
-    """An outcome that is about no node."""
-    return Finding(check, outcome.level, outcome.sentence)
+def finding(check: str, outcome: CheckOutcome, nodes: Iterable[str] = ()) -> Finding:
+    return Finding(check, outcome.level, outcome.sentence, tuple(nodes))
 
 
 def per_node(
-    check: str, answers: Sequence[T], name: Callable[[T], str], judge: Callable[[T], CheckOutcome]
+    check: str,
+    answers: Iterable[T],
+    judge: Callable[[T], CheckOutcome],
+    name: Callable[[T], str] = attrgetter("node"),
 ) -> list[Finding]:
     """Judge each node's answer; nodes of which the same is true share a finding.
 
@@ -94,26 +89,19 @@ def per_node(
         if outcome.level is Level.PASS:
             outcome = well = well or outcome
         found.setdefault(outcome, []).append(name(answer))
-    return [
-        Finding(check, outcome.level, outcome.sentence, tuple(nodes))
-        for outcome, nodes in found.items()
-    ]
+    return [finding(check, outcome, nodes) for outcome, nodes in found.items()]
 
 
-def worst(findings: Iterable[Finding]) -> Level:
-    """The worst level of all."""
-    order = list(Level)
-    return max((each.level for each in findings), key=order.index, default=Level.PASS)
+def worst(findings: Iterable[Finding | CheckOutcome]) -> Level:
+    return max((each.level for each in findings), key=list(Level).index, default=Level.PASS)
 
 
 _STYLES = {Level.PASS: "green", Level.SKIPPED: "dim", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
-_SHOWN_NODES = 4
-"""Nodes that are named; of more, how many."""
+_SHOWN_NODES = 4  # nodes that are named; of more, how many
 
 
-_WIDTH = 15
-"""Characters of the longest name of a check."""
+_WIDTH = 15  # characters of the longest name of a check
 
 
 def where(finding: Finding, asked: Collection[str]) -> str:
@@ -135,7 +123,6 @@ def lines(findings: Iterable[Finding], asked: Collection[str]) -> Iterator[str]:
 
 
 def show(findings: Iterable[Finding], asked: Collection[str], console: Console) -> None:
-    """The same at a terminal."""
     told = []
     for each in findings:
         told.append(each)
@@ -151,12 +138,8 @@ def show(findings: Iterable[Finding], asked: Collection[str], console: Console) 
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """How many of each level, worst first."""
     counts = Counter(each.level for each in findings)
-    words = {
-        Level.FAIL: "failed",
-        Level.WARN: "warned",
-        Level.PASS: "passed",
-        Level.SKIPPED: "skipped",
-    }
-    return ", ".join(f"{counts[level]} {word}" for level, word in words.items() if counts[level])
+    words = ("failed", "warned", "passed", "skipped")
+    order = (Level.FAIL, Level.WARN, Level.PASS, Level.SKIPPED)
+    said = zip(order, words, strict=True)
+    return ", ".join(f"{counts[level]} {word}" for level, word in said if counts[level])

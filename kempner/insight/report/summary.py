@@ -1,6 +1,7 @@
 """The report of one run, as data: what the page shows and `--json` prints.
 
-What else a report tells: how long checkpoints took, which nodes failed, and what to change.
+What interrupted the run and what that cost, how long checkpoints took, which nodes failed, and what
+to change.
 """
 
 from __future__ import annotations
@@ -16,13 +17,11 @@ from typing import Any
 import numpy as np
 
 from kempner.cluster.slurm.hostlist import expand_hosts
-from kempner.insight.owner import OwnerWatch
-from kempner.insight.report.attempts import AttemptFacts, InterruptionKind, attempts_of
-from kempner.insight.report.interruptions import HOUR, Interruption, interruptions_of
+from kempner.insight.attempts import AttemptFacts, InterruptionKind, attempts_of, cause_of
 from kempner.insight.report.series import EvalSeries, StepSeries, read_series
-from kempner.insight.report.timeline import Category, Timeline, account
-from kempner.run.process.exit_codes import DataError, UsageError
-from kempner.run.process.stop_reason import StopReason
+from kempner.insight.report.timeline import AttemptTime, Category, Pieces, Timeline, account
+from kempner.insight.run_reader import RunReader
+from kempner.run.process.exit_codes import DataError, StopReason, UsageError
 from kempner.run.record.events import (
     AttemptFailed,
     AttemptStarted,
@@ -35,8 +34,6 @@ from kempner.run.record.events import (
     StopRequested,
     StragglerFound,
 )
-from kempner.run.record.history import RunHistory
-from kempner.run.record.recorded_config import total_steps
 from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.save_times import nearest_rank, young_interval
 
@@ -47,6 +44,133 @@ LEAST_HELD = 3600.0
 """Seconds of machines held before the failures among them say how often one is to be expected."""
 
 _WARNED = (StopReason.TIME_LIMIT, StopReason.PREEMPTION, StopReason.DEADLINE, StopReason.REQUEUE)
+
+
+HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class InterruptionPlace:
+    """Where a run was interrupted. `rank` failed first, on `node`, if one did.
+
+    `step` is the last one that was made; `steps_lost` had to be made again.
+    """
+
+    rank: int | None
+    node: str
+    step: int
+    steps_lost: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an interruption cost, in seconds of wall time, and in GPU hours on all ranks.
+
+    It is the end of the attempt (`hung_seconds`, `stop_seconds`), the start of the next one
+    (`restart_seconds`), and the steps that were cut off or made again. In `away_seconds` (queued,
+    or not started) no machine was held.
+
+    `hung_seconds` begin with the last step. At their end are `still_seconds`, in which the
+    supervisor saw no rank move, and at the end of those `evidence_seconds`, in which it knew that
+    this is a hang and collected evidence; None if that is not known.
+    """
+
+    hung_seconds: float
+    still_seconds: float | None
+    evidence_seconds: float | None
+    stop_seconds: float
+    restart_seconds: float
+    made_again_seconds: float
+    away_seconds: float
+    gpu_hours: float
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """One end of an attempt before the run's last step. `time` is in seconds since the epoch."""
+
+    number: int
+    time: float
+    attempt: int
+    kind: InterruptionKind
+    cause: str
+    detail: str
+    place: InterruptionPlace
+    cost: Cost
+
+
+def interruptions_of(timeline: Timeline, dead: bool = False) -> list[Interruption]:
+    """Those of a run, in their order; of one that is `dead`, its last attempt has ended, too."""
+    found: list[Interruption] = []
+    front = 0
+    for place, time in enumerate(timeline.attempts):
+        front = max(front, time.front)
+        later = timeline.attempts[place + 1 :]
+        unfinished = not (later or time.facts.over or dead)
+        if not (time.facts.completed or unfinished):
+            found.append(_interruption(len(found) + 1, time, later, front))
+    return found
+
+
+def _interruption(
+    number: int, time: AttemptTime, later: Sequence[AttemptTime], front: int
+) -> Interruption:
+    following = later[0] if later else None
+    # The next attempt that came to a step makes again what was lost; one that ended before its
+    # first step has none to lose.
+    came = [each for each in later if each.facts.ready_at is not None]
+    resumed = came[0] if came and time.facts.ready_at is not None else None
+    again = None if resumed is None else resumed.facts.first_step
+    facts = time.facts
+    kind, cause, detail, rank, node = cause_of(facts)
+    place = InterruptionPlace(
+        rank=rank,
+        node=node,
+        step=max(time.front, facts.known_step),
+        steps_lost=0 if again is None else max(0, front - again),
+    )
+    ending = time.tail.begin[time.tail.category == Category.STOP]
+    over = float(ending[0]) if len(ending) else facts.end  # it failed, or a hang was found
+    if kind is InterruptionKind.STOP:
+        over = float(time.tail.end[-1])
+    cost = _cost(time, following, resumed)
+    return Interruption(number, over, facts.number, kind, cause, detail, place, cost)
+
+
+def _cost(time: AttemptTime, following: AttemptTime | None, resumed: AttemptTime | None) -> Cost:
+    ours, theirs = _seconds(time.tail, time.gap), _after(following)
+    recomputed = 0.0 if resumed is None else _seconds(resumed.body)[Category.RECOMPUTED]
+    ranks = time.facts.started.ranks
+    ranks_then = ranks if following is None else following.facts.started.ranks
+    ending = (Category.HUNG, Category.STOP, Category.START, Category.RECOMPUTED)
+    found = time.facts.hang()
+    hang = None if found is None else found.event
+    here = sum(ours[c] for c in ending)
+    there = theirs[Category.START] + theirs[Category.LOAD] + recomputed
+    return Cost(
+        hung_seconds=ours[Category.HUNG],
+        still_seconds=None if hang is None else hang.seconds,
+        evidence_seconds=None if hang is None else hang.evidence_seconds,
+        stop_seconds=ours[Category.STOP],
+        restart_seconds=ours[Category.START] + theirs[Category.START] + theirs[Category.LOAD],
+        made_again_seconds=ours[Category.RECOMPUTED] + recomputed,
+        away_seconds=ours[Category.QUEUE] + ours[Category.IDLE],
+        gpu_hours=(here * ranks + there * ranks_then) / HOUR,
+    )
+
+
+def _seconds(*pieces: Pieces) -> list[float]:
+    return [float(x) for x in sum(p.seconds() for p in pieces)]  # type: ignore[union-attr]
+
+
+def _after(following: AttemptTime | None) -> list[float]:
+    """Seconds of the next attempt that the interruption before it is to blame for."""
+    if following is None:
+        return [0.0] * len(Category)
+    seconds = _seconds(following.body)
+    if following.facts.ready_at is None:
+        seconds[Category.START] += _seconds(following.tail)[Category.START]
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -97,14 +221,11 @@ class NodeUse:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to change, and from which measurements that follows."""
-
     what: str
     why: str
 
 
 def saves_of(attempts: Sequence[AttemptFacts], timeline: Timeline) -> SaveStatistics:
-    """How long checkpoints took, against the time that there is for the last one."""
     commits = [e.event for a in attempts for e in a.all(CheckpointCommitted)]
     took = [c.took.total for c in commits if c.took is not None and not c.suspended]
     steps = [b.step - a.step for a, b in pairwise(commits) if b.step > a.step]
@@ -136,7 +257,6 @@ def _unit(timeline: Timeline) -> float | None:
 
 
 def nodes_of(attempts: Sequence[AttemptFacts]) -> NodeUse:
-    """The nodes of all attempts."""
     used: set[str] = set()
     found: defaultdict[str, Node] = defaultdict(lambda: Node(""))
     for attempt in attempts:
@@ -196,17 +316,14 @@ def advise(
 def _interval(
     timeline: Timeline, saves: SaveStatistics, failures: int, held: float
 ) -> Advice | None:
-    """Young's interval, with what saves cost and how often something failed."""
     unit = _unit(timeline)
     if not failures or not saves.held_up_seconds or not unit or not saves.took.median:
         return None
     if held < LEAST_HELD:
         return None
     between = held / failures
-    young = young_interval(saves.held_up_seconds, between)
-    best = max(young, saves.took.median)
-    steps = max(1, round(best / unit))
-    now = saves.interval_steps
+    young, now = young_interval(saves.held_up_seconds, between), saves.interval_steps
+    steps = max(1, round(max(young, saves.took.median) / unit))
     rough = "" if failures >= 5 else f" With {failures} in all this is a rough guide."
     return Advice(
         f"Save about every {steps:,} steps" + (f"; it was every {now:,}" if now else ""),
@@ -217,14 +334,12 @@ def _interval(
 
 
 def _window(saves: SaveStatistics) -> Advice | None:
-    """How early the job has to be warned of its end."""
     if saves.needed_seconds is None:
         return None
     window, needed = saves.window_seconds, saves.needed_seconds
+    what = f"A warning {needed:.0f} s before the end of the job is enough"
     if window is not None and window < needed:
         what = f"Warn earlier: {needed:.0f} s before the end; once it was only {window:.0f} s"
-    else:
-        what = f"A warning {needed:.0f} s before the end of the job is enough"
     return Advice(
         f"{what} (--signal=B:SIGTERM@{needed:.0f})",
         f"The slowest checkpoint took {saves.took.worst:.2g} s. A stop needs two at most (one "
@@ -233,9 +348,7 @@ def _window(saves: SaveStatistics) -> Advice | None:
 
 
 def _spare_nodes(timeline: Timeline, nodes: NodeUse, held: float) -> Advice | None:
-    """How many spare nodes would have kept the job going."""
-    lost = sum(node.lost for node in nodes.noted)
-    if not lost:
+    if not (lost := sum(node.lost for node in nodes.noted)):
         return None
     jobs = 1 + sum(bool((a.gap.category == Category.QUEUE).any()) for a in timeline.attempts)
     spare = max(1, math.ceil(lost / jobs))
@@ -296,7 +409,6 @@ class TimeSpent:
 
     @property
     def wall(self) -> float:
-        """Seconds from the first start to the end."""
         return self.end - self.begin
 
 
@@ -312,11 +424,9 @@ class RunReport:
 
     @property
     def lost_hours(self) -> float:
-        """GPU hours that all interruptions cost."""
         return sum(one.cost.gpu_hours for one in self.interruptions)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON has it."""
         sums = {"wall_seconds": self.time.wall, "lost_gpu_hours": self.lost_hours}
         return {**asdict(self), **sums}
 
@@ -342,25 +452,17 @@ def read_run(run: RunDirectory) -> RunData:
             f"{run.path} is not a run: it has no ledger.jsonl; name <run.dir>/<run.name>"
         )
     try:
-        history = RunHistory.read(run.ledger)
+        facts = RunReader(run, patient=True, whole=True).read()
         steps, evaluations = read_series(run.metrics)
     except OSError as error:
         raise DataError(f"{error.filename} cannot be read: {error.strerror}; try again") from error
-    attempts = attempts_of(history, steps.last_times())
+    attempts = attempts_of(facts.history, steps.last_times())
     if not attempts:
         raise UsageError(f"{run.path} has not been started yet: its ledger tells of no attempt")
     timeline = account(attempts, steps)
-    name, alive = run.path.resolve().name, _owned(run)
-    report = summarise(name, attempts, timeline, steps, evaluations, total_steps(run), alive)
+    name, alive, total = run.path.resolve().name, facts.live.alive, facts.metrics.total_steps
+    report = summarise(name, attempts, timeline, steps, evaluations, total, alive)
     return RunData(report, timeline, attempts, steps, evaluations)
-
-
-def _owned(run: RunDirectory) -> bool | None:
-    """Whether a supervisor works on the run now; None if that cannot be seen."""
-    try:
-        return OwnerWatch(run.supervisors).look()
-    except OSError:
-        return None
 
 
 def summarise(
@@ -385,8 +487,7 @@ def summarise(
         last_eval_loss=_last(evaluations.loss),
         tokens_per_second=_last(steps.tokens_per_second[-50:], middle=True),
     )
-    advice = advise(timeline, saves, interruptions, nodes)
-    time = _time_spent(attempts, timeline)
+    time, advice = _time_spent(attempts, timeline), advise(timeline, saves, interruptions, nodes)
     return RunReport(name, training, time, interruptions, saves, nodes, advice)
 
 
@@ -424,7 +525,6 @@ def _gpu_hours(timeline: Timeline) -> dict[str, float]:
 
 
 def _state(last: AttemptFacts, interruptions: Sequence[Interruption], alive: bool | None) -> str:
-    """How the run stands, in a few words."""
     if last.completed:
         return Completed.name
     if last.given_up is not None:
@@ -440,7 +540,6 @@ def _state(last: AttemptFacts, interruptions: Sequence[Interruption], alive: boo
 
 
 def _last(values: Any, middle: bool = False) -> float | None:
-    """The last of these numbers that is one, or the median of them."""
     known = values[values == values]
     if not len(known):
         return None

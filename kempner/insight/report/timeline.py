@@ -14,32 +14,56 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeAlias
+from itertools import zip_longest
+from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kempner.insight.report.attempts import AttemptFacts
+from kempner.insight.attempts import AttemptFacts
 from kempner.insight.report.series import Numbers, StepSeries
-from kempner.run.record.events import CheckpointCommitted
+from kempner.run.record.events import CheckpointCommitted, Evaluated, RolledBack
 from kempner.run.record.save_times import nearest_rank
 
 
 class Category(IntEnum):
-    """One category; each second of the wall time is in one at most. The rest is `UNACCOUNTED`."""
+    """One category, as a person reads it, and what it counts, from which records.
 
-    TRAIN = 0
-    EVAL = 1
-    SAVE = 2
-    RECOMPUTED = 3
-    HUNG = 4
-    STORAGE = 5
-    START = 6
-    LOAD = 7
-    STOP = 8
-    QUEUE = 9
-    IDLE = 10
-    UNACCOUNTED = 11
+    Each second of the wall time is in one at most. The rest is `UNACCOUNTED`.
+    """
+
+    label: str
+    meaning: str
+
+    def __new__(cls, number: int, label: str, meaning: str) -> Self:
+        member = int.__new__(cls, number)
+        member._value_, member.label, member.meaning = number, label, meaning
+        return member
+
+    TRAIN = 0, "Training", "steps that count, each one once"
+    EVAL = 1, "Evaluation", "on held-out data, while training waits"
+    SAVE = 2, "Held up by saves", "waiting for the save before, and until the state was copied"
+    RECOMPUTED = (
+        3,
+        "Made again",
+        "steps that an earlier attempt had made after its last checkpoint, and steps cut off",
+    )
+    HUNG = 4, "Hung", "from the last step until it was noticed that nothing moves, and looked into"
+    STORAGE = (
+        5,
+        "Waiting for storage",
+        "files that could not be read or written for a while, or a save that took far too long",
+    )
+    START = (
+        6,
+        "Start",
+        "supervisor, node checks, launch, imports, rendezvous, and what the first step takes more",
+    )
+    LOAD = 7, "Load", "reading the checkpoint, after the ranks have met"
+    STOP = 8, "Stop", "the last save, and until every rank is gone"
+    QUEUE = 9, "Queue", "from the requeue until the next attempt; no machine is held"
+    IDLE = 10, "Not running", "between an end and the next start by a user or another job"
+    UNACCOUNTED = 11, "Unaccounted", "no record says what happened then"
 
     @property
     def key(self) -> str:
@@ -47,57 +71,16 @@ class Category(IntEnum):
         return self.name.lower()
 
     @property
-    def label(self) -> str:
-        """As a person reads it."""
-        return _WORDS[self][0]
-
-    @property
-    def meaning(self) -> str:
-        """What it counts, from which records."""
-        return _WORDS[self][1]
-
-    @property
     def holds_machines(self) -> bool:
-        """Whether the job has its GPUs meanwhile."""
         return self not in (Category.QUEUE, Category.IDLE)
 
 
-_WORDS = {
-    Category.TRAIN: ("Training", "steps that count, each one once"),
-    Category.EVAL: ("Evaluation", "on held-out data, while training waits"),
-    Category.SAVE: (
-        "Held up by saves",
-        "waiting for the save before, and until the state was copied",
-    ),
-    Category.RECOMPUTED: (
-        "Made again",
-        "steps that an earlier attempt had made after its last checkpoint, and steps cut off",
-    ),
-    Category.HUNG: (
-        "Hung",
-        "from the last step until it was noticed that nothing moves, and looked into",
-    ),
-    Category.STORAGE: (
-        "Waiting for storage",
-        "files that could not be read or written for a while, or a save that took far too long",
-    ),
-    Category.START: (
-        "Start",
-        "supervisor, node checks, launch, imports, rendezvous, and what the first step takes more",
-    ),
-    Category.LOAD: ("Load", "reading the checkpoint, after the ranks have met"),
-    Category.STOP: ("Stop", "the last save, and until every rank is gone"),
-    Category.QUEUE: ("Queue", "from the requeue until the next attempt; no machine is held"),
-    Category.IDLE: ("Not running", "between an end and the next start by a user or another job"),
-    Category.UNACCOUNTED: ("Unaccounted", "no record says what happened then"),
-}
-
+Span: TypeAlias = tuple[float, float, Category]  # begin, end and category of a piece of time
 
 Part: TypeAlias = tuple[Category | NDArray[np.int64], Numbers]
 """A category, or one per interval, and its seconds in each interval."""
 
-LEAST = 1e-9
-"""Pieces that are shorter, in seconds, are none."""
+LEAST = 1e-9  # pieces that are shorter, in seconds, are none
 
 
 @dataclass(frozen=True)
@@ -109,7 +92,7 @@ class Pieces:
     category: NDArray[np.int64]
 
     @classmethod
-    def of(cls, pieces: Iterable[tuple[float, float, Category]]) -> Pieces:
+    def of(cls, pieces: Iterable[Span]) -> Pieces:
         """From (begin, end, category); what is empty is left out, neighbours become one."""
         kept = [(b, e, c) for b, e, c in pieces if e - b > LEAST]
         return cls(
@@ -132,7 +115,6 @@ class Pieces:
 
     @classmethod
     def chain(cls, many: Sequence[Pieces]) -> Pieces:
-        """One after the other."""
         if not many:
             return cls.of(())
         columns = ("begin", "end", "category")
@@ -140,7 +122,6 @@ class Pieces:
         return cls(*joined)
 
     def _merged(self) -> Pieces:
-        """Neighbours of the same category become one."""
         if len(self.begin) < 2:
             return self
         same = self.category[1:] == self.category[:-1]
@@ -189,8 +170,7 @@ STANDSTILL_STEPS, STANDSTILL_SECONDS = 10.0, 5.0
 standstill. The same of a save: its storage stood still."""
 
 
-@dataclass(frozen=True)
-class _Medians:
+class _Medians(NamedTuple):
     """The medians of the whole run, in seconds: of a step, and of a save until it is durable; NaN
     if there is none."""
 
@@ -230,7 +210,6 @@ class Timeline:
 
     @property
     def pieces(self) -> Pieces:
-        """All of them, by time."""
         return Pieces.chain([p for a in self.attempts for p in (a.body, a.tail, a.gap)])
 
     def seconds(self) -> Numbers:
@@ -242,10 +221,10 @@ class Timeline:
 
 
 def account(attempts: Sequence[AttemptFacts], series: StepSeries) -> Timeline:
-    """The time of these attempts, which are sorted by their begin."""
     if not attempts:
         return Timeline(0.0, 0.0, ())
-    took = [c.took.total for c in _commits(attempts) if c.took is not None]
+    commits = [e.event for facts in attempts for e in facts.all(CheckpointCommitted)]
+    took = [c.took.total for c in commits if c.took is not None]
     usual = _Medians(
         step=_unit(series.time, series.step, series.save_seconds),
         save=nearest_rank(took, 0.5) or float("nan"),
@@ -254,8 +233,7 @@ def account(attempts: Sequence[AttemptFacts], series: StepSeries) -> Timeline:
     front = 0
     unreported = all(facts.reports_nothing for facts in attempts)
     unready = Category.UNACCOUNTED if unreported else Category.START
-    for place, facts in enumerate(attempts):
-        following = attempts[place + 1] if place + 1 < len(attempts) else None
+    for facts, following in zip_longest(attempts, attempts[1:]):
         own = series.of_attempt(facts.number)
         time = _account_attempt(facts, own, following, front, usual, unready)
         front = max(front, time.front)
@@ -286,7 +264,12 @@ def _account_attempt(
         steps = np.concatenate(([facts.first_step or 0], series.step[inside]))
         saving = np.nan_to_num(series.save_seconds[inside])
         steps_made, again, unit = _steps(facts, times, steps, saving, front, usual)
-        body = Pieces.chain([Pieces.of(_start(facts, ready)), steps_made])
+        load = max(facts.begin, ready - facts.load_seconds)
+        start = [
+            *_with_storage(facts, facts.begin, load, Category.START),
+            *_with_storage(facts, load, ready, Category.LOAD),
+        ]
+        body = Pieces.chain([Pieces.of(start), steps_made])
         last = int(steps.max())
         unlogged = max(0, facts.known_step - last)
         tail = Pieces.of(_tail(facts, float(times[-1]), end, unlogged, unit, last < front))
@@ -295,26 +278,13 @@ def _account_attempt(
     return AttemptTime(facts, body, tail, gap, reached, again, unit)
 
 
-def _start(facts: AttemptFacts, ready: float) -> list[tuple[float, float, Category]]:
-    """From the begin of an attempt to its first step."""
-    load = max(facts.begin, ready - facts.load_seconds)
-    return [
-        *_with_storage(facts, facts.begin, load, Category.START),
-        *_with_storage(facts, load, ready, Category.LOAD),
-    ]
-
-
-def _with_storage(
-    facts: AttemptFacts, begin: float, end: float, category: Category
-) -> list[tuple[float, float, Category]]:
+def _with_storage(facts: AttemptFacts, begin: float, end: float, category: Category) -> list[Span]:
     """This time, but for what of it was spent waiting for storage, which comes last here."""
     waited = min(end - begin, float(overlaps(np.array([begin, end]), facts.storage_waits())[0]))
     return [(begin, end - waited, category), (end - waited, end, Category.STORAGE)]
 
 
-def _never_ready(
-    facts: AttemptFacts, end: float, what: Category
-) -> list[tuple[float, float, Category]]:
+def _never_ready(facts: AttemptFacts, end: float, what: Category) -> list[Span]:
     """An attempt that has not said that it began with a step; `what` it was until it ended."""
     if (hang := facts.hang()) is not None:
         found = min(hang.time, end)
@@ -368,13 +338,8 @@ def _steps(
 
 
 def _stalled(facts: AttemptFacts, times: Numbers, saved: Numbers, usual: float) -> Numbers:
-    """Seconds, of those `saved` at the begin of each interval, in which storage stood still."""
-    bounds = np.append(np.column_stack((times[:-1], times[:-1] + saved)).ravel(), times[-1])
-    return overlaps(bounds, _stalled_saves(facts, usual))[::2]
-
-
-def _stalled_saves(facts: AttemptFacts, usual: float) -> list[tuple[float, float]]:
-    """Begin and end of what saves took beyond the `usual`, of those that took far longer."""
+    """Seconds, of those `saved` at the begin of each interval, in which storage stood still: what
+    saves took beyond the `usual`, of those that took far longer."""
     found = []
     for entry in facts.all(CheckpointCommitted):
         if (took := entry.event.took) is None or entry.event.suspended:
@@ -382,17 +347,13 @@ def _stalled_saves(facts: AttemptFacts, usual: float) -> list[tuple[float, float
         beyond = took.total - usual
         if beyond > max((STANDSTILL_STEPS - 1) * usual, STANDSTILL_SECONDS):
             found.append((entry.time - beyond, entry.time))
-    return found
-
-
-def _commits(attempts: Sequence[AttemptFacts]) -> list[CheckpointCommitted]:
-    return [entry.event for facts in attempts for entry in facts.all(CheckpointCommitted)]
+    bounds = np.append(np.column_stack((times[:-1], times[:-1] + saved)).ravel(), times[-1])
+    return overlaps(bounds, found)[::2]
 
 
 def _evaluating(facts: AttemptFacts, times: Numbers) -> Numbers:
-    """Seconds of evaluation between two of these times."""
     seconds = np.zeros(len(times) - 1)
-    for entry in facts.evaluations():
+    for entry in facts.all(Evaluated):
         place = int(np.searchsorted(times, entry.time - entry.event.seconds / 2)) - 1
         if 0 <= place < len(seconds):
             seconds[place] += entry.event.seconds
@@ -412,7 +373,7 @@ def _explain(
     waited = overlaps(times, facts.storage_waits())
     storage = np.minimum(waited, beyond)
     cause[storage > 0], extra = int(Category.STORAGE), np.where(storage > 0, storage, extra)
-    for entry in facts.rollbacks():
+    for entry in facts.all(RolledBack):
         place = int(np.searchsorted(times, entry.time)) - 1
         if 0 <= place < len(beyond):
             cause[place], extra[place] = int(Category.LOAD), beyond[place]
@@ -423,7 +384,7 @@ def _explain(
 
 def _tail(
     facts: AttemptFacts, begin: float, end: float, unlogged: int, unit: float, behind: bool
-) -> list[tuple[float, float, Category]]:
+) -> list[Span]:
     """From the last logged step to the end of the attempt.
 
     `unlogged` steps were made after it; it is `behind` if they had been made before.
@@ -432,17 +393,12 @@ def _tail(
     last = min(end, begin + unlogged * took)
     evaluated = float(_evaluating(facts, np.array([last, end]))[0]) if end > last else 0.0
     idle = min(end, last + evaluated)
-    known = [
-        (begin, last, Category.RECOMPUTED if behind else Category.TRAIN),
-        (last, idle, Category.EVAL),
-    ]
-    return [*known, *_ending(facts, idle, end, took)]
+    made = Category.RECOMPUTED if behind else Category.TRAIN
+    ending = _ending(facts, idle, end, took)
+    return [(begin, last, made), (last, idle, Category.EVAL), *ending]
 
 
-def _ending(
-    facts: AttemptFacts, begin: float, end: float, step_takes: float
-) -> list[tuple[float, float, Category]]:
-    """From the last that an attempt achieved to its end."""
+def _ending(facts: AttemptFacts, begin: float, end: float, step_takes: float) -> list[Span]:
     if (hang := facts.hang()) is not None:
         found = min(max(begin, hang.time), end)
         return [(begin, found, Category.HUNG), (found, end, Category.STOP)]
@@ -460,32 +416,21 @@ def _ending(
     ]
 
 
-def _gap(
-    facts: AttemptFacts, end: float, following: AttemptFacts | None
-) -> list[tuple[float, float, Category]]:
+def _gap(facts: AttemptFacts, end: float, following: AttemptFacts | None) -> list[Span]:
     """From the end of an attempt to the begin of the next, or to the last that is known."""
-    requeued = facts.requeued_at
     if following is None:
         last = max(end, *(entry.time for entry in facts.entries))
         return [(end, last, Category.STOP)]
-    if requeued is not None:
-        left = min(max(end, requeued), following.begin)
+    if facts.requeued_at is not None:
+        left = min(max(end, facts.requeued_at), following.begin)
         return [(end, left, Category.STOP), (left, following.begin, Category.QUEUE)]
     if facts.restarted:
         return _with_storage(facts, end, following.begin, Category.START)
-    return [
-        (end, following.begin, Category.QUEUE if _requeued(facts, following) else Category.IDLE)
-    ]
-
-
-def _requeued(facts: AttemptFacts, following: AttemptFacts) -> bool:
-    """Whether Slurm put the job back by itself, as after the loss of its first node."""
     before, after = facts.started, following.started
-    return (
-        before.job is not None
-        and before.job == after.job
-        and (after.restarts or 0) > (before.restarts or 0)
-    )
+    same_job = before.job is not None and before.job == after.job
+    # Slurm puts a job back by itself, too, as after the loss of its first node.
+    requeued = same_job and (after.restarts or 0) > (before.restarts or 0)
+    return [(end, following.begin, Category.QUEUE if requeued else Category.IDLE)]
 
 
 def _unit(times: Numbers, steps: Numbers, saving: Numbers) -> float:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from kempner.insight.report.attempts import AttemptFacts, cause_of
-from kempner.insight.status.facts import RankPlace, RunFacts
+from kempner.insight.attempts import AttemptFacts, cause_of
+from kempner.insight.run_reader import RankPlace, RunFacts
 from kempner.run.control.protocol import Phase
 from kempner.run.output.units import name_or_count
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.record.events import AttemptEnded, StopRequested
-from kempner.run.record.history import Entry
+from kempner.run.record.events import StopRequested
 
 SILENT_AFTER = 120.0
 """Seconds after which a rank has called its supervisor, or never will: some programs do not."""
 
 
 class Activity(StrEnum):
-    """What a run is doing."""
-
     NOT_STARTED = "not started"
     QUEUED = "queued"
     HEALTH_CHECK = "health check"
@@ -30,8 +27,7 @@ class Activity(StrEnum):
     EVALUATING = "evaluating"
     SAVING = "saving"
     WAITING_FOR_STORAGE = "waiting for storage"
-    RUNNING = "running"
-    """Its program does not say what it does."""
+    RUNNING = "running"  # its program does not say what it does
     STOPPING = "stopping"
     RESTARTING = "restarting"
     STOPPED = "stopped"
@@ -50,7 +46,6 @@ class Activity(StrEnum):
 
     @property
     def is_live(self) -> bool:
-        """Whether a process works on the run now."""
         return self in _LIVE
 
 
@@ -77,16 +72,15 @@ class ActivityNote(NamedTuple):
     reason: str = ""
 
 
-def decide(facts: RunFacts, attempts: Sequence[AttemptFacts]) -> ActivityNote:
-    """What a run does, by its facts; `attempts` are those that its history tells of."""
-    last = attempts[-1] if attempts else None
+def decide(facts: RunFacts) -> ActivityNote:
+    last = facts.attempts[-1] if facts.attempts else None
     if facts.gave_up is not None:
         return ActivityNote(Activity.GIVEN_UP, facts.gave_up.reason)
     if last is not None and last.completed:
-        ended = last.last(AttemptEnded)
-        return ActivityNote(Activity.DONE, ended.event.reason if _failed(ended) and ended else "")
-    waits = facts.job is not None and facts.job.waits
-    if waits and facts.job is not None:
+        return ActivityNote(
+            Activity.DONE, last.ended.reason if _failed(last) and last.ended else ""
+        )
+    if facts.job is not None and facts.job.waits:
         return ActivityNote(Activity.QUEUED, facts.job.why_waiting)
     if last is None:
         return _before_the_first(facts)
@@ -100,7 +94,6 @@ def decide(facts: RunFacts, attempts: Sequence[AttemptFacts]) -> ActivityNote:
 
 
 def _before_the_first(facts: RunFacts) -> ActivityNote:
-    """No attempt is known."""
     if facts.live.alive:
         return ActivityNote(Activity.HEALTH_CHECK)
     if facts.job is not None and facts.job.runs:
@@ -109,16 +102,15 @@ def _before_the_first(facts: RunFacts) -> ActivityNote:
 
 
 def _not_owned(facts: RunFacts, last: AttemptFacts) -> ActivityNote:
-    """The activity of a run without an owner, for which no job is known to wait."""
-    if last.requeued_at is not None and facts.job is not None and facts.job.runs:
+    job_runs = facts.job is not None and facts.job.runs
+    if last.requeued_at is not None and job_runs:
         return ActivityNote(Activity.STARTING, "its job runs again, and the supervisor begins")
-    if last.requeued_at is not None and (facts.job is None or not facts.job.known):
+    if last.requeued_at is not None and (facts.job is None or not facts.job.over):  # COMPLETING
         return ActivityNote(Activity.QUEUED, "its job went back into the queue")
     unbegun = facts.live.attempt is not None and facts.live.attempt > last.number
-    if (unbegun or not last.over) and not last.stopped and facts.job is not None and facts.job.runs:
-        return ActivityNote(
-            Activity.UNKNOWN, "its job runs, and writes nothing to the run's directory"
-        )
+    if (unbegun or not last.over) and not last.stopped and job_runs:
+        silent = "its job runs, and writes nothing to the run's directory"
+        return ActivityNote(Activity.UNKNOWN, silent)
     if unbegun:
         return ActivityNote(Activity.DEAD, f"before attempt {facts.live.attempt} had begun")
     if last.over or last.stopped:
@@ -128,46 +120,40 @@ def _not_owned(facts: RunFacts, last: AttemptFacts) -> ActivityNote:
 
 
 def _ended(last: AttemptFacts) -> ActivityNote:
-    """The last attempt is over, in order or not."""
-    ended = last.last(AttemptEnded)
-    if last.in_order and last.stop_reason and not _failed(ended):
+    if last.in_order and last.stop_reason and not _failed(last):
         return ActivityNote(Activity.STOPPED, last.stop_reason.words)
     if last.stopped:
         return ActivityNote(Activity.STOPPED)
-    if last.left_at is not None and ended is not None:
-        return ActivityNote(Activity.STOPPED, ended.event.reason)
-    _, cause, _ = cause_of(last)
-    return ActivityNote(Activity.FAILED, cause)
+    if last.left_at is not None and last.ended is not None:
+        return ActivityNote(Activity.STOPPED, last.ended.reason)
+    return ActivityNote(Activity.FAILED, cause_of(last).cause)
 
 
-def _failed(ended: Entry[AttemptEnded] | None) -> bool:
-    return ended is not None and ended.event.code not in (ExitCode.COMPLETED, ExitCode.STOPPED)
+def _failed(last: AttemptFacts) -> bool:
+    ended = last.ended
+    return ended is not None and ended.code not in (ExitCode.COMPLETED, ExitCode.STOPPED)
 
 
 def _between(last: AttemptFacts) -> ActivityNote:
-    """The last attempt is over, and its supervisor is still there."""
     doing = _ended(last)
     if doing.activity is Activity.STOPPED and not last.stop_reason.changes_nodes:
         where = "its job goes back into the queue" if last.requeued_at else "every rank has left"
-        return ActivityNote(
-            Activity.STOPPING, f"{doing.reason}; {where}" if doing.reason else where
-        )
+        told = f"{doing.reason}; {where}" if doing.reason else where
+        return ActivityNote(Activity.STOPPING, told)
     if last.given_up is not None:
         return ActivityNote(Activity.GIVEN_UP, last.given_up.event.reason)
     return ActivityNote(Activity.RESTARTING, doing.reason)
 
 
 def _in_attempt(facts: RunFacts, last: AttemptFacts) -> ActivityNote:
-    """The last attempt goes on, as far as the ledger knows."""
     if (hang := last.hang()) is not None:
         return ActivityNote(Activity.STOPPING, f"a hang: {hang.event.reason}")
     if last.stop_reason:
         asked = last.last(StopRequested)
         said = "" if asked is None else asked.event.sentence
         words = last.stop_reason.words
-        return ActivityNote(
-            Activity.STOPPING, f"{words}: {said}" if said and said != words else words
-        )
+        told = f"{words}: {said}" if said and said != words else words
+        return ActivityNote(Activity.STOPPING, told)
     if facts.live.alive is None:
         return ActivityNote(Activity.UNKNOWN)
     stuck = [place for place in facts.live.ranks if place.storage]
@@ -182,13 +168,9 @@ def _by_phase(facts: RunFacts, last: AttemptFacts) -> ActivityNote:
         return _on_the_way(facts, last, phases)
     if phases and phases <= {Phase.EXIT}:
         return ActivityNote(Activity.STOPPING, "the ranks leave")
-    for phase, activity in ((Phase.SAVE, Activity.SAVING), (Phase.EVAL, Activity.EVALUATING)):
-        if phase in phases:
-            there = [place for place in facts.live.ranks if place.phase == phase]
-            return ActivityNote(activity, _describe_ranks(there, facts.live.ranks))
     if phases and phases <= {Phase.COMPILE}:
         return ActivityNote(Activity.STARTING, "the first step")
-    return ActivityNote(Activity.TRAINING)
+    return _first_of(_BETWEEN_STEPS, facts.live.ranks) or ActivityNote(Activity.TRAINING)
 
 
 def _on_the_way(facts: RunFacts, last: AttemptFacts, phases: Collection[str]) -> ActivityNote:
@@ -201,16 +183,13 @@ def _on_the_way(facts: RunFacts, last: AttemptFacts, phases: Collection[str]) ->
         return ActivityNote(Activity.STARTING, "the ranks are launched")
     if last.started.own_program and Phase.STEP in phases:
         return ActivityNote(Activity.TRAINING)  # one rank of it may speak for all
-    missing = last.started.ranks - len(facts.live.ranks)
-    if missing > 0:
+    if len(facts.live.ranks) < last.started.ranks:
         told = f"{len(facts.live.ranks):,} of {last.started.ranks:,} ranks have connected"
         return ActivityNote(Activity.STARTING, told)
-    for phase, activity, words in _FIRST_PHASES:
-        there = [place for place in facts.live.ranks if place.phase == phase]
-        if there:
-            return ActivityNote(activity, f"{_describe_ranks(there, facts.live.ranks)}{words}")
-    return ActivityNote(Activity.RUNNING)
+    return _first_of(_FIRST_PHASES, facts.live.ranks) or ActivityNote(Activity.RUNNING)
 
+
+_BETWEEN_STEPS = ((Phase.SAVE, Activity.SAVING, ""), (Phase.EVAL, Activity.EVALUATING, ""))
 
 _FIRST_PHASES = (
     (Phase.START, Activity.STARTING, " import"),
@@ -219,6 +198,15 @@ _FIRST_PHASES = (
     (Phase.COMPILE, Activity.STARTING, ": the first step"),
 )
 """What a rank goes through before it trains; the run is where its last rank is."""
+
+
+def _first_of(
+    phases: Iterable[tuple[Phase, Activity, str]], ranks: Sequence[RankPlace]
+) -> ActivityNote | None:
+    for phase, activity, words in phases:
+        if there := [place for place in ranks if place.phase == phase]:
+            return ActivityNote(activity, f"{_describe_ranks(there, ranks)}{words}")
+    return None
 
 
 def _describe_ranks(some: Sequence[RankPlace], ranks: Sequence[RankPlace]) -> str:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
 from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import SHORTLY, SlurmError, SlurmRefusedError
-from kempner.cluster.slurm.job import FINAL, QUEUED, JobState, is_held, parse_job, parse_time
+from kempner.cluster.slurm.job import (
+    FINAL,
+    QUEUED,
+    JobState,
+    how_to_release,
+    is_held,
+    parse_job,
+    parse_time,
+)
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.events import AttemptStarted, Resubmitted
 from kempner.run.record.history import RunHistory
@@ -35,13 +47,12 @@ class Restarts:
         return len({launch, self.controller, self.accounting} - {None}) < 2
 
     def __str__(self) -> str:
-        shown = ["-" if n is None else str(n) for n in (self.launch, self.controller)]
-        records = "-" if self.accounting is None else str(self.accounting)
-        return f"the last launch {shown[0]}, scontrol {shown[1]}, sacct -D {records}"
+        counts = (self.launch, self.controller, self.accounting)
+        launch, controller, records = ("-" if n is None else n for n in counts)
+        return f"the last launch {launch}, scontrol {controller}, sacct -D {records}"
 
 
-NO_ANSWER, FORGOTTEN = "Slurm does not answer", "unknown to Slurm"
-"""In place of a job's state."""
+NO_ANSWER, FORGOTTEN = "Slurm does not answer", "unknown to Slurm"  # in place of a job's state
 
 
 @dataclass(frozen=True)
@@ -63,12 +74,10 @@ class JobStatus:
 
     @property
     def waits(self) -> bool:
-        """Whether it is in the queue."""
         return self.state in QUEUED
 
     @property
     def runs(self) -> bool:
-        """Whether it has its nodes."""
         return not (self.waits or self.over) and self.known and self.state != "COMPLETING"
 
     @property
@@ -78,27 +87,21 @@ class JobStatus:
 
     @property
     def held(self) -> bool:
-        """Whether Slurm does not start it before it is released."""
         return is_held(self.state, self.reason)
 
     @property
     def known(self) -> bool:
-        """Whether Slurm has said anything about it."""
         return self.state != NO_ANSWER
 
     @property
     def agrees(self) -> bool:
-        """Whether the sources of its restarts do not contradict each other."""
         return self.restarts.agree(waiting=self.waits)
 
     @property
     def why_waiting(self) -> str:
         """What a job in the queue waits for, in Slurm's words, explained where they are short."""
         if self.held:
-            return (
-                f"{self.reason or self.state}: Slurm does not start it again until it is released "
-                f"(scontrol release {self.job})"
-            )
+            return how_to_release(self.job, self.state, self.reason)
         words = _REASONS.get(self.reason, "")
         told = f"{self.reason}: {words}" if words else self.reason
         return told or self.state.lower()
@@ -124,7 +127,7 @@ def find_run(
     with a run. Raises `UsageError` if there is none.
     """
     for run in runs:
-        if _mentions(run.ledger, f'"job": "{job}"'.encode()):
+        if knows_job(run, job):
             return run
     named: list[str] = []
     yet_to_begin, output = False, ""
@@ -149,11 +152,14 @@ def find_run(
     return RunDirectory(Path(named[-1]))
 
 
-def _mentions(path: Path, words: bytes) -> bool:
-    """Whether a file has these words; only its bytes are looked at, from its end."""
+def knows_job(run: RunDirectory, job: str) -> bool:
+    """Whether a run's ledger says that this job has run it, or was submitted to go on with it.
+
+    Only its bytes are looked at, from its end.
+    """
     try:
-        with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
-            return content.rfind(words) >= 0
+        with run.ledger.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+            return content.rfind(f'job": "{job}"'.encode()) >= 0
     except (OSError, ValueError):  # it is empty
         return False
 
@@ -176,9 +182,13 @@ def read_job(
     controller has forgotten.
     """
     now, begins, forgotten = _controller(job, within)
-    records = _accounting(job) if accounting or forgotten else []
+    records: list[str] = []
+    if accounting or forgotten:
+        with suppress(SlurmError):  # no accounts are kept
+            records = scontrol.launches(job)
+    launches = [event.restarts for event in history.events(AttemptStarted) if event.job == job]
     counts = Restarts(
-        launch=_last_launch(job, history),
+        launch=launches[-1] if launches else None,
         controller=None if now is None else now.restarts,
         accounting=len(records) - 1 if records else None,
     )
@@ -208,15 +218,41 @@ def _controller(job: str, within: float) -> tuple[JobState | None, float | None,
         return None, None, False
 
 
-def _accounting(job: str) -> list[str]:
-    """Nothing where no accounts are kept."""
-    try:
-        return scontrol.launches(job)
-    except SlurmError:
-        return []
+ASK_EVERY = 10.0
+"""Seconds between two questions to Slurm's controller, which serves the whole cluster."""
 
 
-def _last_launch(job: str, history: RunHistory) -> int | None:
-    """The restart count that the job's last launch began with; None if it launched nothing."""
-    counts = [event.restarts for event in history.events(AttemptStarted) if event.job == job]
-    return counts[-1] if counts else None
+class JobWatch:
+    """Asks Slurm about a run's job, now and then.
+
+    With `wait` its answer is waited for, and asked for again for `within` seconds; otherwise a
+    controller that is away holds nothing up.
+    """
+
+    def __init__(
+        self, job: str | None, *, accounting: bool = False, within: float = 0.0, wait: bool
+    ) -> None:
+        self.named, self._accounting, self._within, self._wait = job, accounting, within, wait
+        self._due_at = 0.0
+        self._found: JobStatus | None = None
+        self._asking: threading.Thread | None = None
+
+    def look(self, history: RunHistory) -> JobStatus | None:
+        """What Slurm has said, ten seconds ago at most; None outside of Slurm, or not yet."""
+        job = self.named or job_of(history)
+        if job is None:
+            return None
+        if self._found is not None and self._found.job != job:
+            self._found, self._due_at = None, 0.0
+        if time.monotonic() >= self._due_at and (not self._asking or not self._asking.is_alive()):
+            self._due_at = time.monotonic() + ASK_EVERY
+            ask = partial(self._ask, job, history)
+            if self._wait:
+                ask()
+            else:
+                self._asking = threading.Thread(target=ask, name="job", daemon=True)
+                self._asking.start()
+        return self._found
+
+    def _ask(self, job: str, history: RunHistory) -> None:
+        self._found = read_job(job, history, self._accounting, self._within)

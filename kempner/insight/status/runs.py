@@ -10,18 +10,15 @@ from pathlib import Path
 
 import tomli
 
+from kempner.insight.run_reader import RunFacts, RunReader
 from kempner.insight.status.activity import Activity
-from kempner.insight.status.facts import RunFacts
-from kempner.insight.status.read import JobWatch, RunReader
+from kempner.insight.status.job import JobWatch
 from kempner.insight.status.summary import Status, summarise
 from kempner.run.process.exit_codes import RunError, cannot_read
 from kempner.run.record.run_dir import RunDirectory
 
-USUAL = "runs"
-"""The default of `run.dir`."""
-
-AT_ONCE = 8
-"""Runs that are read at the same time."""
+USUAL = "runs"  # the default of `run.dir`
+AT_ONCE = 8  # runs that are read at the same time
 
 _CONFIGS = ("*.toml", "configs/*.toml", "configs/*/*.toml")
 
@@ -31,22 +28,17 @@ def places(folder: Path) -> list[Path]:
     found = [folder / USUAL]
     for pattern in _CONFIGS:
         for config in sorted(folder.glob(pattern)):
-            if (named := _run_dir(config)) is not None:
-                found.append(folder / named)
+            try:
+                section = tomli.loads(config.read_text(encoding="utf-8")).get("run")
+            except (OSError, ValueError):
+                continue  # not a configuration of kempner
+            named = section.get("dir") if isinstance(section, dict) else None
+            if isinstance(named, str):
+                found.append(folder / Path(named).expanduser())
     return list(dict.fromkeys(found))
 
 
-def _run_dir(config: Path) -> Path | None:
-    try:
-        section = tomli.loads(config.read_text(encoding="utf-8")).get("run")
-    except (OSError, ValueError):
-        return None  # not a configuration of kempner
-    named = section.get("dir") if isinstance(section, dict) else None
-    return Path(named).expanduser() if isinstance(named, str) else None
-
-
 def find_runs(where: Iterable[Path]) -> list[RunDirectory]:
-    """The runs in these folders, each once, by name."""
     found: dict[Path, RunDirectory] = {}
     for folder in where:
         for ledger in folder.glob("*/ledger.jsonl"):
@@ -68,16 +60,12 @@ class RunFollower:
         except OSError as error:
             raise cannot_read(self.run.ledger, error) from error
         status = summarise(facts)
-        if not (self._job.named or _may_have_job(status)):
+        waits = status.doing.activity in (Activity.QUEUED, Activity.DEAD)
+        # Slurm may know more, but is not asked about the jobs of all runs that have ended.
+        if not (self._job.named or waits or facts.live.alive is not False):
             return status
         job = self._job.look(facts.history)
         return status if job is None else summarise(replace(facts, job=job))
-
-
-def _may_have_job(status: Status) -> bool:
-    """Whether Slurm may know more: not of the jobs of all runs that have ended."""
-    activity = status.doing.activity
-    return status.facts.live.alive is not False or activity in (Activity.QUEUED, Activity.DEAD)
 
 
 class AllRuns:
@@ -89,17 +77,15 @@ class AllRuns:
 
     def read(self) -> list[tuple[str, Status]]:
         """Name and status of each: those that are live first, then by when they last moved."""
-        followers = [self._follower(run) for run in find_runs(self._where)]
+        runs = find_runs(self._where)
+        for run in runs:
+            if run.path not in self._followed:
+                job = JobWatch(None, wait=self._patient)
+                self._followed[run.path] = RunFollower(run, job, patient=self._patient)
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            found = list(pool.map(_read, followers))
-        named = [(str(f.run.path), status) for f, status in zip(followers, found, strict=True)]
+            found = pool.map(_read, (self._followed[run.path] for run in runs))
+            named = [(str(run.path), status) for run, status in zip(runs, found, strict=True)]
         return sorted(named, key=_order)
-
-    def _follower(self, run: RunDirectory) -> RunFollower:
-        if run.path not in self._followed:
-            job = JobWatch(None, wait=self._patient)
-            self._followed[run.path] = RunFollower(run, job, patient=self._patient)
-        return self._followed[run.path]
 
 
 def _read(follower: RunFollower) -> Status:

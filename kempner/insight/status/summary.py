@@ -14,16 +14,14 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, TypeGuard
 
-from kempner.insight.report.attempts import AttemptFacts, InterruptionKind, attempts_of, cause_of
+from kempner.insight.attempts import AttemptFacts, InterruptionKind, cause_of
 from kempner.insight.report.page.words import duration
+from kempner.insight.run_reader import CheckpointFacts, RankPlace, RunFacts
 from kempner.insight.status.activity import Activity, ActivityNote, decide
-from kempner.insight.status.facts import CheckpointFacts, RankPlace, RunFacts
 from kempner.insight.status.job import JobStatus
 from kempner.run.control.protocol import Phase
 from kempner.run.output.units import name_or_count, name_ranks
 from kempner.run.record.events import (
-    AttemptEnded,
-    AttemptFailed,
     CheckpointCommitted,
     RankReady,
     Recovered,
@@ -35,8 +33,7 @@ from kempner.run.record.save_times import nearest_rank
 STANDS_OUT = 0.05
 """By how much a rank's share of time at work must exceed the others' for it to be called slow."""
 
-ENOUGH = 10.0
-"""Seconds of work below which no rank is compared with another."""
+ENOUGH = 10.0  # seconds of work below which no rank is compared with another
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,6 @@ class RankGroup:
 
     @property
     def place(self) -> str:
-        """Step and phase, in words."""
         waits = f", waiting for storage: {self.storage}" if self.storage else ""
         return f"step {self.step}, {self.phase}{waits}"
 
@@ -83,8 +79,7 @@ def slowest(places: Sequence[RankPlace], attempt: AttemptFacts | None) -> SlowRa
     """The slowest rank, if one stands out: by what the supervisor found, or by the time that each
     rank has worked, and waited for others, since it began with its attempt.
     """
-    found = None if attempt is None else _straggler(attempt)
-    if found is not None:
+    if attempt is not None and (found := _straggler(attempt)) is not None:
         return SlowRank(found.rank, found.node, found.reason)
     shares = {p.rank: p.worked / (p.worked + p.waited) for p in places if p.worked >= ENOUGH}
     if len(shares) < 2:
@@ -111,10 +106,10 @@ def _straggler(attempt: AttemptFacts) -> StragglerFound | None:
 
 def describe_waiting(places: Sequence[RankPlace]) -> str:
     """What most ranks wait for others in, and for whom, while nothing moves; empty if none does."""
-    waiting = [place for place in places if place.waiting]
+    waiting = Counter(place.waiting for place in places if place.waiting)
     if not waiting:
         return ""
-    ((what, many),) = Counter(place.waiting for place in waiting).most_common(1)
+    ((what, many),) = waiting.most_common(1)
     told = f"{many:,} of {len(places):,} ranks wait in {what}"
     front = max(place.step for place in places)
     others = [p for p in places if p.waiting != what or p.step < front]
@@ -125,8 +120,7 @@ def describe_waiting(places: Sequence[RankPlace]) -> str:
     return f"{told} for {name_or_count(behind)} (step {first.step}, {first.phase})"
 
 
-RECENT = 50
-"""Logged steps of which the speed is the mean."""
+RECENT = 50  # logged steps of which the speed is the mean
 
 
 @dataclass(frozen=True)
@@ -175,7 +169,7 @@ def measure(lines: Iterable[Mapping[str, Any]], total: int | None) -> RunProgres
     recent = [line for line in steps[-RECENT:] if line.get("attempt") == last.get("attempt")]
     first = recent[0]
     seconds, tokens, made = (_grown(first, last, key) for key in ("time", "tokens", "step"))
-    used = [line["mfu"] for line in recent if _is_number(line.get("mfu"))]
+    used, times = curve(recent, "mfu"), curve(recent, "time")
     each = seconds / made if seconds and made else None
     left = None if total is None or each is None else max(0, total - last["step"]) * each
     pace = StepPace(
@@ -183,7 +177,7 @@ def measure(lines: Iterable[Mapping[str, Any]], total: int | None) -> RunProgres
         mfu=median(used) if used else None,
         seconds_per_step=each,
         seconds_left=left,
-        logged_every=_usual_gap(recent),
+        logged_every=median(b - a for a, b in pairwise(times)) if times[1:] else None,
         waited=_waited(recent[1:], seconds) if seconds else {},
     )
     return RunProgress(
@@ -197,7 +191,6 @@ def measure(lines: Iterable[Mapping[str, Any]], total: int | None) -> RunProgres
 
 
 def curve(lines: Iterable[Mapping[str, Any]], key: str) -> list[float]:
-    """The values of a number in the lines, oldest first."""
     return [line[key] for line in lines if _is_number(line.get(key)) and "loss" in line]
 
 
@@ -214,13 +207,7 @@ def _waited(lines: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, flo
     return found
 
 
-def _usual_gap(lines: Sequence[Mapping[str, Any]]) -> float | None:
-    times = [line["time"] for line in lines if _is_number(line.get("time"))]
-    return median(after - before for before, after in pairwise(times)) if times[1:] else None
-
-
 def _grown(first: Mapping[str, Any], last: Mapping[str, Any], key: str) -> float | None:
-    """By how much a number has grown; None if it has not."""
     before, after = first.get(key), last.get(key)
     if not (_is_number(before) and _is_number(after)):
         return None
@@ -231,8 +218,7 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-SHOWN_ENDS = 5
-"""Interruptions that are shown: the last ones."""
+SHOWN_ENDS = 5  # interruptions that are shown: the last ones
 
 STILL_AFTER, STILL_FACTOR = 10.0, 5.0
 """Seconds, and times the usual, without a new step after which waiting ranks are shown."""
@@ -308,22 +294,18 @@ class Status:
 
     @property
     def now(self) -> float:
-        """When it was read, in seconds since the epoch."""
         return self.facts.now
 
     @property
     def job(self) -> JobStatus | None:
-        """Slurm's view of the job."""
         return self.facts.job
 
     @property
     def state(self) -> str:
-        """The activity and its reason, for a person."""
         reason = self.doing.reason
         return f"{self.doing.activity}{f' ({reason})' if reason else ''}"
 
     def curve(self, key: str) -> list[float]:
-        """The last values of a number of the metrics."""
         return curve(self.facts.metrics.lines, key)
 
     def later(self, seconds: float, *wrong: str) -> Status:
@@ -334,6 +316,7 @@ class Status:
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it; docs/status.md lists the keys."""
         facts, progress, outlook = self.facts, self.progress, self.outlook
+        found, pace = facts.checkpoint, progress.pace
         return {
             "time": round(self.now, 3),
             "state": self.doing.activity.value,
@@ -343,16 +326,16 @@ class Status:
             "total_steps": progress.total,
             "loss": progress.loss,
             "eval_loss": progress.eval_loss,
-            "tokens_per_second": progress.pace.tokens_per_second,
-            "mfu": progress.pace.mfu,
-            "seconds_per_step": progress.pace.seconds_per_step,
-            "seconds_left": progress.pace.seconds_left,
-            "waited": dict(progress.pace.waited),
+            "tokens_per_second": pace.tokens_per_second,
+            "mfu": pace.mfu,
+            "seconds_per_step": pace.seconds_per_step,
+            "seconds_left": pace.seconds_left,
+            "waited": dict(pace.waited),
             "done_at": outlook.done_at,
             "done_before_job_ends": outlook.fits,
             "attempt": None if self.attempt is None else vars(self.attempt),
             "interruptions": [vars(end) for end in self.ends],
-            "checkpoint": None if facts.checkpoint is None else _checkpoint(facts.checkpoint),
+            "checkpoint": None if found is None else _checkpoint(found),
             "deadline": None if outlook.deadline is None else vars(outlook.deadline),
             "waits_for": self.ranks.waits_for,
             "slowest": None if self.ranks.slowest is None else vars(self.ranks.slowest),
@@ -380,14 +363,13 @@ def _job(job: JobStatus) -> dict[str, Any]:
 
 
 def summarise(facts: RunFacts) -> Status:
-    """The status that follows from these facts."""
-    # By their numbers: by their times, a clock that was set back would put the last one earlier.
-    attempts = sorted(attempts_of(facts.history, {}), key=lambda attempt: attempt.number)
+    attempts = facts.attempts
     last = attempts[-1] if attempts else None
     progress = measure(facts.metrics.lines, facts.metrics.total_steps)
-    if progress.step is None:
-        progress = replace(progress, step=_reported_step(facts, attempts))
-    doing = decide(facts, attempts)
+    if progress.step is None:  # a program that writes no metrics may say how far it is
+        told = [p.step for p in facts.live.ranks] + [a.known_step for a in attempts]
+        progress = replace(progress, step=max(told, default=0) or None)
+    doing = decide(facts)
     still = _stands_still(facts, progress, last) if doing.activity in _BETWEEN_STEPS else ""
     if still:
         doing = ActivityNote(doing.activity, f"{doing.reason}: {still}" if doing.reason else still)
@@ -418,12 +400,6 @@ def _attempt(last: AttemptFacts) -> AttemptStatus:
     )
 
 
-def _reported_step(facts: RunFacts, attempts: Sequence[AttemptFacts]) -> int | None:
-    """How far a program is that writes no metrics, if it says so."""
-    told = [place.step for place in facts.live.ranks] + [a.known_step for a in attempts]
-    return max(told, default=0) or None
-
-
 def _ends(attempts: Sequence[AttemptFacts], live: bool) -> tuple[EndOfAttempt, ...]:
     """How attempts ended, but the last one as long as it goes on."""
     found = []
@@ -431,10 +407,7 @@ def _ends(attempts: Sequence[AttemptFacts], live: bool) -> tuple[EndOfAttempt, .
         unfinished = attempt is attempts[-1] and not attempt.over and (live or not attempt.stopped)
         if attempt.completed or unfinished:
             continue
-        kind, cause, _ = cause_of(attempt)
-        failed, ended = attempt.last(AttemptFailed), attempt.last(AttemptEnded)
-        rank = None if ended is None or kind is InterruptionKind.STOP else ended.event.culprit
-        node = "" if failed is None else failed.event.node
+        kind, cause, _, rank, node = cause_of(attempt)
         found.append(EndOfAttempt(attempt.number, attempt.end, kind, cause, rank, node))
     return tuple(found[-SHOWN_ENDS:])
 
@@ -466,8 +439,8 @@ def _deadline(
     """The next moment at which something ends, whatever the ranks do."""
     found = []
     if activity is Activity.STOPPING and last is not None and not last.over:
-        asked = [(e.time + e.event.seconds_left, e.event) for e in last.all(StopRequested)]
-        found += [UpcomingEvent(time, "ranks that are still there are killed") for time, _ in asked]
+        asked = [e.time + e.event.seconds_left for e in last.all(StopRequested)]
+        found += [UpcomingEvent(time, "ranks that are still there are killed") for time in asked]
     job = facts.job
     if job is not None and job.ends_at is not None:
         what = "the preemption takes the nodes" if job.preempted else "the job's time is over"
@@ -505,7 +478,6 @@ def _stands_still(facts: RunFacts, progress: RunProgress, last: AttemptFacts | N
 
 
 def _slow_storage(facts: RunFacts) -> str:
-    """What is known of a save that holds the run up for long: training waits for its files."""
     took = [c.took.total for c in facts.history.events(CheckpointCommitted) if c.took is not None]
     usual = nearest_rank(took, 0.5)
     told = "" if usual is None else f"; a save usually takes {duration(usual)}"

@@ -95,7 +95,6 @@ def plain_status(code: int) -> int:
 
 
 def words_of(status: int) -> str:
-    """An exit status in words: `exit code 1`, `SIGKILL (9)`."""
     if status >= 0:
         return f"exit code {status}"
     try:
@@ -132,7 +131,6 @@ class EndReader:
     """Whether Slurm already ends the step: what is killed then is a consequence."""
 
     def feed(self, line: LogLine) -> End | None:
-        """The end that this line tells, if it does."""
         text = line.text
         if "srun: " in text:
             return self._srun(line)
@@ -163,17 +161,14 @@ class EndReader:
             self._ending |= "Terminating" in line.text or "Job step aborted" in line.text
             return None
         exited = _EXIT_CODE.match(found["how"])
-        status = plain_status(int(exited[1])) if exited else None
-        for words, number in _WORDS.items():
-            if status is None and found["how"].startswith(words):
-                status = number
-        if status is None:
+        said = [number for words, number in _WORDS.items() if found["how"].startswith(words)]
+        if not (exited or said):
             return None
+        status = plain_status(int(exited[1])) if exited else said[0]
         ranks = () if self.elastic else spread_out(found["ranks"])
         end = _end(line, status, node=found["node"], ranks=ranks)
-        return (
-            replace(end, level=SignLevel.CASCADE) if self._ending and status in (-9, -15) else end
-        )
+        killed = self._ending and status in (-9, -15)
+        return replace(end, level=SignLevel.CASCADE) if killed else end
 
     def _torchrun(self, line: LogLine, name: str, said: str) -> End | None:
         block = self._blocks.setdefault(line.writer, {})
@@ -211,7 +206,6 @@ def _end(
 
 
 def _spawned(found: re.Match[str]) -> int | None:
-    """The status of a child of torch.multiprocessing."""
     if found["status"] is not None:
         return int(found["status"])
     number = getattr(signal, found["name"], None)
@@ -230,8 +224,7 @@ def _accounted(line: LogLine, state: str) -> End | None:
         level = SignLevel.GIVEN if name == "node_failure" else SignLevel.CAUSE
         return End(line, None, name, level, Sure.CERTAIN)
     if state.startswith("CANCELLED"):
-        sure = Sure.CERTAIN if "by" in state else Sure.LIKELY
-        return End(
-            line, None, "cancelled", SignLevel.CAUSE if "by" in state else SignLevel.SYMPTOM, sure
-        )
+        by_whom = "by" in state
+        level, sure = (SignLevel.CAUSE if by_whom else SignLevel.SYMPTOM), Sure.LIKELY
+        return End(line, None, "cancelled", level, Sure.CERTAIN if by_whom else sure)
     return _end(line, -number if number else plain_status(code)) if code or number else None

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
+from kempner.insight.attempts import AttemptFacts
+from kempner.insight.run_reader import RunReader
 from kempner.insight.triage.ends import plain_status, what_status_means, words_of
 from kempner.insight.triage.log.reading import read_log
 from kempner.insight.triage.rules import Cause, SignLevel, Sure
 from kempner.insight.triage.scan import Scan, match
-from kempner.insight.triage.table.everything import CAUSES
-from kempner.insight.triage.table.program import (
+from kempner.insight.triage.table.everything import (
     BAD_DATA,
+    CAUSES,
     DISAPPEARED,
     HANG,
     NOTHING,
@@ -29,24 +31,20 @@ from kempner.insight.triage.verdict import (
     decide,
 )
 from kempner.run.output.units import spans
-from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.stop_reason import StopReason
+from kempner.run.process.exit_codes import ExitCode, StopReason
 from kempner.run.record.events import (
     AttemptEnded,
     AttemptFailed,
     AttemptStarted,
     Completed,
     Diverged,
-    HangFound,
     NodeSuspected,
     Stopped,
 )
-from kempner.run.record.history import Entry, RunHistory
-from kempner.run.record.lease import is_owned
+from kempner.run.record.history import RunHistory
 from kempner.run.record.run_dir import RunDirectory
 
-MOST_RANKS = 64
-"""Ranks whose logs are read where the ledger does not name one."""
+MOST_RANKS = 64  # ranks whose logs are read where the ledger does not name one
 
 _STOPS = {
     StopReason.TIME_LIMIT: "time_limit",
@@ -69,77 +67,51 @@ _BY_CODE = {
 }
 
 
-@dataclass(frozen=True)
-class _EndedAttempt:
-    """What the ledger holds of an attempt that is over."""
-
-    number: int
-    ended: AttemptEnded
-    failed: AttemptFailed | None
-    hang: HangFound | None
-    diverged: Diverged | None
-
-    @property
-    def status(self) -> int | None:
-        """How the first rank to fail ended; None if its end was not seen."""
-        exits, culprit = self.ended.exits, self.ended.culprit
-        return None if culprit is None else exits.get(str(culprit))
-
-
 def triage_run(run: RunDirectory) -> Verdict:
     """The verdict on the last failure of a run; on its stop, if nothing failed.
 
     Raises `OSError` if the ledger cannot be read now.
     """
-    history = RunHistory.read(run.ledger)
-    over = [_attempt(entry, history) for entry in history.entries(AttemptEnded)]
+    reader = RunReader(run, whole=True)
+    facts = reader.read()
+    over = [attempt for attempt in facts.attempts if attempt.over]
     went_on = (ExitCode.COMPLETED, ExitCode.STOPPED)
-    failures = [attempt for attempt in over if attempt.ended.code not in went_on]
+    failures = [attempt for attempt in over if _end(attempt).code not in went_on]
     if failures:
-        verdict = _judge(run, history, failures[-1])
-        return replace(verdict, notes=(*verdict.notes, *_afterwards(history, failures)))
-    if len(history.entries(AttemptStarted)) > len(over) and not _is_alive(run):
+        verdict = _judge(run, failures[-1])
+        return replace(verdict, notes=(*verdict.notes, *_afterwards(facts.attempts, failures)))
+    started = [attempt for attempt in facts.attempts if attempt.first(AttemptStarted)]
+    if len(started) > len(over) and reader.is_alive(patient=True) is False:
         return Verdict(UNKNOWN, _GONE, _ASK, Sure.UNKNOWN)
-    return _stopped(history)
+    return _stopped(facts.history)
 
 
 _GONE = "the run ended without a message: its supervisor was killed, or its machine is gone"
 _ASK = "ask `sacct -j JOB` how the job ended, and start the run again: it goes on by itself"
 
 
-def _is_alive(run: RunDirectory) -> bool:
-    """Whether the run has an owner; where that cannot be seen now, it is taken to have one."""
-    try:
-        return is_owned(run.supervisors)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        return True
+def _end(attempt: AttemptFacts) -> AttemptEnded:
+    assert attempt.ended is not None
+    return attempt.ended
 
 
-def _attempt(entry: Entry[AttemptEnded], history: RunHistory) -> _EndedAttempt:
-    number = entry.attempt
-    return _EndedAttempt(
-        number,
-        entry.event,
-        next((e.event for e in history.entries(AttemptFailed) if e.attempt == number), None),
-        next((e.event for e in history.entries(HangFound) if e.attempt == number), None),
-        next((e.event for e in history.entries(Diverged) if e.attempt == number), None),
-    )
+def _raised(attempt: AttemptFacts) -> str:
+    failed = attempt.first(AttemptFailed)
+    return "" if failed is None else failed.event.raised
 
 
-def _judge(run: RunDirectory, history: RunHistory, attempt: _EndedAttempt) -> Verdict:
-    rank = attempt.ended.culprit
-    if attempt.hang is not None and attempt.hang.laggard is not None:
-        rank = attempt.hang.laggard
+def _judge(run: RunDirectory, attempt: AttemptFacts) -> Verdict:
+    ended, hang, failed = _end(attempt), attempt.hang(), attempt.first(AttemptFailed)
+    rank = ended.culprit
+    if hang is not None and hang.event.laggard is not None:
+        rank = hang.event.laggard
     scan = _scan(run, attempt.number, rank)
     cause, sure = _cause(attempt, scan)
-    node = (attempt.failed.node if attempt.failed else "") or None
+    node = (failed.event.node if failed else "") or None
     if rank is not None:
         node = scan.places.nodes.get(rank) or node
     told = decide(scan)
-    raised = attempt.failed.raised if attempt.failed else ""
-    shown = Evidence(str(run.ledger), f"attempt {attempt.number}: {attempt.ended.reason}")
+    shown = Evidence(str(run.ledger), f"attempt {attempt.number}: {ended.reason}")
     return Verdict(
         cause.name,
         cause.says,
@@ -149,22 +121,22 @@ def _judge(run: RunDirectory, history: RunHistory, attempt: _EndedAttempt) -> Ve
             rank, node, () if rank is None else (rank,), () if node is None else (node,)
         ),
         FirstError(
-            raised or attempt.ended.reason,
+            _raised(attempt) or ended.reason,
             told.told.frame if told.rank in (rank, None) else "",
             (shown, *(told.evidence if told.known else ())),
         ),
         tuple(_others(attempt, rank)),
-        (*_hang(attempt), *_suspects(history, attempt.number), *told.notes),
+        (*_notes(attempt), *told.notes),
     )
 
 
-def _cause(attempt: _EndedAttempt, scan: Scan) -> tuple[Cause, Sure]:
+def _cause(attempt: AttemptFacts, scan: Scan) -> tuple[Cause, Sure]:
     """By the ledger; by the rank's log where that says no more than an exit code."""
-    raised = attempt.failed.raised if attempt.failed else ""
-    said = raised or attempt.ended.reason
-    if attempt.hang is not None:
+    raised = _raised(attempt)
+    said = raised or _end(attempt).reason
+    if attempt.hang() is not None:
         return HANG, Sure.CERTAIN
-    if attempt.diverged is not None:
+    if attempt.first(Diverged) is not None:
         return CAUSES["loss_not_finite"], Sure.CERTAIN
     if "out of memory" in said and "CUDA" not in said and "HIP" not in said:
         return CAUSES["host_out_of_memory"], Sure.CERTAIN
@@ -176,14 +148,15 @@ def _cause(attempt: _EndedAttempt, scan: Scan) -> tuple[Cause, Sure]:
     return _by_status(attempt, raised)
 
 
-def _by_status(attempt: _EndedAttempt, raised: str) -> tuple[Cause, Sure]:
-    status = attempt.status
-    code = next((code for code in _BY_CODE if code == attempt.ended.code), None)
+def _by_status(attempt: AttemptFacts, raised: str) -> tuple[Cause, Sure]:
+    ended = _end(attempt)
+    status = ended.exits.get(str(ended.culprit))  # None if the end of that rank was not seen
+    code = next((code for code in _BY_CODE if code == ended.code), None)
     if code is not None:
         return _BY_CODE[code], Sure.LIKELY if code is ExitCode.PEERS_LOST else Sure.CERTAIN
     if raised:
         return RAISED, Sure.CERTAIN
-    if attempt.ended.culprit is None:
+    if ended.culprit is None:
         return UNEXPLAINED, Sure.UNKNOWN
     if status is None:
         return DISAPPEARED, Sure.LIKELY
@@ -203,17 +176,15 @@ def _scan(run: RunDirectory, attempt: int, rank: int | None) -> Scan:
 
 def _logs(run: RunDirectory, attempt: int, rank: int | None) -> Iterator[Path]:
     if rank is not None:
-        yield run.log(attempt, rank)
-        yield run.output(attempt, rank)
+        yield from (run.log(attempt, rank), run.output(attempt, rank))
     else:
-        yield from sorted(run.attempt(attempt).glob("rank-*.jsonl"))[:MOST_RANKS]
-        yield from sorted(run.attempt(attempt).glob("rank-*.out"))[:MOST_RANKS]
+        for kind in ("rank-*.jsonl", "rank-*.out"):
+            yield from sorted(run.attempt(attempt).glob(kind))[:MOST_RANKS]
 
 
-def _others(attempt: _EndedAttempt, first: int | None) -> Iterator[str]:
-    """How the other ranks ended, those with the same status together."""
+def _others(attempt: AttemptFacts, first: int | None) -> Iterator[str]:
     together: dict[int | None, list[int]] = {}
-    for name, status in attempt.ended.exits.items():
+    for name, status in _end(attempt).exits.items():
         if name.isdigit() and int(name) != first and status != 0:
             together.setdefault(status, []).append(int(name))
     for status, ranks in together.items():
@@ -223,26 +194,24 @@ def _others(attempt: _EndedAttempt, first: int | None) -> Iterator[str]:
         yield f"rank{'s' if ranks[1:] else ''} {spans(sorted(ranks))}: {how}"
 
 
-def _hang(attempt: _EndedAttempt) -> Iterator[str]:
-    if attempt.hang is not None:
-        yield attempt.hang.reason
-        yield from attempt.hang.processes[:3]
+def _notes(attempt: AttemptFacts) -> Iterator[str]:
+    if (hang := attempt.hang()) is not None:
+        yield hang.event.reason
+        yield from hang.event.processes[:3]
+    for entry in attempt.all(NodeSuspected):
+        yield f"{entry.event.node} is suspected: {entry.event.reason}"
 
 
-def _suspects(history: RunHistory, attempt: int) -> Iterator[str]:
-    for entry in history.entries(NodeSuspected):
-        if entry.attempt == attempt:
-            yield f"{entry.event.node} is suspected: {entry.event.reason}"
-
-
-def _afterwards(history: RunHistory, failures: list[_EndedAttempt]) -> Iterator[str]:
-    last = failures[-1].number
+def _afterwards(
+    attempts: Sequence[AttemptFacts], failures: Sequence[AttemptFacts]
+) -> Iterator[str]:
+    later = [attempt for attempt in attempts if attempt.number > failures[-1].number]
     if len(failures) > 1:
         numbers = spans([attempt.number for attempt in failures])
         yield f"attempts {numbers} failed; this is the last of them"
-    if any(entry.attempt > last for entry in history.entries(Completed)):
+    if any(attempt.first(Completed) for attempt in later):
         yield "a later attempt completed the run"
-    elif any(entry.attempt > last for entry in history.entries(AttemptStarted)):
+    elif any(attempt.first(AttemptStarted) for attempt in later):
         yield "the run was started again after it"
 
 

@@ -9,7 +9,6 @@ from kempner.insight.triage.log.lines import LogLine
 
 _COMMUNICATOR = re.compile(r"\brank (?P<rank>\d+) nranks (?P<world>\d+)")
 _WORLD = re.compile(r"\bworld[_ ]size[\"']?\s*[=:]?\s*(\d+)|\bMEMBER: \d+/(\d+)")
-_GLOBAL_RANK = re.compile(r"\bGLOBAL_RANK: (\d+)|\bglobal[_ ]rank[\"']?\s*[=:]\s*(\d+)")
 _ADDRESS = re.compile(r"(?:Bootstrap|NET/\w+|OOB)\s?:? .*?[\w.]+:(\d+\.\d+\.\d+\.\d+)<\d+>")
 
 _USES = re.compile(r"\bUsing (?:\[\d+\])?(?P<name>[\w.-]+):(?P<address>\d+\.\d+\.\d+\.\d+)<\d+>")
@@ -17,8 +16,7 @@ _OF_RAY = re.compile(r"\bip=(?P<node>[\d.]+), pid=(?P<pid>\d+)\) world_rank=(?P<
 _VIRTUAL = re.compile(r"(?:docker|virbr|br-|veth|lxc|lxd|cni|flannel|podman|tun|tap)\S*$")
 """Interfaces that lead to other nodes on no cluster."""
 
-_MOST = 100_000
-"""Facts of a kind that are kept; a world is not larger."""
+_MOST = 100_000  # facts of a kind that are kept; a world is not larger
 
 
 @dataclass
@@ -37,7 +35,6 @@ class Places:
     world: int | None = None
 
     def learn(self, line: LogLine) -> None:
-        """Take in what a line says about that."""
         text, rank = line.text, line.rank
         if line.node is not None:
             self._see(line.node)
@@ -61,7 +58,6 @@ class Places:
     def place(
         self, rank: int, node: str, pid: int | None = None, local_rank: int | None = None
     ) -> None:
-        """A rank is on a node, as a process, and with a number within the node."""
         self._see(node)
         if len(self.nodes) < _MOST:
             self.nodes[rank] = node
@@ -110,7 +106,6 @@ class Places:
 
     @property
     def only_node(self) -> str | None:
-        """The node, if the log speaks of a single one."""
         return next(iter(self.seen.values())) if len(self.seen) == 1 else None
 
 

@@ -11,21 +11,14 @@ from functools import cached_property
 class SignLevel(IntEnum):
     """How near a sign is to the beginning. The least that was found counts."""
 
-    GIVEN = 0
-    """The machine, its kernel or Slurm says so, often long after those who suffer from it."""
-    CAUSE = 1
-    """Explains a failure by itself."""
-    MECHANISM = 2
-    """How a process ended, or the layer in which it failed; something made it do so."""
-    SYMPTOM = 3
-    """A rank that misses another, or an end without an explanation."""
-    CASCADE = 4
-    """Follows from another end, and is no cause."""
+    GIVEN = 0  # the machine, its kernel or Slurm says so, often long after those who suffer from it
+    CAUSE = 1  # explains a failure by itself
+    MECHANISM = 2  # how a process ended, or the layer in which it failed; something made it do so
+    SYMPTOM = 3  # A rank that misses another, or an end without an explanation
+    CASCADE = 4  # follows from another end, and is no cause
 
 
 class Sure(IntEnum):
-    """How far the words of a sign can be trusted."""
-
     UNKNOWN = 0
     POSSIBLE = 1
     LIKELY = 2
@@ -33,17 +26,12 @@ class Sure(IntEnum):
 
     @property
     def label(self) -> str:
-        """As a person and the JSON read it."""
         return self.name.lower()
 
 
 class Blame(IntEnum):
-    """Who a sign is about."""
-
-    WRITER = 0
-    """The rank that wrote the line, unless the sign names another."""
-    NAMED = 1
-    """Only what the sign names, by a group `rank`, `ranks`, `node`, `pid` or `address`."""
+    WRITER = 0  # the rank that wrote the line, unless the sign names another
+    NAMED = 1  # only what the sign names, by a group `rank`, `ranks`, `node`, `pid` or `address`
 
 
 @dataclass(frozen=True)
@@ -76,3 +64,7 @@ class Cause:
     do: str
     signs: tuple[Sign, ...] = ()
     ends_from_outside: bool = False
+
+
+def cause(name: str, says: str, do: str, *signs: Sign, ends_from_outside: bool = False) -> Cause:
+    return Cause(name, says, do, signs, ends_from_outside)

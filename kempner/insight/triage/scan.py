@@ -30,8 +30,7 @@ from kempner.insight.triage.log.tracebacks import (
 )
 from kempner.insight.triage.places import Places
 from kempner.insight.triage.rules import Blame, Cause, Sign, SignLevel, Sure
-from kempner.insight.triage.table.everything import CAUSES, LITERALS, TABLE, suspicious
-from kempner.insight.triage.table.program import RAISED
+from kempner.insight.triage.table.everything import CAUSES, LITERALS, RAISED, TABLE, suspicious
 
 _TIMED_OUT = re.compile(r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+)")
 _AT_WORK = re.compile(r"(?:at work|NCCL work): (\d+), last enqueued NCCL work: (-?\d+)")
@@ -60,7 +59,6 @@ class Collectives:
     _desync: bool = False
 
     def learn(self, line: LogLine) -> None:
-        """Take in a line of the watchdog or of Gloo."""
         text, rank = line.text, line.rank
         if self._desync and (found := _LIST.match(text)) is not None:
             self.named, self._desync = spread_out(found[1]), False
@@ -80,7 +78,6 @@ class Collectives:
             self.begun[rank] = int(at_work[2])
 
     def missing(self, world: int | None) -> MissingRanks | None:
-        """Whom the others waited for; None if that cannot be told."""
         if self.named:
             return MissingRanks(self.named, "torch's own report names it as the one behind")
         if silent := self._silent(world):
@@ -125,7 +122,6 @@ class Transports:
     _by_process: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def learn(self, line: LogLine) -> None:
-        """Take in a line of NCCL."""
         if (found := _CHANNEL.search(line.text)) is not None:
             rank = int(found["a"] if found["way"] == "send" else found["b"])
             self.by_rank.setdefault(rank, set()).add(found["net"])
@@ -147,18 +143,14 @@ class Transports:
         }
 
 
-KEPT = 48
-"""Findings of a cause that are kept; the rest is counted."""
-
-SURVIVED = 5
-"""Steps that the training makes after something that it survives."""
+KEPT = 48  # findings of a cause that are kept; the rest is counted
+SURVIVED = 5  # steps that the training makes after something that it survives
 
 GOT_OVER = 3
 """Lines from an exception to the line of that rank that says that the program goes on; of a writer
 who does not say who it is, only the next one counts."""
 
-CONTINUED = 8
-"""Lines below an exception that may belong to its message."""
+CONTINUED = 8  # lines below an exception that may belong to its message
 
 
 _BARE_OF_SOCKETS = {"unreachable", "name_resolution"}
@@ -183,7 +175,6 @@ class About:
 
     @classmethod
     def writer(cls, line: LogLine, frame: str = "") -> Self:
-        """The process that wrote the line."""
         return cls(() if line.rank is None else (line.rank,), line.node, line.pid, frame)
 
 
@@ -206,24 +197,19 @@ class LogFinding:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that it is about."""
         return self.about.ranks
 
     @property
     def node(self) -> str | None:
-        """The node of these ranks, if it is one."""
         return self.about.node
 
     @property
     def status(self) -> int | None:
-        """How the process ended, if this tells an end."""
         return self.about.status
 
 
 @dataclass
 class LogFindings:
-    """Those of a log, in its order."""
-
     _by_cause: dict[str, list[LogFinding]] = field(default_factory=dict)
     _last_raised: dict[object, LogFinding] = field(default_factory=dict)
     _last: dict[object, LogFinding] = field(default_factory=dict)
@@ -283,25 +269,14 @@ class LogFindings:
 _FACTS = (
     *("NCCL", "nranks", "world", "RANK", "Failures:", "Root Cause", "COMPLETED", "desync", "  : "),
     *("- [", 'File "', "above exception", "terminated with", "TIMEOUT", "DEADLINE", "PREEMPTED"),
-    *(
-        "FAIL",
-        "ERROR",
-        "atal",
-        "FATAL",
-        "CRITICAL",
-        "panic",
-        "etry",
-        "ttempt",
-        "kipping",
-        "gnoring",
-    ),
+    *("FAIL", "ERROR", "atal", "FATAL", "CRITICAL", "panic", "etry", "ttempt", "kipping"),
+    "gnoring",
 )
 """What lines have in them that tell no failure, and are read nevertheless."""
 
 _TELLING = (*LITERALS, *_FACTS)
 
-BATCH = 64
-"""Lines that are looked at together, before each is looked at by itself."""
+BATCH = 64  # lines that are looked at together, before each is looked at by itself
 
 _OWN = re.compile(
     r"kempner: rank (?P<rank>\d+) exited with code (?P<code>\d+)(?: \(\w+\))?"
@@ -319,8 +294,7 @@ SHOWN = 12
 """Most likely lines that are kept for a log that no rule knows, from its begin and from its end."""
 
 
-ENDING = 3
-"""Last lines of all that are kept."""
+ENDING = 3  # last lines of all that are kept
 
 
 @dataclass
@@ -332,7 +306,6 @@ class Suspects:
     ending: deque[LogLine] = field(default_factory=lambda: deque(maxlen=ENDING))
 
     def learn(self, line: LogLine) -> None:
-        """Keep it if it is new."""
         key = _DIGITS.sub("#", line.text[:120])
         if key in self.first or line.warning or not _ERROR.search(line.text):
             return
@@ -376,10 +349,8 @@ class Scan:
                         self._add(line)
                 else:
                     self._pass_by(source, number, text)
-            ending = [
-                LogLine(f"{source}:{number}", text) for number, text in batch[-ENDING:] if text
-            ]
-            self.suspects.ending.extend(ending)
+            last = [(number, text) for number, text in batch[-ENDING:] if text]
+            self.suspects.ending.extend(LogLine(f"{source}:{n}", text) for n, text in last)
         self.steps.by_file[source] = self.steps.made
         self._tracebacks, self._ends = Tracebacks(), EndReader(self._ends.elastic)
 
@@ -445,8 +416,7 @@ class Scan:
         if "terminated with" in raised.text and (end := self._ends.feed(line)) is not None:
             self._ended(end)
             return
-        hit = match(raised.text)
-        if hit is not None:
+        if (hit := match(raised.text)) is not None:
             self._signed(*hit, line, frame, raised.doubtful)
             return
         level = SignLevel.SYMPTOM if is_of_peer(raised.text) else SignLevel.CAUSE

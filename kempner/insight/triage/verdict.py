@@ -5,8 +5,9 @@ Whom a failure is laid to: the rank that failed first, which is seldom who compl
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,14 +19,9 @@ from kempner.insight.triage.scan import SHOWN, SURVIVED, About, LogFinding, Scan
 from kempner.insight.triage.table.everything import CAUSES
 from kempner.run.output.units import spans
 
-_OF_SLURM = ("srun: ", "slurmstepd: ")
-"""Whose lines are of the whole step, where they name no node."""
-
-WAITS = {"nccl_timeout", "gloo_timeout"}
-"""Ranks that waited for another."""
-
-ABORTED = -6
-"""SIGABRT: how torch's watchdog ends a rank that lost another."""
+_OF_SLURM = ("srun: ", "slurmstepd: ")  # whose lines are of the whole step, where they name no node
+WAITS = {"nccl_timeout", "gloo_timeout"}  # ranks that waited for another
+ABORTED = -6  # SIGABRT: how torch's watchdog ends a rank that lost another
 
 
 def in_order(finding: LogFinding, among: Iterable[LogFinding], by_time: bool) -> tuple[float, int]:
@@ -52,7 +48,9 @@ def find_failure(
     ended = [f for f in fatal if f.status is not None and f.ranks and f.level < SignLevel.CASCADE]
     rank = first.ranks[0] if first.ranks else _rank_of_end(first, same, ended)
     if rank is None and first.cause.name == "host_out_of_memory":
-        rank = _rank_of_dead_worker(fatal)
+        # The kernel took a process of the data loader, of the only rank that lost one.
+        lost = {rank for f in fatal if f.cause.name == "loader_worker_died" for rank in f.ranks}
+        rank = lost.pop() if len(lost) == 1 else None
     node = first.node
     if node is None and rank is not None:
         node = scan.places.nodes.get(rank)
@@ -66,7 +64,6 @@ def find_failure(
 def _missing(
     scan: Scan, fatal: Sequence[LogFinding]
 ) -> tuple[int | None, str | None, tuple[str, ...]]:
-    """Whom the others waited for in a collective."""
     missing, end = scan.collectives.missing(scan.places.world), _end_of_another(fatal)
     if missing is not None:
         nodes = {scan.places.nodes.get(rank) for rank in missing.ranks}
@@ -113,19 +110,9 @@ def _rank_of_end(
         on_node = [f for f in on_node if f.line.local_rank in (None, local)]
     if not on_node:
         return named[0].ranks[0] if named else None
-    roots = _by_themselves(_so_ended(first, on_node) or on_node)
+    alike = [f for f in on_node if f.cause is first.cause and f.level is SignLevel.MECHANISM]
+    roots = _by_themselves(alike or on_node)
     return min(roots, key=lambda f: in_order(f, roots, by_time=True)).ranks[0]
-
-
-def _rank_of_dead_worker(fatal: Sequence[LogFinding]) -> int | None:
-    """The only rank that lost a process of its data loader, if one did: the kernel took that."""
-    ranks = {rank for f in fatal if f.cause.name == "loader_worker_died" for rank in f.ranks}
-    return ranks.pop() if len(ranks) == 1 else None
-
-
-def _so_ended(first: LogFinding, ended: Sequence[LogFinding]) -> list[LogFinding]:
-    """Those that ended in the way that the line speaks of, as by that signal."""
-    return [f for f in ended if f.cause is first.cause and f.level is SignLevel.MECHANISM]
 
 
 def _by_themselves(ended: Sequence[LogFinding]) -> list[LogFinding]:
@@ -135,8 +122,7 @@ def _by_themselves(ended: Sequence[LogFinding]) -> list[LogFinding]:
     return [finding for finding in others if finding.about.first] or others
 
 
-UNKNOWN = "unknown"
-"""The cause of what no rule knows."""
+UNKNOWN = "unknown"  # the cause of what no rule knows
 
 _UNEXPLAINED = {"exit_code", "aborted", "cascade", "terminated"}
 """Ends that say nothing about their cause."""
@@ -153,8 +139,7 @@ _TOLD_TO_END = re.compile(r"(?i)SIGTERM|SIGUSR|SIGCONT|signal 1\d|signal: Termin
 PASSED_BY = 50
 """Lines without any failure after which one that a line has mentioned did not end the job."""
 
-GRACE = 120.0
-"""Seconds that a scheduler gives to end, in which what fails has failed for that."""
+GRACE = 120.0  # seconds that a scheduler gives to end, in which what fails has failed for that
 
 
 @dataclass(frozen=True)
@@ -204,12 +189,10 @@ class Verdict:
 
     @property
     def known(self) -> bool:
-        """Whether a cause was found."""
         return self.cause != UNKNOWN
 
     @property
     def rank(self) -> int | None:
-        """The rank that failed first."""
         return self.where.rank
 
     @property
@@ -218,11 +201,9 @@ class Verdict:
 
     @property
     def evidence(self) -> tuple[Evidence, ...]:
-        """The lines that show it."""
         return self.told.evidence
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, in one flat object."""
         fields = asdict(self)
         where, told = fields.pop("where"), fields.pop("told")
         return {**fields, "sure": self.sure.label, **where, **told}
@@ -342,9 +323,14 @@ def _without_late_ends(found: Sequence[LogFinding]) -> list[LogFinding]:
 
 def _just_after(finding: LogFinding, end: LogFinding) -> bool:
     """Whether clocks say so, whichever line was printed first."""
-    if finding.level is SignLevel.GIVEN or None in (finding.line.time, end.line.time):
-        return False
-    return 0 <= (finding.line.time or 0) - (end.line.time or 0) <= GRACE
+    return finding.level is not SignLevel.GIVEN and 0 <= _seconds_after(finding, end) <= GRACE
+
+
+def _seconds_after(finding: LogFinding, other: LogFinding) -> float:
+    """By the times of their lines; NaN if one has none."""
+    if finding.line.time is None or other.line.time is None:
+        return math.nan
+    return finding.line.time - other.line.time
 
 
 def _first(found: Sequence[LogFinding], by_time: bool) -> LogFinding | None:
@@ -361,8 +347,12 @@ def _known(scan: Scan, fatal: Sequence[LogFinding], first: LogFinding) -> Verdic
     rank, node, notes = find_failure(scan, fatal, first, same)
     ranks = sorted({number for finding in same for number in finding.ranks})
     nodes = list(dict.fromkeys(finding.node for finding in same if finding.node is not None))
-    notes += _only_there(scan, nodes)
+    known = len(scan.places.seen)
+    if len(nodes) == 1 and known > 1:
+        notes += (f"only on {nodes[0]}, of {known} nodes that this log speaks of",)
     others = [finding for finding in fatal if finding.cause is not first.cause]
+    ends = [f for f in fatal if f.status is not None and (rank is None or rank in f.ranks)]
+    shown = [finding.line for finding in (first, *same, *ends)]
     return Verdict(
         first.cause.name,
         first.cause.says,
@@ -372,20 +362,11 @@ def _known(scan: Scan, fatal: Sequence[LogFinding], first: LogFinding) -> Verdic
         FirstError(
             first.line.text.strip(),
             next((f.about.frame for f in [first, *same] if f.about.frame), ""),
-            tuple(_evidence([first, *same, *_ends_of(rank, fatal)])),
+            tuple(map(_quoted, list(dict.fromkeys(shown))[:5])),
         ),
         tuple(_consequences(others, [*ranks, *(() if rank is None else (rank,))])),
-        (*notes, *_loss(scan), *_network(scan)),
+        (*notes, *_remarks(scan)),
     )
-
-
-def _ends_of(rank: int | None, found: Sequence[LogFinding]) -> list[LogFinding]:
-    return [f for f in found if f.status is not None and (rank is None or rank in f.ranks)]
-
-
-def _evidence(found: Iterable[LogFinding]) -> Iterable[Evidence]:
-    lines = list(dict.fromkeys(finding.line for finding in found))
-    return [_quoted(line) for line in lines[:5]]
 
 
 def _quoted(line: LogLine) -> Evidence:
@@ -398,17 +379,13 @@ def _consequences(others: Sequence[LogFinding], first: Iterable[int]) -> Iterabl
     failed = set(first)
     for name in dict.fromkeys(finding.cause.name for finding in others):
         same = [finding for finding in others if finding.cause.name == name]
-        ranks = sorted({rank for finding in same for rank in _complaining(finding)} - failed)
+        said = {rank for f in same for rank in f.ranks or (f.line.rank,) if rank is not None}
+        ranks = sorted(said - failed)
         statuses = sorted({finding.status for finding in same if finding.status is not None})
         if name == "cascade" or not ranks:
             continue
         how = ", ".join(map(words_of, statuses)) if statuses else f"{same[0].cause.says} ({name})"
         yield f"rank{'s' if ranks[1:] else ''} {spans(ranks)}: {how}"
-
-
-def _complaining(finding: LogFinding) -> tuple[int, ...]:
-    """Whose end, or whose complaint it is."""
-    return finding.ranks or (() if finding.line.rank is None else (finding.line.rank,))
 
 
 def _is_thin(fatal: Sequence[LogFinding], first: LogFinding, rank: int | None) -> bool:
@@ -419,7 +396,7 @@ def _is_thin(fatal: Sequence[LogFinding], first: LogFinding, rank: int | None) -
         for finding in fatal
         if finding.level == first.level and finding.cause is not first.cause
         if finding.ranks and rank not in finding.ranks and finding.status is None
-        if not _clearly_later(finding, first)
+        if not _seconds_after(finding, first) > 1.0
     ]
     if first.cause.name == "exception":
         crashed = (f for f in fatal if f.status is not None and f.level is SignLevel.MECHANISM)
@@ -428,38 +405,17 @@ def _is_thin(fatal: Sequence[LogFinding], first: LogFinding, rank: int | None) -
     return first.level >= SignLevel.SYMPTOM or rivalled or first.doubtful
 
 
-def _clearly_later(finding: LogFinding, first: LogFinding) -> bool:
-    if finding.line.time is None or first.line.time is None:
-        return False
-    return finding.line.time - first.line.time > 1.0
-
-
-def _only_there(scan: Scan, nodes: Sequence[str]) -> tuple[str, ...]:
-    """Whether one node of several is different from the others."""
-    known = len(scan.places.seen)
-    if len(nodes) == 1 and known > 1:
-        return (f"only on {nodes[0]}, of {known} nodes that this log speaks of",)
-    return ()
-
-
-def _loss(scan: Scan) -> tuple[str, ...]:
-    """Since when the loss is no number, if it was none at the end."""
+def _remarks(scan: Scan) -> Iterator[str]:
+    """On a loss that was no number at the end, and on NCCL over plain sockets."""
     since = scan.losses.since
-    return (
-        (f"the loss is no finite number since {since.place}",) if since and scan.losses.lost else ()
-    )
-
-
-def _network(scan: Scan) -> tuple[str, ...]:
-    """Ranks whose NCCL uses plain sockets, if any does."""
+    if since is not None and scan.losses.lost:
+        yield f"the loss is no finite number since {since.place}"
     table = scan.transports.table(scan.places)
-    slow = [rank for rank, net in table.items() if net == "Socket"]
-    if not slow:
-        return ()
-    return (
-        f"NCCL talks over plain sockets (NET/Socket) on ranks {spans(slow)} of {len(table)} that "
-        "say so: check InfiniBand there, and NCCL_IB_DISABLE, NCCL_IB_HCA",
-    )
+    if slow := [rank for rank, net in table.items() if net == "Socket"]:
+        yield (
+            f"NCCL talks over plain sockets (NET/Socket) on ranks {spans(slow)} of {len(table)} "
+            "that say so: check InfiniBand there, and NCCL_IB_DISABLE, NCCL_IB_HCA"
+        )
 
 
 def _unknown(scan: Scan, fatal: Sequence[LogFinding], first: LogFinding | None) -> Verdict:
@@ -474,19 +430,14 @@ def _unknown(scan: Scan, fatal: Sequence[LogFinding], first: LogFinding | None) 
         says = f"a process ended with {words_of(end.status or 0)}, and does not say why"
     elif first is not None:
         says, do = first.cause.says, first.cause.do
+    lines = [*scan.suspects.last] or [*scan.suspects.ending]  # the last that speak of errors
     return Verdict(
         UNKNOWN,
         says,
         do,
         Sure.UNKNOWN,
         FailureLocation(rank, node or (scan.places.only_node if rank is not None else None)),
-        FirstError(evidence=tuple(_most_likely(scan))),
+        FirstError(evidence=tuple(map(_quoted, lines[-SHOWN // 2 :]))),
         consequences=tuple(_consequences(fatal, () if rank is None else (rank,))),
-        notes=(*_loss(scan), *_network(scan)),
+        notes=tuple(_remarks(scan)),
     )
-
-
-def _most_likely(scan: Scan) -> list[Evidence]:
-    """Lines that speak of errors, the last ones before the end; or the end itself."""
-    lines = [*scan.suspects.last] or [*scan.suspects.ending]
-    return [_quoted(line) for line in lines[-SHOWN // 2 :]]

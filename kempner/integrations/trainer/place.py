@@ -1,13 +1,12 @@
-"""The place of a Trainer in its data, counted in samples, so that any number of ranks finds it.
+"""The place of a Trainer in its data, counted in samples, so that any number of ranks finds it;
+and what else its loop knows, one file a rank beside the Trainer's own checkpoint.
 
 An epoch has one order of its samples, whatever the ranks: each micro batch of the world takes the
 next samples of it. Accelerate deals them out to the ranks; what comes first is decided here.
 
-Random numbers that samples take while they are fetched: augmentation, masking.
-
-In this process the loop fetches one micro batch ahead of what it trains on. So that one draws
-before the state of the generators that a checkpoint holds, and those that follow draw after it. In
-a loader's workers each micro batch draws from generators that its number seeds.
+In this process the loop fetches one micro batch ahead of what it trains on. So its augmentation or
+masking draws before the state of the generators that a checkpoint holds, and those that follow draw
+after it. In a loader's workers each micro batch draws from generators that its number seeds.
 """
 
 from __future__ import annotations
@@ -15,8 +14,10 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,10 @@ from accelerate.data_loader import (  # type: ignore[import-untyped]
     DataLoaderDispatcher,
     SeedableRandomSampler,
 )
+from accelerate.utils import send_to_device  # type: ignore[import-untyped]
 from torch.utils.data import IterableDataset, RandomSampler, Sampler
+from transformers import Trainer
+from transformers.trainer_callback import ExportableState
 
 from kempner.cluster.world import World
 from kempner.run.process.exit_codes import UsageError
@@ -53,16 +57,13 @@ class FetchObserver:
         self, micro_batches: int, before_fetch: dict[str, Any], resume: Callable[[], None]
     ) -> None:
         """The next epoch trains on `micro_batches`; the one after them was fetched ahead, and
-        `resume` follows that.
-        """
+        `resume` follows that."""
         self._continued = _FetchedBatch(micro_batches + 1, before_fetch, resume)
 
     def begin(self) -> None:
-        """An epoch begins, or is continued."""
         self._ahead, self._continued = self._continued, None
 
     def fetch(self, number: int) -> None:
-        """Micro batch `number` is fetched now."""
         ahead = self._ahead
         if ahead is not None and number == ahead.number:
             _set_generators(ahead.before_fetch)
@@ -140,9 +141,7 @@ class TrainerPlace:
     @classmethod
     def of_step(cls, step: int, ranks: int, grid: Grid, ranks_now: int) -> TrainerPlace:
         """Where a run stood after `step` steps on `ranks` ranks, of which nothing else is known.
-
-        `grid` is how `ranks_now` ranks cut the data.
-        """
+        `grid` is how `ranks_now` ranks cut the data."""
         batch = grid.batch * ranks // ranks_now
         micro_batches = grid.micro_batches
         if grid.samples is not None:
@@ -154,9 +153,8 @@ class TrainerPlace:
 
 @dataclass(frozen=True)
 class Grid:
-    """How an epoch of `samples` (None if unknown) is cut: a micro batch of the world takes
-    `batch`, and `accumulation` of them make a step; an epoch has `micro_batches`.
-    """
+    """How an epoch of `samples` (None if unknown) is cut: a micro batch of the world takes `batch`,
+    and `accumulation` of them make a step; an epoch has `micro_batches`."""
 
     samples: int | None
     batch: int
@@ -171,17 +169,14 @@ class Grid:
 
     @property
     def updates(self) -> int:
-        """The steps of an epoch."""
         return math.ceil(self.micro_batches / self.accumulation)
 
 
 @dataclass(frozen=True)
 class Leg:
-    """The rest of an epoch from `start` samples on, as the Trainer's loop counts it.
-
-    It counts `done` of `micro_batches` as made, whole steps. Where `start` is none of this world's
-    boundaries the samples between the two are left out of its count.
-    """
+    """The rest of an epoch from `start` samples on, as the Trainer's loop counts it. It counts
+    `done` of `micro_batches` as made, whole steps. Where `start` is none of this world's boundaries
+    the samples between the two are left out of its count."""
 
     start: int
     done: int
@@ -190,7 +185,6 @@ class Leg:
 
     @classmethod
     def after(cls, place: TrainerPlace, grid: Grid) -> Leg:
-        """What is left of the epoch of `place`."""
         steps = place.samples // grid.per_step
         done = steps * grid.accumulation
         if grid.samples is None or place.samples == done * grid.batch:
@@ -234,8 +228,7 @@ class PlacedSampler(Sampler[int]):
 
     def order(self, begun: bool) -> torch.Tensor | None:
         """The generator's state from which the order of this epoch was drawn, or is to be; None
-        where the sampler seeds its generator for each epoch.
-        """
+        where the sampler seeds its generator for each epoch."""
         if isinstance(self.inner, SeedableRandomSampler):
             return None
         if begun:
@@ -263,7 +256,6 @@ class PlacedSampler(Sampler[int]):
         return len(self.inner)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the sampler, if it wants to know."""
         if hasattr(self.inner, "set_epoch"):
             self.inner.set_epoch(epoch)
 
@@ -280,10 +272,8 @@ class PlacedSampler(Sampler[int]):
 
 
 class DataPlace:
-    """Where training stands in the data, step by step.
-
-    `take` and `cut` come first, then `continue_at` in a run that was begun before.
-    """
+    """Where training stands in the data, step by step. `take` and `cut` come first, then
+    `continue_at` in a run that was begun before."""
 
     def __init__(self, world: World, accumulation: int, seed: int) -> None:
         self.world, self._seed = world, seed
@@ -307,7 +297,6 @@ class DataPlace:
             batches.sampler = self._sampler = PlacedSampler(sampler)
 
     def cut(self, micro_batches: int) -> None:
-        """An epoch has `micro_batches` of them."""
         loader, samples = self._loader, None if self._sampler is None else len(self._sampler)
         batch = getattr(loader, "total_batch_size", None) or loader.batch_size or 1
         drop_last = bool(getattr(loader, "_drop_last", loader.drop_last))
@@ -323,10 +312,8 @@ class DataPlace:
 
     def continue_at(self, place: TrainerPlace, resume: Callable[[], None]) -> Leg:
         """Go on from `place`; what is left of its epoch. `resume` brings the generators of random
-        numbers back, where it is called after the micro batch that had been fetched ahead.
-
-        Raises `UsageError`, on all ranks alike, if this loader finds it on as many ranks only.
-        """
+        numbers back, where it is called after the micro batch that had been fetched ahead. Raises
+        `UsageError`, on all ranks alike, if this loader finds it on as many ranks only."""
         ranks, per_step = self.world.size, self.grid.per_step
         moved = (place.ranks, place.per_step) != (ranks, per_step)
         if moved and (why := _why_bound(self._sampler)):
@@ -397,3 +384,134 @@ def _why_bound(sampler: PlacedSampler | None) -> str:
 
 def _divide(samples: int, batch: int, drop_last: bool) -> int:
     return samples // batch if drop_last else math.ceil(samples / batch)
+
+
+HELD = (
+    "_step",
+    "_buffered_inputs",
+    "_metrics",
+    "_pending_metrics",
+    "_total_train_tokens",
+    "_entropy_window_stats",
+    "_last_world_entropy",
+)
+"""Attributes of TRL's trainers that live across steps and are in no checkpoint of theirs."""
+
+
+@dataclass(frozen=True)
+class DueWork:
+    """What the Trainer had yet to do after the step of a checkpoint, in its order; `ends` is
+    whether a callback had ended the training, and `grad_norm` and `learning_rate` are for the log.
+    """
+
+    evaluate: bool = False
+    save: bool = False
+    epoch_end: bool = False
+    ends: bool = False
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+
+    @property
+    def anything(self) -> bool:
+        return self.evaluate or self.save or self.epoch_end
+
+
+@dataclass(frozen=True)
+class TrainerProgress:
+    """What a rank's loop knows beside the Trainer's state.
+
+    `loss` is the sum of the losses since the last log, which was after step `logged`; `total_loss`
+    that of those before. `first_step` is where the run began, `seconds` how long it has trained,
+    `kept` the steps that the Trainer itself saved. `callbacks` are the states of its callbacks, by
+    class and in order; `held` is what a trainer of TRL holds.
+    """
+
+    place: TrainerPlace | None = None
+    due: DueWork = DueWork()
+    loss: torch.Tensor | None = None
+    total_loss: float = 0.0
+    logged: int = 0
+    first_step: int = 0
+    seconds: float = 0.0
+    kept: tuple[int, ...] = ()
+    callbacks: tuple[tuple[str, dict[str, Any]], ...] = ()
+    held: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, folder: Path, rank: int) -> None:
+        assert self.place is not None  # only one of before there were any has none
+        nested = {"place": vars(self.place), "due": vars(self.due)}
+        torch.save(vars(self) | nested, _file(folder, rank))
+
+    @classmethod
+    def load(cls, folder: Path, rank: int, ranks: int) -> TrainerProgress | None:
+        """This rank's of a checkpoint, or of other ranks than before what is true of them all. None
+        if the checkpoint is of before there were any."""
+        if not _file(folder, 0).exists():
+            return None
+        first = cls._read(folder, 0)
+        assert first.place is not None  # none is written without
+        if first.place.ranks == ranks:
+            return first if rank == 0 else cls._read(folder, rank)
+        all_of_them = [cls._read(folder, old) for old in range(first.place.ranks)]
+        losses = [each.loss for each in all_of_them if each.loss is not None]
+        return replace(first, loss=torch.stack(losses).mean(0))
+
+    @classmethod
+    def _read(cls, folder: Path, rank: int) -> TrainerProgress:
+        fields = torch.load(_file(folder, rank), map_location="cpu", weights_only=True)
+        place, due = TrainerPlace(**fields["place"]), DueWork(**fields["due"])
+        return cls(**fields | {"place": place, "due": due})
+
+
+def callback_states(trainer: Trainer) -> tuple[tuple[str, dict[str, Any]], ...]:
+    """Of the callbacks that have a state, each with its class, in order."""
+    return tuple((type(each).__name__, each.state()) for each in _stateful(trainer))
+
+
+def restore_callbacks(trainer: Trainer, states: tuple[tuple[str, dict[str, Any]], ...]) -> None:
+    """Give each callback what the one of its class, first to first, had."""
+    left = list(states)
+    for callback in _stateful(trainer):
+        mine = next(
+            (at for at, (name, _) in enumerate(left) if name == type(callback).__name__), None
+        )
+        if mine is not None:
+            for name, value in left.pop(mine)[1].get("attributes", {}).items():
+                setattr(callback, name, value)
+
+
+def held_by(trainer: Trainer) -> dict[str, Any]:
+    return {name: _plain(getattr(trainer, name)) for name in HELD if hasattr(trainer, name)}
+
+
+def give_back(trainer: Trainer, held: dict[str, Any]) -> None:
+    known = {name: held[name] for name in held if hasattr(trainer, name)}
+    _refill(vars(trainer), send_to_device(known, trainer.args.device))
+
+
+def _stateful(trainer: Trainer) -> list[Any]:
+    return [
+        each for each in trainer.callback_handler.callbacks if isinstance(each, ExportableState)
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """Without the classes that a file of weights only does not take."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | deque):
+        return [_plain(item) for item in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _refill(into: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Set what is in `values`; dicts stay the objects that they are."""
+    for key, value in values.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _refill(into[key], value)
+        else:
+            into[key] = value
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"kempner-{rank}.pt"

@@ -1,16 +1,9 @@
-"""The run of one Trainer: its checkpoints, its place in the data, and what it goes on from.
+"""The run of one Trainer: its checkpoints, its place in the data, and what it goes on from; and
+what of its settings cannot be resumed exactly, and is refused (docs/trainer.md lists the same).
 
 A checkpoint is written where the Trainer writes one, or, for a stop, directly after a step. What
 the Trainer would still have done after that step (evaluate, judge the best, save, end the epoch)
 is noted in it as due, and done after the resume, before the next step.
-
-`checkpoint-<step>` in a Trainer's `output_dir`, and which of them it calls the best.
-
-What a Trainer's run goes on from, and how the Trainer is brought to where it was.
-
-What of a Trainer's settings cannot be resumed exactly, and is refused before the first step.
-
-docs/integrations.md lists the same.
 """
 
 from __future__ import annotations
@@ -29,30 +22,31 @@ from typing import Any
 from transformers import set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from kempner.checkpoint.folders import FolderCheckpoints
 from kempner.checkpoint.format.manifest import decode
 from kempner.checkpoint.format.names import MANIFEST
+from kempner.checkpoint.manager import FolderCheckpoints
 from kempner.checkpoint.store.retention import Keep
-from kempner.integrations.trainer.place import DataPlace, Grid, TrainerPlace, steps_to_go
-from kempner.integrations.trainer.progress import (
+from kempner.integrations.trainer.place import (
+    DataPlace,
     DueWork,
+    Grid,
+    TrainerPlace,
     TrainerProgress,
     callback_states,
     give_back,
     held_by,
+    steps_to_go,
 )
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.training.own_loop import OwnLoop
 from kempner.training.session import Session
-from kempner.training.vote.vote import VoteResult
+from kempner.training.vote import VoteResult
 
 
 class Outputs:
     """Links in `folder` to the checkpoints that kempner has committed, each at `committed(step)`.
-
-    Only where `writes`, on rank 0, are they made and removed.
-    """
+    Only where `writes`, on rank 0, are they made and removed."""
 
     def __init__(self, folder: Path, committed: Callable[[int], Path], writes: bool) -> None:
         self._folder, self._committed, self._writes = folder, committed, writes
@@ -87,10 +81,8 @@ class Outputs:
                     link.unlink(missing_ok=True)
 
     def best_checkpoint(self, state: Any, before: str | None) -> str | None:
-        """What the Trainer alone would call its best checkpoint.
-
-        That is the one of the best step if it has asked for it, else still `before`.
-        """
+        """What the Trainer alone would call its best checkpoint. That is the one of the best step
+        if it has asked for it, else still `before`."""
         best = state.best_global_step
         return self.link_to(best) if best and best in self.kept else before
 
@@ -105,8 +97,7 @@ class Outputs:
 class PreviousRun:
     """The checkpoint that a run goes on from: `source` is what the Trainer wrote, on `ranks` ranks,
     of which there are `ranks_now`; `progress` stands beside it, but in a run of before there was
-    any.
-    """
+    any."""
 
     source: Path
     step: int
@@ -116,7 +107,6 @@ class PreviousRun:
 
     @classmethod
     def read(cls, folder: Path, step: int, trainer: Any) -> PreviousRun:
-        """Of a committed folder, as this rank needs it."""
         manifest = folder / MANIFEST
         ranks = decode(manifest.read_bytes(), manifest).identity.world
         arguments = trainer.args
@@ -125,15 +115,13 @@ class PreviousRun:
         return cls(source, step, ranks, arguments.world_size, progress)
 
     def place(self, grid: Grid) -> TrainerPlace:
-        """Where it stood in the data; `grid` is how this world cuts them."""
         if self.progress is not None and self.progress.place is not None:
             return self.progress.place
         return TrainerPlace.of_step(self.step, self.ranks, grid, self.ranks_now)
 
     def plan(self, values: tuple[Any, ...], grid: Grid, arguments: Any) -> tuple[Any, ...]:
         """The Trainer's `set_initial_training_values`, where a step takes more or fewer samples
-        than before: how many epochs and steps there are then in all.
-        """
+        than before: how many epochs and steps there are then in all."""
         place = self.place(grid)
         if place.per_step == grid.per_step or grid.samples is None:
             return values
@@ -146,10 +134,8 @@ class PreviousRun:
 
 
 class Generators:
-    """The generators of random numbers, as they were when the checkpoint was written.
-
-    Those of another number of ranks are seeded anew, by the step.
-    """
+    """The generators of random numbers, as they were when the checkpoint was written. Those of
+    another number of ranks are seeded anew, by the step."""
 
     def __init__(self, trainer: Any, before: PreviousRun) -> None:
         self._trainer, self._before = trainer, before
@@ -225,10 +211,8 @@ _STATE = "trainer_state.json"
 
 @dataclass
 class StepEnd:
-    """What is known of the end of the last step.
-
-    A stop has cut off `evaluate` and `save`; `forced` is that the next save is kempner's own wish.
-    """
+    """What is known of the end of the last step. A stop has cut off `evaluate` and `save`; `forced`
+    is that the next save is kempner's own wish."""
 
     evaluate: bool = False
     save: bool = False
@@ -265,9 +249,7 @@ class TrainerRun:
 
     def restore(self) -> Path | None:
         """The newest checkpoint that verifies, to be loaded by the Trainer; None if there is none.
-
-        Raises `DataError`.
-        """
+        Raises `DataError`."""
         found = self._checkpoints.restore()
         self.loop = OwnLoop(self.session, self._checkpoints, found[0] if found else None)
         self.before: PreviousRun | None = None
@@ -292,8 +274,7 @@ class TrainerRun:
 
     def begin(self, epochs: int, micro_batches: int) -> tuple[int, int]:
         """The epoch and the micro batches in it after which the data go on; as the Trainer would
-        say of a checkpoint that is none of kempner's.
-        """
+        say of a checkpoint that is none of kempner's."""
         grid = self.data.grid
         place = TrainerPlace(
             epochs, micro_batches * grid.batch, grid.per_step, self.data.world.size
@@ -337,10 +318,8 @@ class TrainerRun:
         )
 
     def leave(self) -> None:
-        """Commit what can be, and part from the other ranks.
-
-        Raises `SystemExit` if the run is to be started again.
-        """
+        """Commit what can be, and part from the other ranks. Raises `SystemExit` if the run is to
+        be started again."""
         self.code = self.loop.leave(self.agreed)
         self._outputs.remove_old()
         if self.code is not ExitCode.COMPLETED:
@@ -384,7 +363,6 @@ class TrainerRun:
         )
 
     def _due(self) -> DueWork:
-        """What the Trainer has yet to do after this step."""
         control, state, end = self._trainer.control, self._trainer.state, self.step_end
         left = control.should_training_stop or control.should_epoch_stop
         return DueWork(
@@ -421,67 +399,25 @@ class TrainerRun:
             )
 
 
-@dataclass(frozen=True)
-class Limit:
-    """A setting that is refused where `holds` of a trainer; `why`, and what to do instead."""
-
-    name: str
-    holds: Callable[[Any], object]
-    why: str
-
-
-def _set(name: str) -> Callable[[Any], object]:
-    return lambda trainer: getattr(trainer.args, name, False)
-
-
-LIMITS = (
-    Limit(
-        "save_only_model",
-        _set("save_only_model"),
-        "its checkpoints hold no optimizer to go on with; leave it False",
-    ),
-    Limit(
-        "auto_find_batch_size",
-        _set("auto_find_batch_size"),
-        "each start would find another batch size; give the one that fits",
-    ),
-    Limit(
-        "enable_jit_checkpoint",
-        _set("enable_jit_checkpoint"),
-        "kempner answers the stop signals; leave it False",
-    ),
-    Limit(
-        "ignore_data_skip",
-        _set("ignore_data_skip"),
-        "a resumed epoch would begin anew; leave it False, a place in a data set that has a length "
-        "is found without reading what is before it",
-    ),
-    Limit(
-        "sync_ref_model",
-        _set("sync_ref_model"),
-        "no checkpoint holds the reference model as it is then; leave it False",
-    ),
-    Limit(
-        "use_vllm",
-        _set("use_vllm"),
-        "vLLM's random numbers are in no checkpoint; leave it False",
-    ),
-    Limit(
-        "DeepSpeed",
-        lambda trainer: getattr(trainer, "is_deepspeed_enabled", False),
-        "its checkpoints were not tried under kempner; train without it",
-    ),
-    Limit(
-        "FSDP",
-        lambda trainer: getattr(trainer, "is_fsdp_enabled", False),
-        "its checkpoints were not tried under kempner; train without it, or write the loop with "
-        "survive",
-    ),
-)
+LIMITS = {
+    "save_only_model": "its checkpoints hold no optimizer to go on with; leave it False",
+    "auto_find_batch_size": "each start would find another batch size; give the one that fits",
+    "enable_jit_checkpoint": "kempner answers the stop signals; leave it False",
+    "ignore_data_skip": "a resumed epoch would begin anew; leave it False, a place in a data set "
+    "that has a length is found without reading what is before it",
+    "sync_ref_model": "no checkpoint holds the reference model as it is then; leave it False",
+    "use_vllm": "vLLM's random numbers are in no checkpoint; leave it False",
+    "DeepSpeed": "its checkpoints were not tried under kempner; train without it",
+    "FSDP": "its checkpoints were not tried under kempner; train without it, or write the loop "
+    "with survive",
+}
+"""Settings that are refused; why, and what to do instead."""
 
 
 def refuse_inexact(trainer: Any) -> None:
     """Raise `UsageError`, on all ranks alike, for a setting that could not be resumed exactly."""
-    for limit in LIMITS:
-        if limit.holds(trainer):
-            raise UsageError(f"surviving(...): {limit.name} cannot be resumed exactly: {limit.why}")
+    engines = {"DeepSpeed": "is_deepspeed_enabled", "FSDP": "is_fsdp_enabled"}
+    for name, why in LIMITS.items():
+        owner = trainer if name in engines else trainer.args
+        if getattr(owner, engines.get(name, name), False):
+            raise UsageError(f"surviving(...): {name} cannot be resumed exactly: {why}")

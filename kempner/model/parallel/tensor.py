@@ -6,14 +6,12 @@ inner width of the feed-forward over the ranks, and between those, where every t
 (residual stream, norms, dropout), the sequence. A block gathers the sequence behind each norm and
 scatters the sum of the ranks' parts after each branch.
 
+Each rank has the logits of its own rows of the vocabulary only. What the loss needs of the others
+is three numbers a token: their largest logit, their sum of exponentials and, from the one that has
+it, the logit of the target. `torch.distributed.tensor.parallel.loss_parallel` does the same, but
+knows nothing of rows that are no token, and replaces torch's operators for all code meanwhile.
+
 Imports torch.distributed.tensor.parallel: to be imported only where there is a tensor group.
-
-Logits and loss where the rows of the vocabulary are spread over a tensor group.
-
-Each rank has the logits of its own rows only. What the loss needs of the others is three numbers a
-token: their largest logit, their sum of exponentials and, from the one that has it, the logit of
-the target. `torch.distributed.tensor.parallel.loss_parallel` does the same, but knows nothing of
-rows that are no token, and replaces torch's operators for all code that runs in the meantime.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from kempner.model.loss import IGNORE, with_gradients
+from kempner.model.fused import IGNORE, WithGradients
 from kempner.model.transformer import Transformer
 
 
@@ -79,13 +77,14 @@ class VocabularyParallel:
         )
         if not torch.is_grad_enabled():
             return _chunks(tokens, rows, targets.flatten(), part, gradients=False)[0]
-        return with_gradients(partial(_chunks, part=part), tokens, rows, targets.flatten())
+        chunks = partial(_chunks, part=part)
+        loss: Tensor = WithGradients.apply(tokens, rows, targets.flatten(), chunks)  # type: ignore[no-untyped-call]
+        return loss
 
 
 class _VocabularyPart(NamedTuple):
     """A rank's part of the vocabulary: its first token id, the number of its rows that are tokens;
-    how many tokens are worked on at once, and the ranks with the other parts.
-    """
+    how many tokens are worked on at once, and the ranks with the other parts."""
 
     first: int
     rows: int
@@ -96,11 +95,9 @@ class _VocabularyPart(NamedTuple):
 def _chunks(
     hidden: Tensor, weight: Tensor, targets: Tensor, part: _VocabularyPart, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed loss, and what it makes of `hidden` and `weight`, if `gradients` are wanted.
-
-    As `linear_cross_entropy` does for a whole vocabulary: the gradients of a chunk of tokens are
-    computed while its logits are there.
-    """
+    """Summed loss, and what it makes of `hidden` and `weight`, if `gradients` are wanted. As
+    `linear_cross_entropy` does for a whole vocabulary: the gradients of a chunk of tokens are
+    computed while its logits are there."""
     rows = weight[: part.rows]
     loss = hidden.new_zeros((), dtype=torch.float32)
     of_hidden = torch.empty_like(hidden if gradients else hidden[:0])
@@ -147,17 +144,14 @@ def _softmax(
 
 
 def _rows(weight: Tensor) -> Tensor:
-    """This rank's rows of a DTensor."""
     assert isinstance(weight, DTensor)
     return weight.to_local()
 
 
 class GatheringNorm(SequenceParallel):
-    """A norm of a part of the sequence, whose output is brought together.
-
-    The output is a DTensor for layers that are themselves parallel. With `use_local_output` it is
-    plain, and its gradient is taken to be each rank's share of a sum.
-    """
+    """A norm of a part of the sequence, whose output is brought together. The output is a DTensor
+    for layers that are themselves parallel. With `use_local_output` it is plain, and its gradient
+    is taken to be each rank's share of a sum."""
 
     @staticmethod
     def _prepare_output_fn(
@@ -168,11 +162,9 @@ class GatheringNorm(SequenceParallel):
 
 
 class ScatteredEmbedding(RowwiseParallel):
-    """An embedding by rows of the vocabulary, whose sum over the ranks each has a part of.
-
-    The sum is waited for: a block that `torch.compile` has compiled would take what is still on its
-    way for a constant, and the embedding would get no gradient.
-    """
+    """An embedding by rows of the vocabulary, whose sum over the ranks each has a part of. The sum
+    is waited for: a block that `torch.compile` has compiled would take what is still on its way for
+    a constant, and the embedding would get no gradient."""
 
     @staticmethod
     def _prepare_output_fn(
@@ -187,10 +179,7 @@ def parallelize(model: Transformer, mesh: DeviceMesh) -> None:
 
     Embedding and output projection are cut by rows of the vocabulary, queries, keys, values and the
     feed-forward's inner width by heads and columns; norms are whole on every rank.
-
-    Args:
-        model: with plain parameters, on any device, meta included.
-        mesh: the tensor group, one-dimensional; its size divides what `check_tensor_degree` names.
+    `mesh` is the group, one-dimensional; its size divides what `check_tensor_degree` names.
     """
     plan: dict[str, ParallelStyle] = {
         "embed": ScatteredEmbedding(input_layouts=Replicate(), output_layouts=Shard(1)),

@@ -35,7 +35,6 @@ class Choice:
     reason: str = ""
 
     def describe(self) -> str:
-        """The choice in the words of the configuration."""
         return (
             f"reduce_gradients={'step' if self.reduce_once else 'micro_batch'}, "
             f"reshard_after_forward={'never' if self.keep_parameters else 'always'}"
@@ -81,7 +80,8 @@ class Traffic:
 def step_buffers(
     shape: Shape, mesh: MeshDegrees, choice: Choice, *, micro_batches: int, compute_bytes: int
 ) -> Buffers:
-    """What one rank's collectives over shards and replicas are given in a step, to the byte.
+    """What one rank's collectives over shards and replicas are given in a step, to the byte;
+    `compute_bytes` are 2 for bfloat16, 4 for float32.
 
     With P parameters, c bytes of the compute type, m micro batches and S = `shard`: gathers of
     c P for a step if they are kept, and otherwise for a micro batch twice that, less the embedding,
@@ -89,13 +89,6 @@ def step_buffers(
     4 P for each reduction; 4 P / S for the one all-reduce over replicas. Rows that S does not
     divide are filled up. In a tensor group P is what one of its ranks has. The scalars of a step
     (tokens, loss, gradient norm) are left out.
-
-    Args:
-        shape: sizes of the model.
-        mesh: how many ranks share what.
-        choice: when to send.
-        micro_batches: forward and backward passes in a step.
-        compute_bytes: 2 for bfloat16, 4 for float32.
     """
     sharded, replicated = mesh.shard > 1, mesh.replicate > 1
     gathered = reduced = 0
@@ -121,21 +114,14 @@ def tensor_buffers(
     compute_bytes: int,
     recomputed_blocks: int = 0,
 ) -> TensorBuffers:
-    """What one rank's collectives in its tensor group are given in a step, to the byte.
+    """What one rank's collectives in its tensor group are given in a step, to the byte; `tokens`
+    are those of a micro batch, `recomputed_blocks` have activation checkpointing.
 
     Each block gathers the sequence twice and scatters it twice, and so does its backward; embedding
     and last norm do each once, and so do theirs. A block that computes again gathers twice more and
     scatters once: what it ends with is not needed. See Korthikanti et al., arXiv:2205.05198,
     section 4.2; with dropout it is, and scattered, too. Gradients of norms are summed as all are
     reduced: in float32 if once a step. In the loss, each token has three numbers in float32.
-
-    Args:
-        shape: sizes of the model.
-        choice: when gradients are reduced.
-        micro_batches: forward and backward passes in a step.
-        tokens: in one of them.
-        compute_bytes: 2 for bfloat16, 4 for float32.
-        recomputed_blocks: blocks with activation checkpointing.
     """
     passes = 8 * shape.n_layers + 4 + (4 if shape.dropout else 3) * recomputed_blocks
     heads = 2 * shape.head_dim * shape.n_layers if shape.qk_norm else 0
@@ -163,9 +149,7 @@ def node_traffic(buffers: Buffers, mesh: MeshDegrees, ranks_per_node: int) -> Tr
 
 def ring_traffic(size: int, dimension: str, mesh: MeshDegrees, ranks_per_node: int) -> Traffic:
     """What each node sends where the rings of a mesh dimension pass buffers of `size` bytes once.
-
-    An all-reduce passes its buffer twice. `dimension` may also be "world", of all ranks.
-    """
+    An all-reduce passes its buffer twice. `dimension` may also be "world", of all ranks."""
     strides = {"replicate": mesh.shard * mesh.tensor, "shard": mesh.tensor, "tensor": 1, "world": 1}
     members = mesh.world if dimension == "world" else mesh.dimensions().get(dimension, 1)
     ring = _ring(members, strides[dimension], ranks_per_node)
@@ -173,10 +157,8 @@ def ring_traffic(size: int, dimension: str, mesh: MeshDegrees, ranks_per_node: i
 
 
 def _ring(size: int, stride: int, ranks_per_node: int) -> Traffic:
-    """How many parts of a buffer, each 1 / `size` of it, a node sends in one pass of all rings.
-
-    The members of a ring are `stride` ranks apart. Nodes are alike.
-    """
+    """How many parts of a buffer, each 1 / `size` of it, a node sends in one pass of all rings. The
+    members of a ring are `stride` ranks apart. Nodes are alike."""
     on_a_node = min(size, max(1, ranks_per_node // stride))
     leaving = ranks_per_node // on_a_node if on_a_node < size else 0
     return Traffic((ranks_per_node - leaving) * (size - 1), leaving * (size - 1))
@@ -194,8 +176,7 @@ def _groups(shape: Shape, tensor: int) -> list[tuple[Tensors, int, int]]:
 
 def _block(shape: Shape, tensor: int) -> Tensors:
     """What a rank of a tensor group of size `tensor` has of a block: heads, inner width, whole
-    norms.
-    """
+    norms."""
     q, kv, ffn = (width // tensor for width in (shape.q_dim, shape.kv_dim, shape.ffn_dim))
     dim = shape.dim
     attention = [(q, dim), (kv, dim), (kv, dim), (dim, q)]

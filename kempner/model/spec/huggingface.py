@@ -100,10 +100,8 @@ def is_unneeded(name: str, shape: Shape) -> bool:
 
 def model_config(record: Mapping[str, Any], dtype: str) -> dict[str, Any] | None:
     """The `config.json` for a model of which `record` was kept (`Shape.fixed`); None if it is none.
-
     `dtype` is that of the weights. What follows from the text that it was trained on, `text_config`
-    says.
-    """
+    says."""
     try:
         shape = Shape.recorded(record, max_seq_len=1)
     except TypeError:  # another model's record, or none
@@ -123,10 +121,8 @@ def model_config(record: Mapping[str, Any], dtype: str) -> dict[str, Any] | None
 
 
 def model_section(config: Mapping[str, Any]) -> ModelSection:
-    """What `[model]` must be for a model with this `config.json`; `vocab_size` is set.
-
-    Raises `DataError` for a model that `Transformer` is not.
-    """
+    """What `[model]` must be for a model with this `config.json`; `vocab_size` is set. Raises
+    `DataError` for a model that `Transformer` is not."""
     qk_norm = _architecture(config) == QWEN3
     _refuse_others(config)
     found = {ours: config[theirs] for ours, theirs in _SIZES.items() if config.get(theirs)}

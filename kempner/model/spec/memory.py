@@ -1,13 +1,29 @@
-"""How much memory a rank needs, estimated before anything is allocated."""
+"""How much memory a rank needs, estimated before anything is allocated.
+
+Chooses when ranks communicate: what sends least between nodes, of what fits the memory.
+"""
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, replace
 from typing import Literal
 
 from kempner.config.sections import Config, OptimizerSection
-from kempner.model.spec.communication import EACH_MICRO_BATCH, Choice
+from kempner.model.spec.communication import (
+    EACH_MICRO_BATCH,
+    Buffers,
+    Choice,
+    TensorBuffers,
+    Traffic,
+    node_traffic,
+    step_buffers,
+    tensor_buffers,
+    tensor_traffic,
+)
+from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.spec.shape import Shape
+from kempner.run.output.units import size_text
 
 MASTER_BYTES = 4
 
@@ -20,6 +36,14 @@ class Estimate:
     """Bytes on the device of one rank, at the moment of the step that needs most.
 
     What a CUDA context, the allocator's fragments and NCCL's buffers take (a few GB) is not in it.
+
+    With P parameters, W ranks that shard them, of which t make a tensor group, T tokens in a micro
+    batch and c bytes per element of the compute type: 4 P / W for each of weights, gradients and
+    the moments that the optimizer has; in a world of more than one, c (output + 2 blocks) / t for
+    gathered weights and (c + 4) max(output, block) / t for gradients on their way; alone, c P for
+    autocast's copies unless c = 4. Gradients that are reduced once a step take 4 P / t, and weights
+    that are kept c (P + block) / t. Activations and logits as their own functions say. Shards of
+    a matrix whose rows W does not divide are up to one row larger on some ranks.
     """
 
     parameters: int
@@ -40,55 +64,23 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """All parts together, bytes."""
         return sum(astuple(self))
 
 
 def estimate_memory(
+    config: Config,
     shape: Shape,
-    *,
-    world: int,
-    replicate: int = 1,
-    tensor: int = 1,
-    micro_batch_size: int,
-    seq_len: int,
+    mesh: MeshDegrees,
     compute_bytes: int,
-    optimizer: OptimizerSection,
-    loss_chunk: int = 0,
-    checkpointing: Checkpointing = "none",
-    checkpointing_every: int = 1,
     choice: Choice = EACH_MICRO_BATCH,
 ) -> Estimate:
-    """Memory of one rank while it trains.
-
-    With P parameters, W ranks that shard them, of which t make a tensor group, T tokens in a micro
-    batch and c bytes per element of the compute type: 4 P / W for each of weights, gradients and
-    the moments that the optimizer has; in a world of more than one, c (output + 2 blocks) / t for
-    gathered weights and (c + 4) max(output, block) / t for gradients on their way; alone, c P for
-    autocast's copies unless c = 4. Gradients that are reduced once a step take 4 P / t, and weights
-    that are kept c (P + block) / t. Activations and logits as their own functions say. Shards of
-    a matrix whose rows W does not divide are up to one row larger on some ranks.
-
-    Args:
-        shape: sizes of the model.
-        world: number of ranks.
-        replicate: groups of ranks that each hold all parameters.
-        tensor: ranks that compute each layer together; each has 1 / tensor of what is gathered.
-        micro_batch_size: sequences per forward.
-        seq_len: tokens per sequence.
-        compute_bytes: 2 for bfloat16, 4 for float32.
-        optimizer: which one, and with what.
-        loss_chunk: tokens whose logits exist at once; 0 is all.
-        checkpointing: what is computed again in the backward.
-        checkpointing_every: of every how many blocks one does so, the first one included.
-        choice: when gradients are reduced, and whether weights are kept; of no effect alone.
-    """
-    shards = world // replicate
+    """Memory of one rank while it trains; `compute_bytes` is 2 for bfloat16, 4 for float32."""
+    train, tensor, shards = config.train, mesh.tensor, mesh.shard * mesh.tensor
     shard = MASTER_BYTES * -(-shape.parameters // shards)
-    tokens = micro_batch_size * seq_len
+    tokens = train.micro_batch_size * train.seq_len
     head, block = shape.head_parameters, shape.block_parameters
     gradients = shard
-    if world > 1:
+    if mesh.world > 1:
         whole = shape.parameters + block if choice.keep_parameters else head + 2 * block
         gathered = compute_bytes * whole // tensor
         gradient_buffers = (compute_bytes + MASTER_BYTES) * max(head, block) // tensor
@@ -97,30 +89,28 @@ def estimate_memory(
     else:
         gathered = 0 if compute_bytes == MASTER_BYTES else compute_bytes * shape.parameters
         gradient_buffers = 0
+    per_token = activation_bytes_per_token(
+        shape,
+        compute_bytes,
+        train.activation_checkpointing,
+        train.activation_checkpointing_every or 1,
+        tensor,
+        autocast=mesh.world == 1 and compute_bytes != MASTER_BYTES,
+    )
     return Estimate(
         parameters=shard,
         gradients=gradients,
-        moments=MASTER_BYTES * -(-moment_elements(shape, optimizer) // shards),
+        moments=MASTER_BYTES * -(-moment_elements(shape, config.optimizer) // shards),
         gathered=gathered,
         gradient_buffers=gradient_buffers,
-        activations=tokens
-        * activation_bytes_per_token(
-            shape,
-            compute_bytes,
-            checkpointing,
-            checkpointing_every,
-            tensor,
-            autocast=world == 1 and compute_bytes != MASTER_BYTES,
-        ),
-        logits=loss_bytes(shape, tokens, loss_chunk, compute_bytes) // tensor,
+        activations=tokens * per_token,
+        logits=loss_bytes(shape, tokens, train.loss_chunk, compute_bytes) // tensor,
     )
 
 
 def checkpoint_bytes(config: Config, vocab_size: int) -> int | None:
-    """What one checkpoint takes: weights and moments, in float32 whatever they compute in.
-
-    None for a model of the user's own, which only a rank creates.
-    """
+    """What one checkpoint takes: weights and moments, in float32 whatever they compute in. None for
+    a model of the user's own, which only a rank creates."""
     if config.model.factory is not None:
         return None
     shape = Shape.of(config.model, vocab_size)
@@ -128,10 +118,8 @@ def checkpoint_bytes(config: Config, vocab_size: int) -> int | None:
 
 
 def moment_elements(shape: Shape, optimizer: OptimizerSection) -> int:
-    """Numbers that the optimizer keeps: AdamW two per parameter, SGD and Muon one momentum.
-
-    Muon's are the matrices inside the blocks; what is left of the parameters has AdamW.
-    """
+    """Numbers that the optimizer keeps: AdamW two per parameter, SGD and Muon one momentum. Muon's
+    are the matrices inside the blocks; what is left of the parameters has AdamW."""
     match optimizer.name:
         case "adamw":
             return 2 * shape.parameters
@@ -150,11 +138,9 @@ def activation_bytes_per_token(
     tensor: int = 1,
     autocast: bool = False,
 ) -> int:
-    """Bytes per token that a forward keeps for the backward, without the logits.
-
-    The root keeps the token id and the last norm. Where blocks compute again, one of them at a
-    time has, during its backward, what it would have kept.
-    """
+    """Bytes per token that a forward keeps for the backward, without the logits. The root keeps the
+    token id and the last norm. Where blocks compute again, one of them at a time has, during its
+    backward, what it would have kept."""
     root = _divided(8 + compute_bytes * 2 * shape.dim + 4, compute_bytes * shape.dim, tensor)
     block = block_bytes_per_token(shape, compute_bytes, tensor, autocast)
     if checkpointing == "none":
@@ -224,3 +210,117 @@ def loss_bytes(shape: Shape, tokens: int, chunk: int, compute_bytes: int) -> int
     cast = 0 if compute_bytes == MASTER_BYTES else compute_bytes
     per_token = (2 * MASTER_BYTES + cast) * shape.vocab_size
     return min(tokens, chunk) * per_token + MASTER_BYTES * shape.vocab_rows * shape.dim
+
+
+USUAL_GPU = 80 * 10**9
+"""Bytes of a GPU where none is configured: of an A100 or H100, the most common in training."""
+USED = 0.9
+"""Share of a GPU's memory that may be filled by count; the rest is for the CUDA context, NCCL's
+buffers and the allocator's fragments."""
+_GRAIN = 8 * 10**9
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a choice depends on, besides the configuration. It is the same on all ranks. `shape` is
+    None for a model of the user's own. `gpu_memory` is in bytes, None on CPUs. `micro_batches` is
+    the number in a step."""
+
+    shape: Shape | None
+    mesh: MeshDegrees
+    ranks_per_node: int
+    micro_batches: int
+    compute_bytes: int
+    gpu_memory: int | None
+
+
+@dataclass(frozen=True)
+class _Option:
+    choice: Choice
+    traffic: Traffic
+    memory: int
+
+
+def usable_memory(total: int) -> int:
+    """Bytes of a GPU of `total` bytes to count on: a multiple of 8 GB, if it has as much. Another
+    driver leaves a little more or less of the same GPU, and must not change a choice that the last
+    bits of a result depend on."""
+    return total // _GRAIN * _GRAIN or total
+
+
+def choose(config: Config, situation: Situation) -> Choice:
+    """What the configuration says; where it says auto, what is best in this situation.
+
+    That is what makes the nodes send each other least, then their ranks among themselves, then
+    takes least memory, of what fits 0.9 of the GPU by `estimate_memory`. Where nothing does, and
+    where memory or model is not known, what takes least memory. The same arguments give the same
+    choice: a run that starts again in the same world computes the same bits.
+    """
+    section = config.parallelism
+    options = list(_allowed(config, situation))
+    least = options[0]
+    if situation.mesh.data_world == 1:
+        return Choice(reason="there is one copy of each part, and nothing to send")
+    if "auto" not in (section.reduce_gradients, section.reshard_after_forward):
+        return replace(least, reason="the configuration says so")
+    if situation.gpu_memory is None:
+        return replace(least, reason="it takes least memory, which the CPU ranks of a node share")
+    if situation.shape is None:
+        return replace(
+            least, reason="it takes least memory; how large the model is, only its code knows"
+        )
+    limit = int(USED * situation.gpu_memory)
+    counted = []
+    for choice in options:
+        arguments = config, situation.shape, situation.mesh, situation.compute_bytes, choice
+        traffic = step_traffic(config, situation, situation.shape, choice)
+        counted.append(_Option(choice, traffic, estimate_memory(*arguments).total))
+    fitting = [option for option in counted if option.memory <= limit]
+    if not fitting:
+        need = f"needs {size_text(counted[0].memory)} of {size_text(limit)} (0.9 of the GPU)"
+        return replace(least, reason=f"it takes least memory, and even so {need}")
+    best = min(fitting, key=lambda one: (one.traffic.between, one.traffic.within, one.memory))
+    fits = f"fits {size_text(limit)} (0.9 of the GPU) with {size_text(best.memory)}"
+    return replace(best.choice, reason=f"of what fits it sends least; it {fits}")
+
+
+def buffers_of_step(
+    config: Config, situation: Situation, shape: Shape, choice: Choice
+) -> tuple[Buffers, TensorBuffers]:
+    """What one rank's collectives are given in a step: over all ranks, and in its tensor group."""
+    train, mesh = config.train, situation.mesh
+    number, size = situation.micro_batches, situation.compute_bytes
+    buffers = step_buffers(shape, mesh, choice, micro_batches=number, compute_bytes=size)
+    if mesh.tensor == 1:
+        return buffers, TensorBuffers(0, 0)
+    recomputed = -(-shape.n_layers // (train.activation_checkpointing_every or 1))
+    return buffers, tensor_buffers(
+        shape,
+        choice,
+        micro_batches=number,
+        tokens=train.micro_batch_size * train.seq_len,
+        compute_bytes=size,
+        recomputed_blocks=recomputed if train.activation_checkpointing != "none" else 0,
+    )
+
+
+def step_traffic(config: Config, situation: Situation, shape: Shape, choice: Choice) -> Traffic:
+    """What each node sends in a step, with this choice; a tensor group is on one node."""
+    mesh, ranks_per_node = situation.mesh, situation.ranks_per_node
+    buffers, of_groups = buffers_of_step(config, situation, shape, choice)
+    traffic = node_traffic(buffers, mesh, ranks_per_node)
+    more = tensor_traffic(of_groups, mesh.tensor, ranks_per_node)
+    return Traffic(traffic.within + more, traffic.between)
+
+
+def _allowed(config: Config, situation: Situation) -> Iterator[Choice]:
+    """What the configuration leaves open, what takes least memory first."""
+    section = config.parallelism
+    for keep in (False, True):
+        for once in (False, True):
+            # With one micro batch there is nothing to keep gradients for.
+            if section.reduce_gradients == ("micro_batch" if once else "step"):
+                continue
+            if section.reshard_after_forward == ("always" if keep else "never"):
+                continue
+            yield Choice(once and situation.micro_batches > 1, keep)

@@ -25,7 +25,6 @@ class MeshDegrees:
 
     @property
     def world(self) -> int:
-        """All ranks."""
         return self.data_world * self.tensor
 
     @property
@@ -34,11 +33,9 @@ class MeshDegrees:
         return self.replicate * self.shard
 
     def data_rank(self, rank: int) -> int:
-        """Which part of a global batch a rank takes."""
         return rank // self.tensor
 
     def tensor_rank(self, rank: int) -> int:
-        """The place of a rank in its tensor group."""
         return rank % self.tensor
 
     def dimensions(self) -> dict[str, int]:
@@ -51,10 +48,8 @@ class MeshDegrees:
 
 
 def resolve_degrees(section: ParallelismSection, world: int) -> MeshDegrees:
-    """The mesh of `world` ranks, with -1 replaced by what is left.
-
-    Raises `UsageError`, with the arithmetic, if the degrees cannot make that many.
-    """
+    """The mesh of `world` ranks, with -1 replaced by what is left. Raises `UsageError`, with the
+    arithmetic, if the degrees cannot make that many."""
     replicate, shard = section.data_parallel_replicate_degree, section.data_parallel_shard_degree
     tensor = section.tensor_parallel_degree
     fixed = tensor * max(replicate, 1) * max(shard, 1)
@@ -111,9 +106,7 @@ def check_tensor_degree(config: Config, vocab_size: int) -> None:
 
 def check_tensor_groups(hosts: Sequence[str], degree: int) -> None:
     """Raise `UsageError` where a tensor group is not on one node; `hosts` has that of each rank.
-
-    Its ranks exchange activations in every layer: a network between nodes is too slow for that.
-    """
+    Its ranks exchange activations in every layer: a network between nodes is too slow for that."""
     for first in range(0, len(hosts), degree):
         if len(found := {*hosts[first : first + degree]}) > 1:
             raise UsageError(
@@ -128,10 +121,8 @@ USUAL_NODE = 8
 
 
 def ranks_on_a_node(config: Config, world: int, nodes: int | None) -> int:
-    """How many of `world` ranks a node has: as `nodes` says, else `[slurm]`, else 8.
-
-    Raises `UsageError` if the nodes are not alike.
-    """
+    """How many of `world` ranks a node has: as `nodes` says, else `[slurm]`, else 8. Raises
+    `UsageError` if the nodes are not alike."""
     slurm = config.slurm
     nodes = nodes or slurm.hosts
     if nodes is not None and world % nodes:

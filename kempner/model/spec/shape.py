@@ -22,7 +22,6 @@ class RopeScaling:
 
     @classmethod
     def of(cls, section: RopeScalingSection) -> RopeScaling | None:
-        """What a configuration asks for; None where nothing is stretched."""
         if section.factor is None or section.factor == 1:
             return None
         return cls(
@@ -35,11 +34,8 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Shape:
-    """Every size of the transformer.
-
-    The names are those of `ModelSection`; `vocab_size` is the number of token ids. What was added
-    later has the value that it had before as its default.
-    """
+    """Every size of the transformer. The names are those of `ModelSection`; `vocab_size` is the
+    number of token ids. What was added later has the value that it had before as its default."""
 
     dim: int
     n_layers: int
@@ -59,7 +55,6 @@ class Shape:
 
     @classmethod
     def of(cls, model: ModelSection, vocab_size: int) -> Shape:
-        """The shape that a configuration asks for, with this number of token ids."""
         return cls(
             dim=model.dim,
             n_layers=model.n_layers,
@@ -79,11 +74,9 @@ class Shape:
         )
 
     def fixed(self) -> dict[str, Any]:
-        """What decides the weights' shapes and meaning: all but what may change between starts.
-
-        Of what has a default, only what differs from it: the record of a model is the same as
-        before there was such a field.
-        """
+        """What decides the weights' shapes and meaning: all but what may change between starts. Of
+        what has a default, only what differs from it: the record of a model is the same as before
+        there was such a field."""
         return {
             name: value
             for name, value in asdict(self).items()
@@ -92,10 +85,8 @@ class Shape:
 
     @classmethod
     def recorded(cls, fixed: Mapping[str, Any], max_seq_len: int) -> Shape:
-        """The shape, without dropout, of which `fixed` was recorded.
-
-        Raises `TypeError` if that is of another model.
-        """
+        """The shape, without dropout, of which `fixed` was recorded. Raises `TypeError` if that is
+        of another model."""
         known = dict(fixed)
         if (scaling := known.pop("rope_scaling", None)) is not None:
             known["rope_scaling"] = RopeScaling(**scaling)
@@ -150,11 +141,9 @@ _FREE = ("dropout", "max_seq_len")
 
 
 def default_ffn_dim(dim: int) -> int:
-    """8/3 of `dim`, rounded up to a multiple of 256.
-
-    SwiGLU has three matrices where a plain layer has two; 2/3 of the usual 4 * dim keeps the
-    number of parameters (Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202).
-    """
+    """8/3 of `dim`, rounded up to a multiple of 256. SwiGLU has three matrices where a plain layer
+    has two; 2/3 of the usual 4 * dim keeps the number of parameters (Shazeer, "GLU Variants Improve
+    Transformer", arXiv:2002.05202)."""
     exact = -(-8 * dim // 3)
     return -(-exact // FFN_MULTIPLE) * FFN_MULTIPLE
 
@@ -179,10 +168,6 @@ def flops_per_token(shape: Shape, seq_len: int) -> float:
     and token forward and four backward, and the two attention products, without a discount for
     the causal mask. N counts the parameters that multiply: not the embedding, which is looked
     up, unless it is the output projection, too. Recomputed activations do not count.
-
-    Args:
-        shape: sizes of the model.
-        seq_len: T, tokens per sequence.
     """
     looked_up = 0 if shape.tie_embeddings else shape.vocab_rows * shape.dim
     multiplied = shape.parameters - looked_up

@@ -1,12 +1,8 @@
-"""How long a training step takes at least, and what holds it up: arithmetic on peak figures.
+"""How long a training step takes at least, and what holds it up: arithmetic on data sheets.
 
 The model is a roofline (Williams et al., "Roofline", 2009): an operation takes as long as what it
 computes, or what it reads and writes, whichever is longer. What ranks send each other goes on
 beside it, where FSDP's prefetch lets it; what a tensor group exchanges is waited for.
-
-The floating-point operations of a training step in products of matrices, by formula.
-
-What GPUs can do, by their makers' data sheets, and what is taken to be reached of such peaks.
 """
 
 from __future__ import annotations
@@ -31,12 +27,7 @@ def step_flops(shape: Shape, train: TrainSection, sequences: int, tensor: int = 
     last product of its feed-forward, which nothing but dropout needs. The loss in chunks leaves out
     rows of the vocabulary that are no token. `shape.flops_per_token` is what a model needs at
     least, by which its utilisation (MFU) is judged; this is what a GPU computes.
-
-    Args:
-        shape: sizes of the model.
-        train: of the run's configuration.
-        sequences: that a rank takes in a step, those it shares with its tensor group included.
-        tensor: ranks that compute each layer together.
+    `sequences` are those that it shares with its `tensor` group, too.
     """
     matrices = shape.dim * (2 * shape.q_dim + 2 * shape.kv_dim + 3 * shape.ffn_dim)
     attention = 2 * train.seq_len * shape.q_dim
@@ -93,10 +84,8 @@ _SHORT = {"A100": "A100-80GB"}
 
 
 def find_gpu(name: str) -> GpuModel:
-    """The GPU of that name, in any case; "A100" is that of 80 GB.
-
-    Raises `UsageError`, with the names that there are.
-    """
+    """The GPU of that name, in any case; "A100" is that of 80 GB. Raises `UsageError`, with the
+    names that there are."""
     wanted = name.upper()
     wanted = _SHORT.get(wanted, wanted)
     by_name = {known.upper(): gpu for known, gpu in GPUS.items()}
@@ -181,26 +170,17 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """The sum of all parts."""
         return self.compute + self.memory + self.within_node + self.between_nodes
 
     @property
     def bound(self) -> Bound:
-        """What most of the step is spent on."""
-        parts: Mapping[Bound, float] = {
-            "compute": self.compute,
-            "memory": self.memory,
-            "within_node": self.within_node,
-            "between_nodes": self.between_nodes,
-        }
-        return max(parts, key=lambda part: parts[part])
+        parts: tuple[Bound, ...] = ("compute", "memory", "within_node", "between_nodes")
+        return max(parts, key=lambda part: float(getattr(self, part)))
 
 
 def step_time(loads: Sequence[Load], gpu: GpuModel, given: Assumptions) -> StepTime:
     """How long a step takes. Within a load everything overlaps but `waited`; between them nothing.
-
-    Within a node and between nodes things are sent at the same time, as a ring over both does.
-    """
+    Within a node and between nodes things are sent at the same time, as a ring over both does."""
     compute = memory = within = between = 0.0
     for load in loads:
         computing, moving = _own_time(load, gpu, given)

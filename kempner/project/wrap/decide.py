@@ -6,26 +6,84 @@ import difflib
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kempner.cluster.slurm import directives
-from kempner.cluster.slurm.directives import Directives
-from kempner.project.wrap import head
-from kempner.project.wrap.head import STOPS, Change
+from kempner.cluster.slurm.directives import Directives, Option
 from kempner.project.wrap.launchers import Kind, Start, kind_of, take_apart
 from kempner.project.wrap.shell import BACKGROUND, CannotWrapError, Command, Script, Word, parse
 
-SHELLS = ("bash", "sh", "dash", "ksh")
+WARNING = "B:SIGTERM@120"
+"""`--signal` where the script has none: to the batch process, two minutes before the end."""
 
-WIDTH = 100
-"""Characters after which the options of kempner get another line."""
+
+@dataclass(frozen=True)
+class Change:
+    """Bytes `start` to `end` of the script become `text`, because of `reason`."""
+
+    start: int
+    end: int
+    text: str
+    reason: str
+
+
+def complete(directives: Directives) -> list[Change]:
+    """What the head of a script lacks for its job to be warned and to come back."""
+    changes, missing = list[Change](), list[tuple[str, str]]()
+    told = "the job's log goes on where it was; it would be emptied at each start"
+    wanted: Mapping[str, tuple[str, str]] = {
+        "signal": (f"--signal={WARNING}", "Slurm warns the batch process before the job's time is "
+                   "over"),
+        "requeue": ("--requeue", "Slurm may put the job back into the queue"),
+        "open-mode": ("--open-mode=append", told),
+    }  # fmt: skip
+    for name, (option, reason) in wanted.items():
+        given = directives.last(name)
+        against = directives.last("no-requeue") if name == "requeue" else None
+        if against is not None and (given is None or given.start < against.start):
+            changes.append(Change(against.start, against.end, option, reason))
+        elif given is None:
+            missing.append((option, reason))
+        elif name == "open-mode" and given.value != "append":
+            changes.append(Change(given.start, given.end, option, reason))
+        elif name == "signal":
+            changes += _to_batch(given)
+    return [
+        *(Change(directives.end, directives.end, f"#SBATCH {o}\n", why) for o, why in missing),
+        *changes,
+    ]
+
+
+def _to_batch(given: Option) -> list[Change]:
+    """Have a warning for the tasks reach the supervisor, which is the batch process."""
+    flags, colon, rest = given.value.rpartition(":")
+    if colon and "B" in flags:
+        return []
+    option = f"--signal={flags}B:{rest}"
+    reason = "the warning goes to the batch process, and from there to the program"
+    return [Change(given.start, given.end, option, reason)]
+
+
+STOPS = ("TERM", "INT", "HUP", "USR1", "USR2")
+"""Signals, without `SIG`, that ask kempner for a stop."""
+
+
+def unknown_signal(directives: Directives) -> Option | None:
+    """A `--signal` that would not ask kempner for a stop."""
+    given = directives.last("signal")
+    if given is None:
+        return None
+    name = given.value.rpartition(":")[2].partition("@")[0].removeprefix("SIG").upper()
+    known = name in STOPS or name in ("15", "2", "1", "10", "12")
+    return None if known else given
+
+
+SHELLS = ("bash", "sh", "dash", "ksh")
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Why a script is left as it is: one sentence."""
-
     sentence: str
 
 
@@ -38,11 +96,8 @@ class Wrapped:
 
 
 def wrap(text: bytes, python: str, file: str, line: int = 0) -> Wrapped | Refused:
-    """What becomes of a batch script, whose file is called `file`.
-
-    `python` is the interpreter with kempner. `line` is that of the training command, 0 to look for
-    it.
-    """
+    """What becomes of a batch script, whose file is called `file`. `python` is the interpreter with
+    kempner. `line` is that of the training command, 0 to look for it."""
     try:
         return _wrap(text, python, file, line)
     except CannotWrapError as error:
@@ -50,7 +105,6 @@ def wrap(text: bytes, python: str, file: str, line: int = 0) -> Wrapped | Refuse
 
 
 def diff(before: bytes, wrapped: Wrapped, name: str) -> str:
-    """The change as a unified diff, for patch(1)."""
     old, new = (
         text.decode(errors="replace").splitlines(keepends=True) for text in (before, wrapped.text)
     )
@@ -77,7 +131,7 @@ def _wrap(text: bytes, python: str, file: str, line: int) -> Wrapped:
         joined = " " if re.match(r"(starts|gives|has|runs|takes) ", str(error)) else ": "
         raise CannotWrapError(f"line {command.line}{joined}{error}") from error
     name = _run_name(command, start, asked, file)
-    changes = head.complete(asked)
+    changes = complete(asked)
     changes += _supervised(command, start, _supervise(python, name, start), script, text)
     return Wrapped(_apply(text, changes), _reasons(text, changes))
 
@@ -110,10 +164,10 @@ def _check_job(asked: Directives) -> None:
                 f"line {found.line} makes the job heterogeneous, and kempner cannot requeue a part "
                 "of one: ask for one set of resources"
             )
-    if given := head.unknown_signal(asked):
+    if given := unknown_signal(asked):
         raise CannotWrapError(
             f"line {given.line} asks for a signal that stops nothing in kempner: write "
-            f"--signal={head.WARNING}"
+            f"--signal={WARNING}"
         )
 
 

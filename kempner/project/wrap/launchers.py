@@ -8,13 +8,167 @@ that is left alone.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from kempner.cluster.slurm.directives import Directives
 from kempner.project.wrap.shell import CannotWrapError, Command, Word
-from kempner.project.wrap.srun import after_options, one_process, read_srun, tasks
+
+_SHORT = {
+    **{"n": "ntasks", "N": "nodes", "c": "cpus-per-task", "w": "nodelist", "G": "gpus", "m":
+       "distribution", "t": "time", "p": "partition", "J": "job-name", "o": "output", "e": "error",
+       "A": "account", "i": "input", "C": "constraint", "x": "exclude", "D": "chdir", "K":
+       "kill-on-bad-exit", "l": "label", "u": "unbuffered", "W": "wait", "Q": "quiet", "v":
+       "verbose", "s": "oversubscribe", "O": "overcommit", "k": "no-kill", "r": "relative",
+       "d": "dependency", "q": "qos", "X": "disable-status", "I": "immediate"},
+}  # fmt: skip
+_COUNTS = ("ntasks", "nodes", "ntasks-per-node")
+_NEEDLESS = frozenset(
+    (
+        *("label", "unbuffered", "kill-on-bad-exit", "export", "cpus-per-task", "gpus", "gres"),
+        *("gpus-per-node", "gpus-per-task", "mem", "mem-per-cpu", "mem-per-gpu", "wait", "jobid"),
+        *("time", "exclusive", "overlap", "exact", "partition", "job-name", "account", "qos"),
+        *("output", "error", "no-kill", "quiet", "verbose", "oversubscribe"),
+        *("overcommit", "disable-status", "constraint", "open-mode", "immediate"),
+    )
+)
+"""Options of srun that kempner gives itself, or that the job has given already."""
+
+_BINDING = frozenset(
+    (
+        *("cpu-bind", "gpu-bind", "mem-bind", "accel-bind", "hint", "distribution", "tres-bind"),
+        *("threads-per-core", "cpu-freq", "network", "switches"),
+    )
+)
+"""Options that go on to the srun that kempner calls."""
+
+_FLAGS = frozenset(
+    (
+        *("label", "unbuffered", "kill-on-bad-exit", "exclusive", "overlap", "exact", "no-kill"),
+        *("quiet", "verbose", "oversubscribe", "overcommit", "disable-status", "pty"),
+        *("multi-prog", "container-mount-home", "no-container-mount-home", "immediate"),
+    )
+)
+_VALUES = frozenset("-" + letter for letter, name in _SHORT.items() if name not in _FLAGS)
+
+
+@dataclass(frozen=True)
+class Srun:
+    """`options` of srun by their long names, in the shell's words; `kept` are to be passed on; its
+    part of the command has `length` words."""
+
+    options: Mapping[str, str]
+    kept: tuple[str, ...]
+    length: int
+
+
+def after_options(values: Sequence[str | None]) -> int:
+    """How many of the words after `srun` are its options and their values."""
+    at = 0
+    while at < len(values) and (word := values[at] or "").startswith("-"):
+        long = word.startswith("--") and "=" not in word and word[2:] not in _FLAGS
+        at += 2 if word in _VALUES or long else 1
+    return at
+
+
+def read_srun(words: Sequence[Word], values: Sequence[str | None]) -> Srun:
+    options, kept, at = dict[str, str](), list[str](), 1
+    while at < len(words) and words[at].source.startswith(("-", '"-', "'-")):
+        source = words[at].source
+        name, value, taken = _option(source, words[at + 1 :])
+        at += 1 + taken
+        if name in _COUNTS:
+            options[name] = value
+        elif name in _BINDING:
+            kept.append(f"--{name}={_plain(name, value)}")
+        elif name == "export" and "=" in value:
+            raise CannotWrapError(
+                f"gives its tasks variables (--export={value}): export them in a line before"
+            )
+        elif name == "het-group":
+            raise CannotWrapError(
+                "starts a part of a heterogeneous job, which kempner cannot requeue: ask for one "
+                "set of resources"
+            )
+        elif name.startswith("container-"):
+            raise CannotWrapError(
+                f"has --{name}, and kempner opens containers by [slurm.container] of a "
+                "configuration: see its page on sites, then write kempner supervise yourself"
+            )
+        elif name not in _NEEDLESS:
+            raise CannotWrapError(f"gives srun --{name}, of which kempner has no equal: remove it")
+    return Srun(options, tuple(kept), at)
+
+
+def _option(source: str, following: Sequence[Word]) -> tuple[str, str, int]:
+    """Long name and value of an option, in the shell's words; how many of the `following` words
+    are its value."""
+    if source.startswith("--"):
+        name, equals, value = source[2:].partition("=")
+        if equals or name in _FLAGS:
+            return name, value, 0
+    else:
+        name, value = _SHORT.get(source[1:2], source.lstrip("-")), source[2:]
+        if value or name in _FLAGS:
+            return name, value.removeprefix("="), 0
+    return name, following[0].source if following else "", 1
+
+
+def _plain(name: str, value: str) -> str:
+    if "$" in value or "`" in value:
+        raise CannotWrapError(
+            f"gives srun --{name}={value}, which kempner cannot read: write it out"
+        )
+    return " ".join(shlex.split(value))
+
+
+_OF_JOB = re.compile(r'"?\$\{?SLURM_(NTASKS|NPROCS|NNODES|JOB_NUM_NODES|NTASKS_PER_NODE)\}?"?')
+
+
+def tasks(options: Mapping[str, str], asked: Directives) -> tuple[str, str]:
+    """Tasks that srun starts on each node, and nodes where those are not all of the job's."""
+    given = {name: value for name, value in options.items() if not _OF_JOB.fullmatch(value)}
+    for name, value in given.items():
+        if not value.isdecimal():
+            raise CannotWrapError(
+                f"gives srun --{name}={value}, which kempner cannot read: write the number"
+            )
+    numbers = {name: int(value) for name, value in given.items()}
+    of_job = asked.number("nodes")
+    nodes = numbers.get("nodes", of_job)
+    hosts = "" if nodes is None or nodes == of_job or nodes == (of_job or 1) else str(nodes)
+    each = numbers.get("ntasks-per-node")
+    total = numbers.get("ntasks")
+    if total is None and each is None:
+        each, total = asked.number("ntasks-per-node"), asked.number("ntasks")
+    if each is None and any(asked.last(f"ntasks-per-{of}") for of in ("gpu", "socket", "core")):
+        raise CannotWrapError("starts tasks by GPU, socket or core: give --ntasks-per-node")
+    if each is not None:
+        return str(each), hosts
+    if total in (None, 1):
+        return "1", ("1" if total == 1 and (nodes or 1) > 1 else hosts)
+    assert total is not None
+    if nodes is None or total % nodes:
+        raise CannotWrapError(
+            f"starts {total} tasks, which kempner cannot divide among "
+            f"{'an unknown number of' if nodes is None else nodes} nodes: give the job --nodes and "
+            "--ntasks-per-node"
+        )
+    return str(total // nodes), hosts
+
+
+def one_process(asked: Directives) -> tuple[str, str]:
+    """A command of the batch script itself is one process, on the job's first node."""
+    nodes = asked.number("nodes")
+    if nodes is not None and nodes > 1:
+        raise CannotWrapError(
+            f"runs on the first of {nodes} nodes alone: start it with srun on all of them first, "
+            "or ask for one node"
+        )
+    several = nodes is None and bool(asked.last("nodes") or (asked.number("ntasks") or 1) > 1)
+    return "1", "1" if several else ""
 
 
 class Kind(IntEnum):
@@ -27,13 +181,11 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Start:
-    """How kempner is to start what a command starts.
-
-    `command` are the words of a rank, in the shell's words; `kept` is the byte of the script from
-    which on they are as they were, after `command`. `procs` are ranks per node, in the shell's
-    words, empty for one on each GPU; `hosts` are nodes, empty for all of the job's; `srun_args` are
-    options for the srun that starts the ranks.
-    """
+    """How kempner is to start what a command starts. `command` are the words of a rank, in the
+    shell's words; `kept` is the byte of the script from which on they are as they were, after
+    `command`. `procs` are ranks per node, in the shell's words, empty for one on each GPU; `hosts`
+    are nodes, empty for all of the job's; `srun_args` are options for the srun that starts the
+    ranks."""
 
     command: tuple[str, ...]
     kept: int
@@ -72,7 +224,6 @@ _LAUNCHING = ("torch.distributed.run", "torch.distributed.launch", "torch.distri
 
 
 def kind_of(command: Command, variables: Mapping[str, str]) -> Kind:
-    """Whether a command is likely to be the training."""
     words = _values(command.words, variables)
     while words and (words[0] in _SKIPPED or _base(words[0]) == "srun"):
         if _base(words[0]) == "srun":
@@ -97,7 +248,6 @@ def kind_of(command: Command, variables: Mapping[str, str]) -> Kind:
 
 
 def take_apart(command: Command, asked: Directives, variables: Mapping[str, str]) -> Start:
-    """How kempner is to start it. Raises `CannotWrapError`."""
     words, values = list(command.words), _values(command.words, variables)
     while values and values[0] in _SKIPPED:
         words, values = words[1:], values[1:]
@@ -189,7 +339,6 @@ def _core(values: Sequence[str | None]) -> int | None:
 
 
 def _module(rest: Sequence[str | None]) -> str | None:
-    """The module of `python -m MODULE`, whose options may come before."""
     for at, word in enumerate(rest):
         if word == "-m":
             return rest[at + 1] if at + 1 < len(rest) else None

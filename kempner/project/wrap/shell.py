@@ -70,14 +70,11 @@ class Redirect:
 
 @dataclass(frozen=True)
 class Command:
-    """A simple command.
-
-    `start` is the byte at which it begins, assignments before it included; `head` and `tail` bound
-    the statement that it is in, which begins a line of the script or follows a `;`. `within` is
-    what is around it, in words, from the outside in. `alone` says that the statement is this
-    command, `last` that nothing follows it but the end, `guards` that what follows it on its line
-    depends on its exit code.
-    """
+    """A simple command. `start` is the byte at which it begins, assignments before it included;
+    `head` and `tail` bound the statement that it is in, which begins a line of the script or
+    follows a `;`. `within` is what is around it, in words, from the outside in. `alone` says that
+    the statement is this command, `last` that nothing follows it but the end, `guards` that what
+    follows it on its line depends on its exit code."""
 
     words: tuple[Word, ...]
     line: int
@@ -99,10 +96,8 @@ class Command:
 @dataclass(frozen=True)
 class Script:
     """A parsed script: its commands in order, and the variables that it sets once, to a constant.
-
     `unsteady` are variables that may have another value at the next start of the same job. `wrong`
-    is the first line that cannot be read, 0 if there is none.
-    """
+    is the first line that cannot be read, 0 if there is none."""
 
     commands: tuple[Command, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -110,12 +105,10 @@ class Script:
     wrong: int = 0
 
     def changes(self, source: str) -> bool:
-        """Whether a word, as the script has it, may be another one at the next start."""
         return _is_unsteady(source, self.unsteady)
 
 
 def parse(text: bytes) -> Script:
-    """The commands of a script for bash or sh, those of functions and loops included."""
     root = _parser().parse(text).root_node
     if root.has_error:
         return Script(wrong=min((n.start_point[0] + 1 for n in _errors(root)), default=1))
@@ -140,7 +133,6 @@ def _errors(node: Node) -> Iterator[Node]:
 
 
 def _commands(node: Node) -> Iterator[Node]:
-    """All commands whose output is not part of another command."""
     if node.type == "command":
         yield node
     elif node.type not in _ELSEWHERE:
@@ -240,7 +232,6 @@ def _is_last(statement: Node) -> bool:
 
 
 def _guards(nodes: tuple[Node, ...]) -> bool:
-    """Whether a command follows in a list that a successful `exec` would never reach."""
     for below, above in pairwise(nodes):
         if above.type != "list" or below == above.named_children[-1]:
             continue

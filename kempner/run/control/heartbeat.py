@@ -14,9 +14,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
-from kempner.run.control.protocol import Moves, Phase, Report, shorten
-from kempner.run.process.awake_clock import AwakeClock
+from kempner.run.control.protocol import Moves, Phase, Report
+from kempner.run.link.messages import shorten
+from kempner.run.process.collectives import CollectivesUnderWay, collectives_under_way
 from kempner.run.process.retry import storage_waits
+from kempner.run.process.threads import AwakeClock
 from kempner.run.process.whereabouts import CodePlace, Whereabouts
 
 Waiting: TypeAlias = Callable[[str], AbstractContextManager[None]]
@@ -53,11 +55,6 @@ class StepDelays:
     data: float = 0.0
     ranks: float = 0.0
 
-    def __add__(self, other: StepDelays) -> StepDelays:
-        return StepDelays(
-            self.saves + other.saves, self.data + other.data, self.ranks + other.ranks
-        )
-
 
 class Progress:
     """The last step that is done, the phase under way, and the time spent waiting for others.
@@ -72,9 +69,11 @@ class Progress:
         """Seconds from the start of this process's line to each phase that was entered."""
         self._started = time.monotonic()
         self._waited = self._elsewhere = 0.0
-        self._saving = self._reading = self._told = 0.0
+        self._held_up = {"saves": 0.0, "data": 0.0}
+        self._told = 0.0
         self._waiting_for = ""
         self._whereabouts = Whereabouts() if own_program else None
+        self._seen_moves = 0
         # One value, replaced as a whole: the thread that reads it must not see half of a step.
         # The last is the steps of the loops before this one, where a program has several.
         self._done = (0, 0.0, 0.0, 0)
@@ -84,16 +83,14 @@ class Progress:
         """The last step that is done, those of loops before counted."""
         return self._done[0]
 
-    @step.setter
-    def step(self, step: int) -> None:
+    def made(self, step: int, *, before: bool = False) -> None:
+        """A step was made, `before` this place was reached or now; the first one that is made now
+        ends the phase in which kernels are compiled.
+        """
         worked = time.monotonic() - self._started - self._elsewhere - self._waited
-        before = self._done[3]
-        self._done = (before + step, worked, self._waited, before)
-
-    def made(self, step: int) -> None:
-        """A step was made; the first one ends the phase in which kernels are compiled."""
-        self.step = step
-        if self.phase is Phase.COMPILE:
+        others = self._done[3]
+        self._done = (others + step, worked, self._waited, others)
+        if not before and self.phase is Phase.COMPILE:
             self.enter(Phase.STEP)
 
     def begin_another(self) -> None:
@@ -118,28 +115,22 @@ class Progress:
         self._waited = waited
         took = time.monotonic() - since
         self._elsewhere += took
-        self._saving += took if phase is Phase.SAVE else 0.0
+        self._held_up["saves"] += took if phase is Phase.SAVE else 0.0
         self.phase = before
 
     def take_held_up(self) -> StepDelays:
         """What held up the steps since this was asked for, evaluations left out."""
-        held_up = StepDelays(self._saving, self._reading, self._waited - self._told)
-        self._saving, self._reading, self._told = 0.0, 0.0, self._waited
+        held_up = StepDelays(**self._held_up, ranks=self._waited - self._told)
+        self._held_up, self._told = {"saves": 0.0, "data": 0.0}, self._waited
         return held_up
 
     @contextmanager
-    def held_up_by_save(self) -> Iterator[None]:
-        """In this block of a step it waits until a save has its copy of the state."""
+    def held_up_by(self, what: str) -> Iterator[None]:
+        """In this block of a step it waits for its `data`, or until a save (`saves`) has its copy
+        of the state."""
         since = time.monotonic()
         yield
-        self._saving += time.monotonic() - since
-
-    @contextmanager
-    def held_up_by_data(self) -> Iterator[None]:
-        """In this block of a step it waits for its samples."""
-        since = time.monotonic()
-        yield
-        self._reading += time.monotonic() - since
+        self._held_up[what] += time.monotonic() - since
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -153,6 +144,11 @@ class Progress:
         """All of it, at this moment; may be called from any thread."""
         step, worked, waited, _ = self._done
         storage, place = storage_waits(), self.place()
+        moves = 0 if self._whereabouts is None else self._whereabouts.moves
+        stands, self._seen_moves = moves == self._seen_moves, moves
+        begun = CollectivesUnderWay()
+        if stands and (where := self._whereabouts) and (place.collective or where.in_backward):
+            begun = collectives_under_way(where.thread if place.collective else None)
         return Report(
             step,
             self.phase,
@@ -160,7 +156,9 @@ class Progress:
             round(waited, 3),
             self._waiting_for or place.collective,
             shorten(storage.waiting_for),
-            Moves(storage.tries, 0 if self._whereabouts is None else self._whereabouts.moves),
+            Moves(storage.tries, moves),
+            place.line[-255:],
+            begun,
         )
 
     def place(self) -> CodePlace:

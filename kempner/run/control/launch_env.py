@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kempner.run.control.heartbeat_file import HEARTBEAT_FILE
-from kempner.run.control.protocol import Secret
 from kempner.run.control.trackers import TRACKERS, Trackers
+from kempner.run.link.auth import Secret
+from kempner.run.link.messages import Message
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.run_dir import RunDirectory
 
 _ATTEMPT = "KEMPNER_ATTEMPT"
 _NONCE = "KEMPNER_ATTEMPT_NONCE"
 _PARENT = "KEMPNER_SUPERVISOR_PID"
-_ADDRESSES = "KEMPNER_CONTROL_ADDRESSES"
-_PORT = "KEMPNER_CONTROL_PORT"
+_SOCKET = "KEMPNER_CONTROL_SOCKET"
 _TOKEN = "KEMPNER_CONTROL_TOKEN"
 _JOB = "KEMPNER_BATCH_JOB"
 _RUN = "KEMPNER_RUN_DIR"
@@ -31,11 +31,8 @@ _PATIENCE = "KEMPNER_STORAGE_PATIENCE"
 _NETWORK = "KEMPNER_NETWORK"
 _FORKED = "KEMPNER_FORKED"
 
-IN_MEMORY = "KEMPNER_IN_MEMORY"
-"""Says to an agent that its ranks keep their last steps in memory."""
-
-BUDDY = "KEMPNER_BUDDY"
-"""Says to an agent where its ranks' buddy is, as the agents' `Buddy` writes it."""
+_IN_MEMORY = "KEMPNER_IN_MEMORY"
+"""Says to a rank that it keeps its last steps in memory."""
 
 AS_FORKED = {_FORKED: "1"}
 """What a fork server adds to the environment of a rank."""
@@ -47,18 +44,31 @@ EXPORT_FOR = "KEMPNER_EXPORT_FOR"
 """The process id of the supervisor, for an exporter of metrics that is to end with it."""
 
 
-@dataclass(frozen=True)
-class Control:
-    """Where the supervisor listens, the likeliest address first, and the secret that makes it
-    listen to a rank."""
-
-    addresses: tuple[str, ...]
-    port: int
-    secret: Secret
+SUPERVISED = "KEMPNER_SUPERVISED"
+"""Is in the environment of all that a supervisor has started, on every node: which one, and the
+directory of its run, as `mark_of` reads it."""
 
 
 @dataclass(frozen=True)
-class LaunchTerms:
+class SupervisorMark:
+    """Which supervisor has started a process, and in which run."""
+
+    supervisor: str
+    run: Path
+
+    def variables(self) -> dict[str, str]:
+        """The variable by which it is handed on."""
+        return {SUPERVISED: f"{self.supervisor}:{os.path.realpath(self.run)}"}
+
+
+def mark_of(environ: Mapping[str, str]) -> SupervisorMark | None:
+    """Of which supervisor and run a process with this environment is; None if of none."""
+    supervisor, _, run = environ.get(SUPERVISED, "").partition(":")
+    return SupervisorMark(supervisor, Path(run)) if run else None
+
+
+@dataclass(frozen=True)
+class LaunchTerms(Message):
     """What a rank must know that is not told by a configuration: the run's directory, after how
     many seconds without a heartbeat it exits, how many it has after a stop request, and how many it
     waits for storage. `network` is the configuration's section `distributed` in JSON, `trackers`
@@ -85,7 +95,8 @@ class BuddyTerms:
 
 @dataclass(frozen=True)
 class Launch:
-    """The attempt that a rank belongs to, and how to talk to its supervisor.
+    """The attempt that a rank belongs to, and how to talk to its supervisor: by way of the agent
+    that listens at a `socket`, and believes only those that know the `secret`.
 
     `parent` is the supervisor's process id where the ranks are its children, or those of its fork
     server (`forked`); a rank that does not see it, in a container, does without. `job` is the Slurm
@@ -95,7 +106,8 @@ class Launch:
     """
 
     attempt: Attempt
-    control: Control
+    secret: Secret
+    socket: str = ""
     parent: int | None = None
     job: str | None = None
     terms: LaunchTerms | None = None
@@ -108,7 +120,7 @@ class Launch:
         command lines and logs."""
         followed = {} if self.parent is None else {_PARENT: f"{self.parent}@{_namespace()}"}
         queued = {} if self.job is None else {_JOB: self.job}
-        kept = {IN_MEMORY: "1"} if self.in_memory else {}
+        kept = {_IN_MEMORY: "1"} if self.in_memory else {}
         return (
             followed
             | queued
@@ -117,9 +129,8 @@ class Launch:
             | {
                 _ATTEMPT: str(self.attempt.number),
                 _NONCE: self.attempt.nonce,
-                _ADDRESSES: ",".join(self.control.addresses),
-                _PORT: str(self.control.port),
-                _TOKEN: self.control.secret.token,
+                _SOCKET: self.socket,
+                _TOKEN: self.secret.token,
             }
         )
 
@@ -153,11 +164,8 @@ class Launch:
             return None
         return cls(
             attempt=Attempt(number=int(environ[_ATTEMPT]), nonce=environ[_NONCE]),
-            control=Control(
-                addresses=tuple(environ[_ADDRESSES].split(",")),
-                port=int(environ[_PORT]),
-                secret=Secret(environ[_TOKEN]),
-            ),
+            secret=Secret(environ[_TOKEN]),
+            socket=environ[_SOCKET],
             parent=_visible(environ.get(_PARENT, "")),
             job=environ.get(_JOB),
             terms=_terms(environ) if _RUN in environ else None,
@@ -190,16 +198,6 @@ def run_of(environ: Mapping[str, str]) -> Path | None:
     return Path(environ[_RUN]) if _RUN in environ else None
 
 
-def with_token(variables: Mapping[str, str], token: str) -> dict[str, str]:
-    """`Launch.environment()` again, from what `without_token` left of it."""
-    return {**variables, _TOKEN: token}
-
-
-def without_token(variables: Mapping[str, str]) -> dict[str, str]:
-    """`Launch.environment()` without the secret."""
-    return {name: value for name, value in variables.items() if name != _TOKEN}
-
-
 def forget_secret(environ: MutableMapping[str, str] = os.environ) -> None:
     """Take the token out, so that neither a child nor a record of the environment gets it."""
     environ.pop(_TOKEN, None)
@@ -207,4 +205,4 @@ def forget_secret(environ: MutableMapping[str, str] = os.environ) -> None:
 
 def keeps_no_steps(environ: Mapping[str, str]) -> bool:
     """Whether there is a supervisor, and it has decided to keep no steps in memory."""
-    return _ATTEMPT in environ and IN_MEMORY not in environ
+    return _ATTEMPT in environ and _IN_MEMORY not in environ

@@ -13,11 +13,11 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 
 import psutil
 
-from kempner.run.control.launch_env import run_of
+from kempner.run.control.launch_env import mark_of, run_of
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.run_dir import RunDirectory
@@ -67,15 +67,12 @@ def end_leftovers(run: RunDirectory, grace: float, hurry: Callable[[], bool] = b
     for process, _ in (asked for head in heads for asked in processes_to_signal(head)):
         with suppress(psutil.Error):
             process.terminate()
-    end = monotonic() + grace
-    while left and monotonic() < end and not hurry():
-        left = psutil.wait_procs(left, timeout=_LOOK)[1]
+    _wait_until_gone(left, grace, hurry)
     left = leftovers(run)
     for process in left:
         with suppress(psutil.Error):
             process.kill()
-    stuck = psutil.wait_procs(left, timeout=_KILL_TIME)[1]
-    if stuck:
+    if stuck := _wait_until_gone(left, _KILL_TIME):
         pids = ", ".join(str(process.pid) for process in stuck)
         raise UsageError(
             f"process {pids} on this machine is of the run in {run.path} and cannot be ended; "
@@ -83,17 +80,47 @@ def end_leftovers(run: RunDirectory, grace: float, hurry: Callable[[], bool] = b
         )
 
 
+def _wait_until_gone(
+    processes: Sequence[psutil.Process], seconds: float, hurry: Callable[[], bool] = bool
+) -> list[psutil.Process]:
+    """Those that live after that time; one whose parent has not asked how it ended is gone."""
+    end, left = monotonic() + seconds, list(processes)
+    while (left := list(filter(_lives, left))) and monotonic() < end and not hurry():
+        sleep(_LOOK)
+    return left
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def leftovers(run: RunDirectory) -> Sequence[psutil.Process]:
-    """The living processes on this machine whose environment names this run."""
-    mine = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    """The living processes on this machine whose environment names this run, and not the supervisor
+    that this process is of; none that such a process descends from."""
+    ours, mine, found = mark_of(os.environ), [psutil.Process()], []
     where = os.path.realpath(run.path)
-    found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            told = run_of(process.environ()) if process.pid not in mine else None
-            if told is not None and os.path.realpath(told) == where:
+            environ = process.environ()
+            mark, told = mark_of(environ), run_of(environ)
+            if mark is not None and mark == ours:
+                mine.append(process)
+            elif (mark is not None and str(mark.run) == where) or (
+                mark is None and told is not None and os.path.realpath(told) == where
+            ):
                 found.append(process)
-    return found
+    kept = {process.pid for process in mine} | {pid for one in mine for pid in _above(one)}
+    return [process for process in found if process.pid not in kept]
+
+
+def _above(process: psutil.Process) -> list[int]:
+    try:
+        return [parent.pid for parent in process.parents()]
+    except psutil.Error:  # it has just gone
+        return []
 
 
 def _parent(process: psutil.Process) -> int:

@@ -5,174 +5,23 @@ does not read; a file may lie on a full disk. None of that is worth a step of tr
 be shown is counted, and the count is shown as soon as something can be.
 
 Nothing beyond the standard library is imported here: this is armed before anything else.
-
-Makes calls that may block for ever, such as writes to a terminal or to storage that hangs.
-
-They are made on a thread of their own, one after the other. The caller waits until its call was
-made, so that what it wrote is there when that returns; but never for longer than `PATIENCE`, and
-while an earlier call is stuck not at all.
-
-Nothing beyond the standard library is imported here: this is needed before anything else.
 """
 
 from __future__ import annotations
 
 import atexit
 import io
-import math
 import os
 import select
 import shutil
 import sys
 import threading
-import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn, TextIO, TypeAlias
+from typing import Any, NoReturn, TextIO
 
-PATIENCE = 0.5
-"""Seconds that a caller waits for a call that does not return; once, until one returns again."""
-
-IDLE = 5.0
-"""Seconds after which a thread ends that has nothing to do; the next errand starts another."""
-
-
-class Errand:
-    """Something to do that may block: `run` returns the seconds after which to try it again.
-
-    None where nothing is left to do. It must not raise what can be expected, such as `OSError`.
-    """
-
-    def __init__(self, run: Callable[[], float | None]) -> None:
-        self.run = run
-        self.asked = self.done = 0
-        self.due_at = math.inf
-
-
-Tickets: TypeAlias = list[tuple[Errand, int]]
-"""Errands, each with how often it has to be done until it counts."""
-
-
-class Courier:
-    """A thread that runs errands. Methods may be called from any thread; none raises."""
-
-    _stuck: bool
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._start_anew()
-        _couriers.add(self)
-
-    def prompt(self, errand: Errand) -> None:
-        """Have `errand` run now, and wait for that as long as this thread has patience."""
-        if sys.is_finalizing():  # no other thread runs any more, and one may have held the lock
-            errand.run()
-            return
-        with self._changed:
-            ticket = self._ask_for(errand)
-            if not self._has_thread():
-                errand.run()  # no thread is to be had: rather wait than keep silent
-            elif not (self._stuck or threading.current_thread() is self._thread):
-                self._stuck = not self._changed.wait_for(lambda: errand.done >= ticket, PATIENCE)
-
-    def settle(self, seconds: float) -> bool:
-        """Have whatever is left tried once more; whether that was done within `seconds`.
-
-        Not to be called once the interpreter is torn down.
-        """
-        return self.wait_for(self.ask_again(), seconds)
-
-    def ask_again(self) -> Tickets:
-        """Have whatever is left tried once more, from now on; what to wait for."""
-        with self._changed:
-            left = [*self._due, *([] if self._running is None else [self._running])]
-            return [(errand, self._ask_for(errand)) for errand in left]
-
-    def wait_for(self, tickets: Tickets, seconds: float) -> bool:
-        """Wait until that is done; whether it was within `seconds`."""
-        with self._changed:
-            if not tickets or not self._has_thread():
-                return not tickets
-            return self._changed.wait_for(
-                lambda: all(errand.done >= ticket for errand, ticket in tickets), seconds
-            )
-
-    def _start_anew(self) -> None:
-        """Begin without a thread and with nothing to do, as a forked child has to."""
-        self._changed = threading.Condition()
-        self._due: set[Errand] = set()
-        self._running: Errand | None = None
-        self._stuck = False
-        self._thread: threading.Thread | None = None
-
-    def _ask_for(self, errand: Errand) -> int:
-        errand.asked += 1
-        errand.due_at = min(errand.due_at, time.monotonic())
-        self._due.add(errand)
-        self._changed.notify_all()
-        return errand.asked
-
-    def _has_thread(self) -> bool:
-        """Whether a thread is there; it is started if not."""
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-            self._running = None
-            try:
-                self._thread.start()
-            except RuntimeError:  # out of threads, or the interpreter is about to end
-                self._thread = None
-        return self._thread is not None
-
-    def _serve(self) -> None:
-        while (due := self._next()) is not None:
-            errand, asked = due
-            again = errand.run()
-            with self._changed:
-                errand.done, self._running, self._stuck = asked, None, False
-                if again is not None:
-                    errand.due_at = min(errand.due_at, time.monotonic() + again)
-                    self._due.add(errand)
-                self._changed.notify_all()
-
-    def _next(self) -> tuple[Errand, int] | None:
-        """The errand that has been due for longest, once there is one, and how often it was asked
-        for until now; None where there is nothing to do for a while.
-        """
-        with self._changed:
-            while True:
-                first = min(self._due, key=lambda errand: errand.due_at, default=None)
-                wait = IDLE if first is None else first.due_at - time.monotonic()
-                if first is not None and wait <= 0:
-                    self._due.discard(first)
-                    first.due_at, self._running = math.inf, first
-                    return first, first.asked
-                if not self._changed.wait(wait) and not self._due:
-                    self._thread = None
-                    return None
-
-
-_couriers: weakref.WeakSet[Courier] = weakref.WeakSet()
-
-
-def settle_all(seconds: float) -> None:
-    """Give every courier of this process the chance to end what it has to do; `seconds` in all."""
-    end = time.monotonic() + seconds
-    # All at once: what one of them cannot end must not take the time of the others.
-    asked = [(courier, courier.ask_again()) for courier in list(_couriers)]
-    for courier, tickets in asked:
-        courier.wait_for(tickets, max(0.0, end - time.monotonic()))
-
-
-def _forget_couriers() -> None:
-    for courier in list(_couriers):
-        courier._start_anew()
-
-
-os.register_at_fork(after_in_child=_forget_couriers)
-
+from kempner.run.output.writers import Writer, settle_all
 
 KEPT = 256 * 1024
 """Bytes that wait for an output that takes none at the moment; what comes beyond is counted."""
@@ -190,48 +39,38 @@ class _Chunk:
     lost_before: int
 
 
-class _Outlet:
+class _Outlet(Writer[_Chunk]):
     """One file, terminal or pipe that standard output or error, or both, lead to."""
 
+    _dropped: int
+    _lost: int
+
     def __init__(self) -> None:
-        self._waiting: deque[_Chunk] = deque()
-        self._lock = threading.Lock()
-        self._size = self._dropped = self._lost = self.puts = 0
-        self._torn = False
-        self._errand, self._courier = Errand(self._write), Courier("output")
+        self.puts, self._torn = 0, False
+        super().__init__("output", KEPT)
 
-    @property
-    def lost(self) -> int:
-        """Lines that could not be shown, and whose count could not be shown either."""
-        return self._lost + self._dropped
-
-    def put(self, descriptor: int, data: bytes) -> None:
+    def show(self, descriptor: int, data: bytes) -> None:
         """Write as soon as that can be done; as a rule before this returns."""
         self.puts += 1
         if sys.is_finalizing():  # there are no threads any more: what would block is lost
             if _takes_some(descriptor):
                 self._show(_Chunk(descriptor, data, self._dropped))
             return
-        with self._lock:
-            if self._size and self._size + len(data) > KEPT:
-                self._dropped += data.count(b"\n")
-            else:
-                self._waiting.append(_Chunk(descriptor, data, self._dropped))
-                self._size, self._dropped = self._size + len(data), 0
-        self._courier.prompt(self._errand)
+        with self._changed:
+            before, self._dropped = self._dropped, 0
+            self.prompt(_Chunk(descriptor, data, before), len(data))
 
-    def start_anew(self) -> None:
-        """In a forked child: what waits is the parent's to write."""
-        self._waiting, self._lock = deque(), threading.Lock()
-        self._size = self._dropped = self._lost = 0
+    def _drop(self, item: _Chunk) -> None:
+        self._dropped = item.lost_before + item.data.count(b"\n")
+
+    def _start_anew(self) -> None:
+        super()._start_anew()
+        self._dropped = self._lost = 0
 
     def _write(self) -> None:
         while self._waiting:
-            chunk = self._waiting[0]
-            self._show(chunk)
-            with self._lock:
-                self._waiting.popleft()
-                self._size -= len(chunk.data)
+            self._show(self._waiting[0][0])
+            self._taken += self._waiting.popleft()[1]
 
     def _show(self, chunk: _Chunk) -> None:
         self._lost += chunk.lost_before
@@ -286,19 +125,15 @@ def _outlet(descriptor: int) -> _Outlet:
         return _outlets[key]
 
 
-def _forget_all() -> None:
+def _forget_who_finds() -> None:
     global _finding
     _finding = threading.RLock()
-    for outlet in _outlets.values():
-        outlet.start_anew()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_forget_who_finds)
 
 
 class _Raw(io.RawIOBase):
-    """What a text stream writes to."""
-
     def __init__(self, descriptor: int, name: str) -> None:
         self._descriptor, self.name = descriptor, name
 
@@ -313,15 +148,13 @@ class _Raw(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         content = bytes(data)
-        _outlet(self._descriptor).put(self._descriptor, content)
+        _outlet(self._descriptor).show(self._descriptor, content)
         return len(content)
 
 
 def protect(names: Collection[str] = ("stdout", "stderr")) -> None:
-    """Let nothing that is written to `sys.stdout` and `sys.stderr` fail or block from now on.
-
-    One that is replaced by something else, a notebook's, say, stays as it is. Safe to call again.
-    """
+    """Let nothing that is written to `sys.stdout` and `sys.stderr` fail or block from now on. What
+    the program has put in their place stays. Safe to call again."""
     for name in names:
         stream, first = getattr(sys, name), getattr(sys, f"__{name}__")
         if stream is None:  # closed before this process began; its number must not go to a file
@@ -335,7 +168,6 @@ def protect(names: Collection[str] = ("stdout", "stderr")) -> None:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a line, on standard output or on `stream`. Never raises."""
     try:
         print(f"{_line.before}{text}", file=stream or sys.stdout, flush=True)
         if _line.after:
@@ -355,10 +187,14 @@ class _LastLine:
 _ERASE = "\r\x1b[2K"
 
 
-def can_rewrite(stream: TextIO | None = None) -> bool:
-    """Whether standard output, or `stream`, is a terminal on which a line can be written anew."""
-    there = stream or sys.stdout
-    return there.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+def pass_on(descriptor: int, data: bytes) -> None:
+    """Show what another process has printed, by one of this one's outputs. Never raises."""
+    _outlet(descriptor).show(descriptor, data)
+
+
+def can_rewrite() -> bool:
+    """Whether standard output is a terminal on which a line can be written anew."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
 def show_for_now(text: str) -> None:
@@ -375,11 +211,7 @@ def show_for_now(text: str) -> None:
 
 
 class WholeLine:
-    """A line that this process has said, and says anew as long as it has said nothing else.
-
-    Unlike one of `show_for_now` it is whole: what another process prints begins below it. Only as
-    long as no other has printed anything may it be said anew.
-    """
+    """A line that this process has said, and may say anew as long as nothing else was printed."""
 
     def __init__(self, text: str) -> None:
         say(text)
@@ -395,7 +227,6 @@ class WholeLine:
 
 
 def _puts() -> int:
-    """How often this process has written to its outputs."""
     return sum(outlet.puts for outlet in _outlets.values())
 
 
@@ -423,7 +254,7 @@ def leave_line_to_others(theirs: bool) -> None:
 
 def lost_lines() -> int:
     """How many lines could not be shown, and have not been reported there yet."""
-    return _unsaid + sum(outlet.lost for outlet in _outlets.values())
+    return _unsaid + sum(outlet._lost + outlet._dropped for outlet in _outlets.values())
 
 
 def at_the_end(tell: Callable[[], None]) -> None:
@@ -432,11 +263,9 @@ def at_the_end(tell: Callable[[], None]) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with `code`, now: a signal that comes meanwhile does not change that.
-
-    The interpreter is not torn down. That would restore the signals' default actions, and wait for
-    threads that may be stuck. Whatever is told but not written yet gets `LAST_WORDS` seconds.
-    """
+    """End this process with `code`, now: a signal that comes meanwhile does not change that. The
+    interpreter is not torn down. That would restore the signals' default actions, and wait for
+    threads that may be stuck. Whatever is told but not written yet gets `LAST_WORDS` seconds."""
     _flush()
     for tell in _farewells.values():
         tell()
@@ -445,17 +274,16 @@ def leave(code: int) -> NoReturn:
 
 
 def _flush() -> None:
-    """Write what the program has printed, and what else is left, if that takes no longer than
-    `LAST_WORDS` seconds.
-    """
-    Courier("flush").prompt(Errand(_flush_buffers))
+    """Write what the program has printed, and what else is left, within `LAST_WORDS` seconds."""
+    _Flush("flush").prompt()
     settle_all(LAST_WORDS)
 
 
-def _flush_buffers() -> None:
-    for stream in (sys.stdout, sys.stderr, *_kept):  # some of which may not be ours
-        with suppress(OSError, ValueError, AttributeError):
-            stream.flush()
+class _Flush(Writer[None]):
+    def _write(self) -> None:
+        for stream in (sys.stdout, sys.stderr, *_kept):  # some of which may not be ours
+            with suppress(OSError, ValueError, AttributeError):
+                stream.flush()
 
 
 def _open_stream(descriptor: int, name: str, like: io.TextIOWrapper | None) -> io.TextIOWrapper:

@@ -3,30 +3,25 @@
 Before `open_log` names a file, events reach stderr only. A warning or worse is always printed, so
 that a user sees it on the terminal or in Slurm's output without knowing where the file is. Logging
 never raises, and never blocks for longer than a moment.
-
-Words of a command line without the secrets among them, for a log that others can read.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 import structlog
 
-from kempner.run.output.background_files import JsonLines, open_lines, unwritten_lines
 from kempner.run.output.console import at_the_end, lost_lines, say
+from kempner.run.output.writers import JsonLines, open_lines, unwritten_lines
 
 _LEVELS = logging.getLevelNamesMapping()
 
 
 class _Sink:
-    """Writes each event as JSON to the file, if one is open, and as a sentence to stderr."""
-
     def __init__(self) -> None:
         self.file: JsonLines | None = None
         self.context: dict[str, object] = {}
@@ -36,7 +31,7 @@ class _Sink:
         self, logger: object, method: str, event: MutableMapping[str, object]
     ) -> Mapping[str, object]:
         if self.file is not None:
-            self.file.append(json.dumps({**event, **self.context}, default=str))
+            self.file.append({**event, **self.context})
         if _LEVELS[method.upper()] >= self.console_level:
             say(f"kempner: {sentence(event)}", sys.stderr)
         raise structlog.DropEvent
@@ -54,7 +49,6 @@ def sentence(event: Mapping[str, object]) -> str:
 
 
 def configure() -> None:
-    """Set structlog up for this process. Safe to call again."""
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
@@ -111,14 +105,15 @@ _SECRET_VALUE = re.compile(
 _IN_ADDRESS = re.compile(r"(?<=://)([^/@:\s]*):([^/@\s]+)(?=@)")
 """`user:password` in a URL."""
 
+_SHORTEST = 8
+"""Characters of a variable's value from which on it may be a secret, and no word."""
+
 _ASSIGNED = re.compile(r"(?P<name>-{0,2}[A-Za-z_][\w.-]*)=(?P<value>.+)", re.DOTALL)
 
 
 def redacted(words: Sequence[str]) -> list[str]:
-    """The same words, with `***` for what a name or a form says is secret.
-
-    That is the value of `--x.token=VALUE`, of `API_KEY=VALUE`, and the word after `--token`.
-    """
+    """The same words, with `***` for what a name or a form says is secret. That is the value of
+    `--x.token=VALUE`, of `API_KEY=VALUE`, and the word after `--token`."""
     return list(_redacted(words))
 
 
@@ -137,6 +132,20 @@ def _redacted(words: Sequence[str]) -> Iterator[str]:
             yield _SECRET_VALUE.sub(HIDDEN, _IN_ADDRESS.sub(rf"\1:{HIDDEN}", word))
 
 
+def masking(environ: Mapping[str, str]) -> Callable[[bytes], bytes]:
+    """Puts `***` in place of what in lines of a program has the form of a secret, or is the value
+    of a variable in `environ` whose name says so."""
+    known = {v.encode() for name, v in environ.items() if is_secret(name) and len(v) >= _SHORTEST}
+    forms = [re.escape(value) for value in sorted(known, key=len, reverse=True)]
+    secret = re.compile(b"|".join([*forms, _SECRET_VALUE.pattern.encode()]))
+    address, hidden = re.compile(_IN_ADDRESS.pattern.encode()), HIDDEN.encode()
+
+    def masked(lines: bytes) -> bytes:
+        lines = secret.sub(hidden, lines)
+        return address.sub(rb"\1:" + hidden, lines) if b"://" in lines else lines
+
+    return masked
+
+
 def is_secret(name: str) -> bool:
-    """Whether a variable or an option of this name holds a secret."""
     return _SECRET_NAME.search(name) is not None

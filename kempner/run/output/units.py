@@ -1,7 +1,4 @@
-"""Numbers as people read them: in units that fit, and with nouns that agree with them.
-
-Many numbers in few words.
-"""
+"""Numbers as people read them: in units that fit, and with nouns that agree with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Durable and atomic writes of small files, renames and links."""
+"""Durable and atomic writes of small files, what file systems can do, names that are no UTF-8."""
 
 from __future__ import annotations
 
@@ -9,17 +9,27 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 LATE = 60.0
 """Seconds for which a host may not see what another has made: NFS's default acdirmax, nfs(5)."""
 
 
+_NO_FSYNC_OF_FOLDERS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
+
+
 def fsync_directory(path: Path) -> None:
-    """Make the directory's entries (creations, renames, removals) survive a power loss."""
+    """Make the directory's entries (creations, renames, removals) survive a power loss, where the
+    file system can."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FSYNC_OF_FOLDERS:
+            raise
     finally:
         os.close(descriptor)
 
@@ -33,21 +43,20 @@ def write_durable(path: Path, content: bytes | memoryview) -> None:
 
 
 def rename(source: Path, target: Path, arrived: Callable[[], bool]) -> None:
-    """Rename, also where the answer is lost on its way; raises `OSError`.
-
-    A client of a network file system that got no answer asks again, and is told that `source` is
-    not there because the first request was carried out. `arrived` tells whether `target` is what
-    `source` was.
-    """
+    """Rename, also where the answer is lost on its way: a network file system then asks again and
+    is told that `source` is gone, or reports the loss. `arrived` tells whether `target` is what
+    `source` was. Raises `OSError`."""
     try:
         source.rename(target)
-    except FileNotFoundError:
-        if not arrived():
+    except OSError:
+        there = False
+        with suppress(OSError):  # the first error says more
+            there = arrived()
+        if not there:
             raise
 
 
 def holds(path: Path, content: bytes) -> bool:
-    """Whether `path` is a file with this content."""
     return path.is_file() and path.read_bytes() == content
 
 
@@ -56,11 +65,22 @@ def await_entry(
 ) -> bool:
     """Whether `path` is there, or comes to be seen within `seconds`: another host has made it."""
     end = time.monotonic() + seconds
-    while not os.access(path, os.F_OK):  # which asks for no more than the name
+    while not is_listed(path):
         if time.monotonic() > end:
             return False
         pause(0.1)
     return True
+
+
+def is_listed(path: Path) -> bool:
+    """Whether a name is there, also where this host remembers that it was not: network file systems
+    do so for seconds, but ask again for a folder that is opened anew. Raises `OSError`."""
+    if os.access(path, os.F_OK):  # which asks for no more than the name
+        return True
+    try:
+        return any(entry.name == path.name for entry in path.parent.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def comes_to_hold(path: Path, content: bytes, seconds: float) -> bool:
@@ -70,11 +90,8 @@ def comes_to_hold(path: Path, content: bytes, seconds: float) -> bool:
 
 
 def join_directory(path: Path) -> None:
-    """Make a directory that others make at the same moment, and wait until it is seen.
-
-    The folder that it is in must be there: nothing is made in the place of storage that is away.
-    Raises `OSError`.
-    """
+    """Make a directory that others make at the same moment, and wait until it is seen. Its parent
+    must be there: nothing is made in the place of storage that is away. Raises `OSError`."""
     try:
         path.mkdir()
     except FileExistsError:
@@ -84,10 +101,7 @@ def join_directory(path: Path) -> None:
 
 def replace_durable(path: Path, content: bytes, *, unique: str) -> None:
     """Replace `path` so that a reader sees the old content or the new one, also after a crash.
-
-    `unique` keeps the temporary names of concurrent writers apart. Raises `OSError`, and leaves no
-    temporary file then.
-    """
+    `unique` keeps temporary names of concurrent writers apart; none stays. Raises `OSError`."""
     temporary = path.with_name(f".{path.name}.{unique}")
     temporary.unlink(missing_ok=True)
     try:
@@ -102,11 +116,8 @@ def replace_durable(path: Path, content: bytes, *, unique: str) -> None:
 
 @contextmanager
 def publish(target: Path) -> Iterator[Path]:
-    """Yields a name to write to, beside `target`; what is there in the end becomes `target`.
-
-    It does so by one rename, made durable; the writer fsyncs what it wrote. Whatever goes wrong
-    before leaves nothing behind. Raises `FileExistsError` if `target` is there.
-    """
+    """Yields a name beside `target` to write to; what is there in the end becomes `target` by one
+    durable rename, or nothing stays. The writer fsyncs. Raises `FileExistsError`."""
     _refuse_to_replace(target)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
@@ -128,12 +139,9 @@ def _refuse_to_replace(target: Path) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append one line with a single write(2), and start it on a line of its own.
-
-    A writer that was killed may have left half a line behind: without the newline that this puts
-    before the next one, the new line would be lost together with the torn one.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    """Append one line with a single write(2). It gets a line of its own also where a writer that
+    was killed has left half a line behind."""
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
@@ -142,3 +150,153 @@ def append_line(path: Path, line: str) -> None:
             raise OSError(errno.ENOSPC, "only a part of the line was written", str(path))
     finally:
         os.close(descriptor)
+
+
+_BYTES, _CHARACTERS = range(0xDC80, 0xDD00), range(0xF780, 0xF800)
+_TO_TEXT = dict(zip(_BYTES, _CHARACTERS, strict=True))
+_TO_NAMES = dict(zip(_CHARACTERS, _BYTES, strict=True))
+
+T = TypeVar("T")
+
+
+def as_text(value: T) -> T:
+    """A value made of dataclasses, paths, mappings and sequences, with text that UTF-8 can hold."""
+    text: T = _translated(value, _TO_TEXT)
+    return text
+
+
+def as_names(value: T) -> T:
+    names: T = _translated(value, _TO_NAMES)
+    return names
+
+
+def _translated(value: Any, table: dict[int, int]) -> Any:
+    if isinstance(value, str):
+        return value if value.isascii() else value.translate(table)
+    if isinstance(value, Path):
+        return Path(_translated(str(value), table))
+    if isinstance(value, dict):
+        return {_translated(k, table): _translated(v, table) for k, v in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_translated(one, table) for one in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        own = [each.name for each in fields(value) if each.init]
+        return replace(value, **{name: _translated(getattr(value, name), table) for name in own})
+    return value
+
+
+_NAME = ".kempner-probe-"
+"""How a folder begins that only a probe has made."""
+
+_CANNOT = {
+    *(errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EXDEV),
+    *(errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY),
+}
+"""Error numbers of what a file system never does. Others pass, or are about rights."""
+
+
+@dataclass(frozen=True)
+class FileSystem:
+    """What it can do; None where that could not be tried now."""
+
+    symlinks: bool | None = None
+    exclusive: bool | None = None
+    """Of two that create the same file, one is told so."""
+    replaces: bool | None = None
+    """A rename over a file puts the new one in its place."""
+    moves_folders: bool | None = None
+    modes: bool | None = None
+    """Others can be kept from reading a file."""
+    syncs_folders: bool | None = None
+
+    def refusal(self, folder: Path) -> str:
+        """Why no run can be kept there, in a sentence; empty if one can."""
+        needed = {
+            "create a file only where there is none (O_EXCL)": self.exclusive,
+            "replace a file by a rename": self.replaces,
+            "rename folders": self.moves_folders,
+        }
+        lacking = [what for what, can in needed.items() if can is False]
+        if not lacking:
+            return ""
+        return (
+            f"the file system of {folder} cannot {' and cannot '.join(lacking)}, which checkpoints "
+            "and a run's record need: set run.dir and checkpoint.dir to another one"
+        )
+
+    def remarks(self) -> Iterator[str]:
+        if self.symlinks is False:
+            yield "no symbolic links: `latest` will be a file"
+        if self.modes is False:
+            yield "no file modes: every user who sees the folder can read the secrets of a run"
+        if self.syncs_folders is False:
+            yield "folders cannot be fsynced: a power loss may undo the last commits"
+
+
+def probe_file_system(folder: Path) -> FileSystem:
+    """Try out what is needed in a folder that is there; nothing of that stays."""
+    with suppress(OSError):  # of a probe that was killed
+        for old in folder.glob(f"{_NAME}*"):
+            shutil.rmtree(old, ignore_errors=True)
+    place = folder / f"{_NAME}{secrets.token_hex(4)}"
+    try:
+        place.mkdir()
+    except OSError:
+        return FileSystem()  # who makes the first file will say why
+    try:
+        return FileSystem(
+            *(_try(partial(can, place)) for can in (_link, _exclude, _replace, _move)),
+            *(_try(partial(can, place)) for can in (_keep_private, _sync)),
+        )
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _try(can: Callable[[], bool]) -> bool | None:
+    try:
+        return can()
+    except OSError as error:
+        return False if error.errno in _CANNOT else None
+
+
+def _link(place: Path) -> bool:
+    (place / "link").symlink_to("text")
+    return str((place / "link").readlink()) == "text"
+
+
+def _exclude(place: Path) -> bool:
+    (place / "once").touch(exist_ok=False)
+    try:
+        (place / "once").touch(exist_ok=False)
+    except FileExistsError:
+        return True
+    return False
+
+
+def _replace(place: Path) -> bool:
+    (place / "old").write_text("old")
+    (place / "new").write_text("new")
+    (place / "new").rename(place / "old")
+    return (place / "old").read_text() == "new" and not (place / "new").exists()
+
+
+def _move(place: Path) -> bool:
+    (place / "here").mkdir()
+    (place / "here" / "file").touch()
+    (place / "here").rename(place / "there")
+    return (place / "there" / "file").exists()
+
+
+def _keep_private(place: Path) -> bool:
+    (place / "secret").touch(0o600)
+    (place / "secret").chmod(0o600)
+    return (place / "secret").stat().st_mode & 0o777 == 0o600
+
+
+def _sync(place: Path) -> bool:
+    descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return True

@@ -1,11 +1,16 @@
-"""Exit codes of ranks and supervisor, and the errors that carry them."""
+"""Why a run stops, how its processes exit, and the errors that carry an exit code.
+
+A rank imports this before torch, and the supervisor never imports torch.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
 from enum import IntEnum
 from pathlib import Path
+from typing import Self
 
 
 class ExitCode(IntEnum):
@@ -38,17 +43,13 @@ class ExitCode(IntEnum):
 
 
 class RunError(Exception):
-    """Something that a person can act on: one sentence, shown without a traceback.
-
-    `code` is the exit status of the process that this error ends.
-    """
+    """Something that a person can act on: one sentence, shown without a traceback. `code` is the
+    exit status of the process that this error ends."""
 
     code: ExitCode = ExitCode.CRASHED
 
 
 class UsageError(RunError):
-    """What was asked for cannot be done as asked."""
-
     code = ExitCode.USAGE
 
 
@@ -85,20 +86,14 @@ class NotSharedError(UnfitNodeError):
 
 
 class CheckpointWriteError(RunError):
-    """A checkpoint could not be committed."""
-
     code = ExitCode.CHECKPOINT_FAILED
 
 
 class PeersLostError(RunError):
-    """Another rank is gone, or never came."""
-
     code = ExitCode.PEERS_LOST
 
 
 class DivergedError(RunError):
-    """The loss diverged, and a rollback does not help."""
-
     code = ExitCode.DIVERGED
 
 
@@ -112,11 +107,8 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def cannot_read(path: Path | str, error: OSError, advice: str = "") -> RunError:
-    """What to raise where `path`, which a command was given, cannot be read.
-
-    `UsageError` if the path is wrong, `CannotReadError` if storage is at fault. `advice` is a
-    clause that says what to do.
-    """
+    """What to raise where `path`, which a command was given, cannot be read: `UsageError` if the
+    path is wrong, `CannotReadError` if storage is at fault. `advice` says what to do."""
     kind = UsageError if error.errno in _WRONG_PATH else CannotReadError
     return kind(_sentence(path, "read", error, advice))
 
@@ -138,3 +130,70 @@ def cannot_use(error: OSError) -> RunError:
 def _sentence(path: Path | str, verb: str, error: OSError, advice: str) -> str:
     reason = os.strerror(error.errno) if error.errno else str(error)
     return f"{path} cannot be {verb}: {reason}" + (f"; {advice}" if advice else "")
+
+
+LEFT_EARLY = "stopped before training began"
+"""How the last words of a rank begin that has left before it was part of the process group."""
+
+
+class StopReason(IntEnum):
+    """Why the ranks stop; 0 is no stop. Ordered by how much a reason says, then by how pressing it
+    is: where several are known, by votes of ranks or to the supervisor, the greatest counts."""
+
+    NONE = 0
+    """No stop was asked for."""
+    GROW = 1
+    """The run continues at once, on nodes that it takes back."""
+    NODE_LEAVES = 2
+    """The run continues at once, without a node that has to leave it."""
+    SIGNAL = 3
+    """A stop signal came, and the cause is unknown."""
+    PEER_STOPPED = 4
+    """A rank was asked to stop alone, and the others cannot go on without it."""
+    SUPERVISOR_LOST = 5
+    """The supervisor is gone, or has said nothing for too long."""
+    INTERRUPT = 6
+    """A user pressed Ctrl-C (SIGINT)."""
+    OPERATOR = 7
+    """A user sent the job a signal, long before its end."""
+    DEADLINE = 8
+    """No signal came, but the supervisor knows that only the time for a checkpoint is left."""
+    TIME_LIMIT = 9
+    """Slurm says that the job's time limit is near or reached."""
+    REQUEUE = 10
+    """The job was put back into the queue, and Slurm does not tell by whom: an operator with
+    `scontrol requeue`, a preemption without grace time, a lost node."""
+    PREEMPTION = 11
+    """A job of higher priority takes the nodes, and Slurm has said so."""
+    CANCEL = 12
+    """The job was cancelled: it does not come back by itself."""
+
+    @property
+    def ends_run(self) -> bool:
+        return self is not StopReason.NONE and not self.changes_nodes
+
+    @property
+    def changes_nodes(self) -> bool:
+        """Whether the run continues at once, on other nodes."""
+        return self in (StopReason.GROW, StopReason.NODE_LEAVES)
+
+    @property
+    def label(self) -> str:
+        """As the ledger, the logs and the control protocol spell it: `time_limit`."""
+        return self.name.lower()
+
+    @property
+    def words(self) -> str:
+        return self.label.replace("_", " ")
+
+    @classmethod
+    def of_label(cls, label: object) -> Self:
+        """The reason that is spelt so; NONE for anything else, such as an older ledger's words."""
+        return next((reason for reason in cls if reason.label == label), cls(0))
+
+
+def reason_of_signal(number: signal.Signals, supervisor_gone: bool = False) -> StopReason:
+    """What a stop signal says: the kernel signals a rank whose supervisor is gone."""
+    if number is signal.SIGINT:
+        return StopReason.INTERRUPT
+    return StopReason.SUPERVISOR_LOST if supervisor_gone else StopReason.SIGNAL

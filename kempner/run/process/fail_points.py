@@ -3,7 +3,7 @@
 The code of a save says `fail_point("write", step)` where a fault is worth having. That is one look
 into a dict, unless a handler was set for that name in this process; the handler runs in the thread
 that passes the point, and may kill the process, block, or raise. The names, and what can be asked
-to happen there, are in `kempner.config.fault_spec`.
+to happen there, are in `kempner.config.resilience`.
 """
 
 from __future__ import annotations

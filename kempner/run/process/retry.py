@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from kempner.run.output.logs import logger
-from kempner.run.process.awake_clock import AwakeClock
 from kempner.run.process.exit_codes import ExitCode, RunError
+from kempner.run.process.threads import AwakeClock
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 """Seconds until the second try, and the most between two: each is twice as long as the last."""
@@ -37,17 +37,8 @@ _POLL = 0.1  # seconds between two looks whether a stop was asked for
 
 _ALWAYS = (
     # The device, or the server behind it.
-    *(
-        "EIO",
-        "EREMOTEIO",
-        "ESTALE",
-        "ETIMEDOUT",
-        "ENODEV",
-        "ENXIO",
-        "ESHUTDOWN",
-        "ENOLINK",
-        "ECOMM",
-    ),
+    *("EIO", "EREMOTEIO", "ESTALE", "ETIMEDOUT", "ENODEV", "ENXIO", "ESHUTDOWN", "ENOLINK"),
+    "ECOMM",
     # The way to it.
     *("ENOTCONN", "ECONNREFUSED", "ECONNRESET", "ECONNABORTED", "EPIPE", "EPROTO"),
     *("EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH", "ENETRESET"),
@@ -79,8 +70,6 @@ class StorageUnavailableError(RunError):
 
 
 class WaitStoppedError(RunError):
-    """A stop was asked for while this process waited for storage."""
-
     code = ExitCode.STOPPED
 
 
@@ -103,17 +92,14 @@ def read_filled(path: Path) -> bytes:
 
 
 def describe(error: OSError) -> str:
-    """The file that an error names, and what is wrong with it."""
     words = error.strerror or str(error)
     return f"{error.filename}: {words}" if error.filename else words
 
 
 @dataclass(frozen=True)
 class RetryDecision:
-    """Whether to try again, and after how many seconds (`pause`).
-
-    If not, it is `permanent`, or the patience is over.
-    """
+    """Whether to try again, and after how many seconds (`pause`). If not, the failure is
+    `permanent`, or the patience is over."""
 
     again: bool
     pause: float = 0.0
@@ -123,11 +109,8 @@ class RetryDecision:
 def decide_retry(
     error: OSError, worked: bool, waited: float, tries: int, patience: float
 ) -> RetryDecision:
-    """What to do after a failure.
-
-    `waited` is for how many seconds it has gone on, `tries` how often it was tried, `patience` the
-    seconds after which to give up.
-    """
+    """What to do after `tries` failures in a row for `waited` seconds, with `patience` seconds in
+    all."""
     if not is_passing(error, worked):
         return RetryDecision(again=False, permanent=True)
     if error.errno == errno.ENODATA:
@@ -149,11 +132,8 @@ class StorageWait:
 
 
 class StorageWaits:
-    """Does work on storage again and again, and knows what this process waits for.
-
-    Of one process: use `storage_waits()`. Its methods may be called from any thread. Without
-    `configure` nothing is waited for: a command says at once what is wrong.
-    """
+    """Repeats work on storage, and knows what this process waits for. Methods may be called from
+    any thread. Without `configure` nothing is waited for: a command says at once what is wrong."""
 
     def __init__(self) -> None:
         self.patience = 0.0
@@ -188,35 +168,34 @@ class StorageWaits:
         path: Path | None = None,
     ) -> T:
         """What `work` returns, as soon as it does not fail any more; it opens its files anew.
-
         `worked` is whether the same has worked before in this run; it is asked after a failure.
-        `path` is what failed where the error does not say so.
-        Raises the `OSError` of a permanent failure, `StorageUnavailableError` when the patience is
-        over, and `WaitStoppedError` if this `stop`, or that of the process, says so during a wait.
-        """
+        `path` is what failed where the error does not say so. Raises the `OSError` of a permanent
+        failure, `StorageUnavailableError` when the patience is over, and `WaitStoppedError` if this
+        `stop`, or that of the process, says so during a wait."""
         try:
             return work()
         except OSError as error:
             failure = _named(error, path)
-        clock, tries = AwakeClock(), 1
-        had_worked = worked() if callable(worked) else worked
+        clock, tries, known = AwakeClock(), 1, worked() if callable(worked) else worked
         try:
             while True:
-                decision = decide_retry(failure, had_worked, clock.now(), tries, self.patience)
+                decision = decide_retry(failure, known, waited := clock.now(), tries, self.patience)
+                if decision.permanent:
+                    raise failure
                 if not decision.again:
-                    if decision.permanent:
-                        raise failure
-                    raise _over(failure, clock.now()) from failure
+                    after = f", and has not worked for {waited:.0f} s" if waited >= 1 else ""
+                    told = f"storage is not available{after}: {describe(failure)}"
+                    raise StorageUnavailableError(told) from failure
                 self._announce(failure)
                 self._pause(decision.pause, clock, stop)
                 tries, self.tries = tries + 1, self.tries + 1
                 try:
                     result = work()
+                    break
                 except OSError as error:
                     failure = _named(error, path)
-                    continue
-                self._note_end(StorageWait(describe(failure), clock.now(), tries))
-                return result
+            self._note_end(StorageWait(describe(failure), clock.now(), tries))
+            return result
         finally:
             with self._lock:
                 self._waiting.pop(threading.get_ident(), None)
@@ -265,17 +244,10 @@ def _named(error: OSError, path: Path | None) -> OSError:
     return error
 
 
-def _over(failure: OSError, waited: float) -> RunError:
-    """The error after which nothing is tried any more."""
-    after = f", and has not worked for {waited:.0f} s" if waited >= 1 else ""
-    return StorageUnavailableError(f"storage is not available{after}: {describe(failure)}")
-
-
 _waits = StorageWaits()
 
 
 def storage_waits() -> StorageWaits:
-    """The waits of this process."""
     return _waits
 
 

@@ -5,12 +5,6 @@ rank inside a rendezvous or a collective may never do. The C-level trampoline, h
 signal's number to a pipe at once (`signal.set_wakeup_fd`), and a thread reads it there.
 
 Nothing beyond the standard library is imported here: this is armed before anything else.
-
-Room for the signals that come at once.
-
-`faulthandler` has the main thread handle signals on a stack of their own (CPython 3.11). Signals
-that come together are handled one inside the other, and there is not room for many: five at once
-have overwritten the memory below that stack.
 """
 
 from __future__ import annotations
@@ -81,9 +75,7 @@ class ReceivedSignal:
 @dataclass(frozen=True)
 class _ReplacedHandlers:
     """What an inbox has replaced: handlers (None: not one of Python's) and the wakeup descriptor.
-
-    `writer` is the descriptor to which the signals are written meanwhile.
-    """
+    `writer` is the descriptor to which the signals are written meanwhile."""
 
     handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], object] | int | None]
     wakeup: int
@@ -91,11 +83,7 @@ class _ReplacedHandlers:
 
 
 class SignalInbox:
-    """Collects the signals that ask for a stop.
-
-    `install` may be called twice; later signals only add to the record. One inbox per process:
-    use `inbox()`.
-    """
+    """Collects the signals that ask for a stop. One per process: use `inbox()`."""
 
     def __init__(self) -> None:
         self._received: list[ReceivedSignal] = []
@@ -109,7 +97,6 @@ class SignalInbox:
 
     @property
     def installed(self) -> bool:
-        """Whether the stop signals come here."""
         return self._before is not None
 
     def install(self, at_prompt: bool = False) -> None:
@@ -139,10 +126,7 @@ class SignalInbox:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def uninstall(self) -> None:
-        """Give the signals back to whom they went before, and forget those that came.
-
-        Only the main thread may call it.
-        """
+        """Give the signals back and forget those that came. Only the main thread may call it."""
         before, self._before = self._before, None
         if before is None:
             return
@@ -155,22 +139,16 @@ class SignalInbox:
             self._received, self._react, self._reader = [], None, None
 
     def pause_within(self, around: Callable[[], AbstractContextManager[bool]]) -> None:
-        """Enter `around()` when the terminal asks to pause (Ctrl-Z), and leave it after `fg`.
-
-        Where it says False, this process goes on as if nothing had been asked for. Nothing is done
-        where this process was started with SIGTSTP ignored. Only the main thread may call it.
-        """
+        """Enter `around()` when the terminal asks to pause (Ctrl-Z), and leave it after `fg`. Where
+        it says False, this process goes on as if nothing had been asked for. Nothing is done where
+        this process was started with SIGTSTP ignored. Only the main thread may call it."""
         if signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:
             self._around_pause = around
             signal.signal(signal.SIGTSTP, _ignore_here)
 
     def leave_to_parent(self) -> None:
-        """For a process that was forked off: what it shares with its parent is the parent's.
-
-        A signal to a forked worker, such as a Ctrl-C, which the terminal sends to all, would
-        otherwise be written to the pipe that the parent reads, which would take it for a second
-        one. The handlers stay: no stop signal that they trap ends the process.
-        """
+        """For a forked child: a Ctrl-C, which the terminal sends to all, would be written to the
+        parent's pipe again. The handlers stay: no stop signal that they trap ends the process."""
         if self.installed:
             signal.set_wakeup_fd(-1)
             self._before, self._received = None, []
@@ -182,10 +160,8 @@ class SignalInbox:
         return tuple(self._received)
 
     def react_with(self, reaction: Callable[[ReceivedSignal], None]) -> None:
-        """Call `reaction` from the listening thread for every signal, those that came included.
-
-        It runs even while the main thread sits in native code.
-        """
+        """Call `reaction` from the listening thread for every signal, those that came included;
+        also while the main thread sits in native code."""
         with self._lock:
             self._react = reaction
             waiting = self.received
@@ -226,12 +202,9 @@ def follow_parent(parent: int, with_signal: signal.Signals) -> None:
 
 def signal_at_end_of(parent: int, with_signal: signal.Signals | None) -> bool:
     """Get `with_signal` when the parent process ends, however it ends (prctl(2), PR_SET_PDEATHSIG);
-    None takes that back.
-
-    `parent` is its process id. The kernel sends the signal when the *thread* ends that started this
-    process. Returns whether the parent is still there; if not, no signal comes. Raises `OSError` if
-    the kernel refuses.
-    """
+    None takes that back. `parent` is its process id. The kernel sends the signal when the *thread*
+    ends that started this process. Returns whether the parent is still there; if not, no signal
+    comes. Raises `OSError` if the kernel refuses."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(with_signal or 0), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -250,7 +223,6 @@ def exit_before_training(why: str) -> NoReturn:
 
 
 def insists(received: Sequence[ReceivedSignal]) -> bool:
-    """Whether the user pressed Ctrl-C twice within `INSIST_WITHIN` seconds."""
     times = [r.at for r in received if r.signal == signal.SIGINT]
     return any(later - earlier <= INSIST_WITHIN for earlier, later in pairwise(times))
 
@@ -268,10 +240,7 @@ def stop_signals_blocked() -> Iterator[None]:
 
 @contextmanager
 def untouched_by_default(number: signal.Signals) -> Iterator[None]:
-    """Ignore a signal that would end this process, also where Python cannot: in any thread.
-
-    One that the program handles stays as it is.
-    """
+    """Ignore a signal that has its default action, also in threads, where Python cannot."""
     if signal.getsignal(number) is not signal.SIG_DFL:
         yield
         return
@@ -285,19 +254,15 @@ def untouched_by_default(number: signal.Signals) -> Iterator[None]:
 
 def ignore_from_now_on() -> None:
     """For a process whose interpreter is about to be torn down: no stop signal ends it any more.
-
     Python restores the signals' default actions before it has come to its end, but for those that
-    are ignored: one that comes too late would turn a good exit code into a death by signal.
-    """
+    are ignored: one that comes too late would turn a good exit code into a death by signal."""
     for stop_signal in STOP_SIGNALS:
         signal.signal(stop_signal, signal.SIG_IGN)
 
 
 def _not_to_be_ignored() -> list[signal.Signals]:
-    """The stop signals without those that this process was started with as ignored.
-
-    A start that is deaf to all of them until they are trapped (`DEAF`) ignores SIGTERM, too.
-    """
+    """The stop signals without those that this process was started with as ignored. A start that is
+    deaf until signals are trapped (`DEAF`) ignores SIGTERM, too."""
     ignored = {number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_IGN}
     if signal.SIGTERM in ignored:
         return list(STOP_SIGNALS)
@@ -313,5 +278,4 @@ os.register_at_fork(after_in_child=_inbox.leave_to_parent)
 
 
 def inbox() -> SignalInbox:
-    """The inbox of this process."""
     return _inbox

@@ -1,7 +1,8 @@
 """Where a thread of a program stands: the line of the user's code, and the collective it waits in.
 
 Read from its Python stack by another thread, once a second: it costs microseconds, and works while
-the thread sits in native code.
+the thread sits in native code. Whether it moves there is told by its CPU time, and by what the
+process reads and writes. Standard library only.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import os
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -19,7 +22,14 @@ _OURS = str(Path(__file__).parents[2]) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
+_BACKWARD = f"{os.sep}torch{os.sep}autograd{os.sep}"
 _WRAPPERS = ("wrapper", "wait", "_wait")
+
+BUSY = 0.25
+"""CPU seconds between two looks, a second apart, of a thread that computes in native code."""
+
+TRANSFERS = 1 << 18
+"""Bytes that the process reads and writes between two looks, while native code loads a file."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,6 @@ class CodePlace:
 
     @property
     def words(self) -> str:
-        """For a sentence: where it is."""
         where = f"at {self.line}" if self.line else "outside of your files"
         return f"in {self.collective} {where}" if self.collective else where
 
@@ -41,21 +50,36 @@ class Whereabouts:
     """Looks at the thread that made this."""
 
     def __init__(self) -> None:
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self._seen = 0
+        self._cpu, self._io = 0.0, 0
+        self.in_backward = False
+        """Whether it was in a backward pass, whose collectives other threads begin."""
         self.moves = 0
-        """How many looks found it elsewhere than the one before."""
+        """How many looks found it elsewhere than the one before, or at work in native code."""
 
     def look(self) -> CodePlace:
-        """Where it stands now; counts a move."""
-        frame = sys._current_frames().get(self._thread)
+        frame = sys._current_frames().get(self.thread)
         if frame is None:
             return CodePlace()
         stack = list(_outwards(frame))
         seen = hash(tuple((id(frame.f_code), frame.f_lasti) for frame in stack))
-        self.moves += seen != self._seen
+        self.in_backward = _BACKWARD in frame.f_code.co_filename
+        place = place_in([(f.f_code.co_filename, f.f_code.co_name, f.f_lineno) for f in stack])
+        works = self._works_natively() and not place.collective
+        self.moves += works or seen != self._seen
         self._seen = seen
-        return _place([(f.f_code.co_filename, f.f_code.co_name, f.f_lineno) for f in stack])
+        return place
+
+    def _works_natively(self) -> bool:
+        """Whether it has used a processor, or the process has moved bytes, since the last look. Not
+        known where CUDA is in use: a thread that waits for a GPU spins."""
+        cpu, io = time.clock_gettime(time.pthread_getcpuclockid(self.thread)), _bytes_moved()
+        works = cpu - self._cpu > BUSY or io - self._io > TRANSFERS
+        self._cpu, self._io = cpu, io
+        # Another thread may be importing it: then it cannot be in use yet.
+        in_use = getattr(sys.modules.get("torch.cuda"), "is_initialized", bool)
+        return works and not in_use()
 
 
 def place_of(trace: TracebackType | None) -> CodePlace:
@@ -65,10 +89,10 @@ def place_of(trace: TracebackType | None) -> CodePlace:
         code = trace.tb_frame.f_code
         stack.append((code.co_filename, code.co_name, trace.tb_lineno))
         trace = trace.tb_next
-    return _place(stack[::-1])
+    return place_in(stack[::-1])
 
 
-def _place(stack: list[tuple[str, str, int]]) -> CodePlace:
+def place_in(stack: list[tuple[str, str, int]]) -> CodePlace:
     """Of a stack of files, functions and lines, the innermost first."""
     line = next((f"{Path(file).name}:{at}" for file, _, at in stack if _is_of_user(file)), "")
     collective = ""
@@ -85,7 +109,28 @@ def _is_of_user(file: str) -> bool:
     return not (installed or file.startswith(("<", _OURS, _STANDARD)))
 
 
+def _bytes_moved() -> int:
+    """Of this process so far, by proc(5); 0 where the system does not say."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+
+
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def thread_states(pid: int | str, proc: Path = Path("/proc"), name: str = "") -> list[str]:
+    """The letters of proc(5), such as `D`, of all threads whose names begin with `name`; none of a
+    process that is gone. `pid` may be "self"."""
+    states = []
+    for thread in proc.glob(f"{pid}/task/*/stat"):
+        with suppress(OSError):  # it has just ended
+            before, _, after = thread.read_text().rpartition(") ")
+            if before.partition("(")[2].startswith(name):
+                states.append(after[:1])
+    return states

@@ -17,7 +17,7 @@ from multiprocessing import active_children, process, resource_tracker
 from multiprocessing.process import BaseProcess
 
 from kempner.run.process.signals import STOP_SIGNALS, follow_parent
-from kempner.run.process.thread_states import thread_states
+from kempner.run.process.whereabouts import thread_states
 
 BLOCKED_SIGNALS = frozenset({*STOP_SIGNALS, signal.SIGQUIT})
 """SIGQUIT, too: a rank answers it with its stacks, and its children must survive that."""
@@ -31,11 +31,8 @@ _UNBLOCKED_BY_TRACKER = frozenset({signal.SIGINT, signal.SIGTERM})
 
 @contextmanager
 def signals_blocked_in_children() -> Iterator[None]:
-    """Processes that are spawned inside inherit a mask that blocks the stop signals.
-
-    Their own code can ignore a signal only after seconds of imports. Signals for the caller wait
-    until the block ends.
-    """
+    """Processes that are spawned inside inherit a mask that blocks the stop signals: they can
+    ignore one only after seconds of imports. Signals for the caller wait."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS - _UNBLOCKED_BY_TRACKER)
     try:
         # Starting it unblocks two of the signals in this thread; it must survive the others, too.
@@ -47,11 +44,9 @@ def signals_blocked_in_children() -> Iterator[None]:
 
 
 def ignore_stop_signals(parent: int, *_: object) -> None:
-    """To be called in a new child: ignore the stop signals, and die when the parent does.
-
-    `parent` is the process id of the parent. Its *thread* that started the child counts: the child
-    dies with it. Raises OSError if the kernel refuses.
-    """
+    """To be called in a new child: ignore the stop signals, and die when the parent does. `parent`
+    is the process id of the parent. Its *thread* that started the child counts: the child dies with
+    it. Raises OSError if the kernel refuses."""
     for number in BLOCKED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     follow_parent(parent, signal.SIGKILL)
@@ -59,8 +54,7 @@ def ignore_stop_signals(parent: int, *_: object) -> None:
 
 def heed_only_parent(*_: object) -> None:
     """To be called in a new child that its parent may end by SIGTERM, as torch's DataLoader ends
-    its workers: that still ends it, at once; stop signals of other processes do not.
-    """
+    its workers: that still ends it, at once; stop signals of other processes do not."""
     signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
     waiter = threading.Thread(target=_wait_for, args=(os.getppid(),), name="signals", daemon=True)
     waiter.start()
@@ -80,12 +74,10 @@ _ENTERED_WITHIN = 1.0
 
 
 def await_native_threads() -> None:
-    """Wait until no thread of torch's own may be entering Python.
-
-    It holds the lock of the list of thread states then, without the GIL, and a child that is forked
-    meanwhile waits for that lock for ever (https://github.com/python/cpython/issues/112275). Gloo's
-    threads enter Python after each collective, to let go of its tensors.
-    """
+    """Wait until no thread of torch's own may be entering Python. It holds the lock of the list of
+    thread states then, without the GIL, and a child that is forked meanwhile waits for that lock
+    for ever (https://github.com/python/cpython/issues/112275). Gloo's threads enter Python after
+    each collective, to let go of its tensors."""
     end = time.monotonic() + _ENTERED_WITHIN
     # What holds the lock runs or is about to: it is not taken while waiting for anything else.
     while {"R", "D"} & set(thread_states("self", name="pt_")) and time.monotonic() < end:
@@ -121,19 +113,15 @@ os.register_at_fork(
 
 
 def heed_for_children(heed: bool) -> None:
-    """Whether stop signals are this process's business alone, and none of what it forks from now
-    on: the workers of a DataLoader, say, which a signal to a whole Slurm step would end, and their
-    rank with them.
-    """
+    """Whether stop signals are this process's business alone, and not that of what it forks from
+    now on, such as the workers of a DataLoader, which a signal to a whole Slurm step would end."""
     _Ward.active = heed
 
 
 @contextmanager
 def killed_on_error() -> Iterator[None]:
-    """If the block raises, every process that multiprocessing started inside it is killed.
-
-    Children that ignore SIGTERM would otherwise be waited for, for ever, when Python exits.
-    """
+    """If the block raises, what multiprocessing started inside it is killed: Python would wait at
+    its exit, for ever, for children that ignore SIGTERM."""
     known = set(active_children())
     try:
         yield
@@ -143,10 +131,8 @@ def killed_on_error() -> Iterator[None]:
 
 
 def kill(children: Collection[BaseProcess], patience: float = 2.0) -> None:
-    """SIGKILL children and reap them, for at most `patience` seconds.
-
-    One that is stuck in the kernel, on storage that does not answer, dies when that lets it go.
-    """
+    """SIGKILL children and reap them, for at most `patience` seconds: one that is stuck in the
+    kernel dies later."""
     for child in children:
         child.kill()
     deadline = time.monotonic() + patience

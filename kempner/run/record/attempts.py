@@ -1,4 +1,4 @@
-"""Attempts and fencing: at most one launch of the ranks may commit.
+"""Attempts and fencing: at most one launch of the ranks may commit. What becomes of their logs.
 
 An attempt is numbered by the exclusive creation of its folder, and live while `attempts/CURRENT`
 holds its number and nonce. Starting a new attempt thereby fences off all earlier ones, whether or
@@ -12,18 +12,18 @@ import json
 import os
 import secrets
 import shutil
-import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from kempner.run.output.logs import logger
 from kempner.run.process.durable_io import replace_durable
-from kempner.run.process.exit_codes import CheckpointWriteError, DataError, UsageError
+from kempner.run.process.exit_codes import CheckpointWriteError, DataError
 from kempner.run.process.retry import read_filled, storage_waits
+from kempner.run.process.threads import start_thread
 from kempner.run.record import gave_up
-from kempner.run.record.run_dir import RunDirectory
+from kempner.run.record.run_dir import RunDirectory, cannot_keep
 
 CURRENT = "CURRENT"
 
@@ -48,11 +48,8 @@ class Fence:
     attempt: Attempt
 
     def check(self) -> None:
-        """Raise `SupersededError` if `attempts/CURRENT` names another attempt than this.
-
-        Raises `OSError` where it cannot be read now, or is not there: it was, so its storage is
-        away.
-        """
+        """Raise `SupersededError` if `attempts/CURRENT` names another attempt than this, `OSError`
+        where it cannot be read now, or is not there: its storage is away."""
         path, current = self.attempts / CURRENT, read_current(self.attempts)
         if current is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
@@ -64,10 +61,8 @@ class Fence:
 
 
 def read_current(attempts: Path) -> Attempt | None:
-    """The live attempt, or None before the first.
-
-    Raises `OSError` if that cannot be read now, `DataError` if the file is damaged.
-    """
+    """The live attempt, or None before the first. Raises `OSError` if that cannot be read now,
+    `DataError` if the file is damaged."""
     path = attempts / CURRENT
     try:
         fields = json.loads(read_filled(path))
@@ -80,17 +75,12 @@ def read_current(attempts: Path) -> Attempt | None:
 
 def begin_attempt(run: RunDirectory, worked: bool = False) -> Attempt:
     """Number a new attempt and make it the live one; `worked` is whether the run had one before.
-
     Raises `UsageError` if the run's directory cannot be written, and as `StorageWaits.retry` where
-    that is so for now.
-    """
+    that is so for now."""
     try:
         return storage_waits().retry(partial(_begin, run), worked, path=run.attempts)
     except OSError as error:
-        raise UsageError(
-            f"the run's directory {run.path} cannot be written ({error.strerror}); "
-            "set run.dir to a writable folder"
-        ) from error
+        raise cannot_keep(run, error) from error
 
 
 def _begin(run: RunDirectory) -> Attempt:
@@ -109,11 +99,9 @@ def _begin(run: RunDirectory) -> Attempt:
 
 
 def prune_attempts(run: RunDirectory, keep: int) -> None:
-    """Delete the folders of all attempts but the last `keep`, and the one that `GAVE_UP` names.
-
-    From a thread: thousands of files take seconds, for which the caller need not wait.
-    """
-    threading.Thread(target=_prune, args=(run, keep), name="prune", daemon=True).start()
+    """Delete the folders of old attempts from a thread, since thousands of files take seconds. The
+    last `keep`, and the one that `GAVE_UP` names, stay."""
+    start_thread("prune", partial(_prune, run, keep))
 
 
 def outdated(numbers: Iterable[int], keep: int, given_up: int | None) -> list[int]:
@@ -132,5 +120,74 @@ def _prune(run: RunDirectory, keep: int) -> None:
 
 
 def attempt_numbers(run: RunDirectory) -> list[int]:
-    """Of the attempts whose folders are there, in no order. Raises `OSError`."""
     return [int(path.name) for path in run.attempts.iterdir() if path.name.isdecimal()]
+
+
+@dataclass(frozen=True)
+class AttemptLogs:
+    """The folder of an attempt: `bytes` on the disk, last `written` to in Unix time, seconds."""
+
+    number: int
+    bytes: int
+    written: float
+
+
+@dataclass(frozen=True)
+class LogFate:
+    """What becomes of the logs of an attempt; `why` they stay."""
+
+    logs: AttemptLogs
+    goes: bool
+    why: str = ""
+
+
+def decide_fates(
+    found: Sequence[AttemptLogs],
+    needed: Mapping[int, str],
+    now: float,
+    keep_last: int = 1,
+    older_than: float = 0.0,
+) -> list[LogFate]:
+    """What becomes of each attempt's logs, by number. Not the last `keep_last` may go, nor what is
+    younger than `older_than` s, nor those that are `needed`, with why. The highest number always
+    stays: the next attempt is numbered by it."""
+    last = sorted(logs.number for logs in found)[-max(1, keep_last) :]
+    fates = []
+    for logs in sorted(found, key=lambda each: each.number):
+        why = needed.get(logs.number, "one of the last" if logs.number in last else "")
+        if not why and now - logs.written < older_than:
+            why = "not that old"
+        fates.append(LogFate(logs, goes=not why, why=why))
+    return fates
+
+
+def needed_attempts(run: RunDirectory) -> dict[int, str]:
+    """Those that must stay, each with why. Raises `OSError` if that cannot be read now."""
+    current, mark = read_current(run.attempts), gave_up.read(run)
+    needed = {} if mark is None else {mark.attempt: "GAVE_UP names it"}
+    live = {} if current is None else {current.number: "the live attempt, or the last one"}
+    return needed | live
+
+
+def survey_attempts(run: RunDirectory) -> list[AttemptLogs]:
+    """Every attempt whose folder is there; costs a stat(2) per file. Raises `OSError`."""
+    if not run.attempts.is_dir():
+        return []
+    return [_measure(run.attempt(number), number) for number in attempt_numbers(run)]
+
+
+def _measure(folder: Path, number: int) -> AttemptLogs:
+    stats = list(_stats(folder))
+    return AttemptLogs(
+        number,
+        sum(stat.st_blocks * 512 for stat in stats),
+        max((stat.st_mtime for stat in stats), default=0.0),
+    )
+
+
+def _stats(folder: Path) -> Iterator[os.stat_result]:
+    for path in (folder, *folder.rglob("*")):
+        try:
+            yield path.lstat()
+        except FileNotFoundError:
+            continue  # another process prunes, too

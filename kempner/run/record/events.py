@@ -21,13 +21,14 @@ Sentence: TypeAlias = Annotated[str, "for a person to read"]
 
 @dataclass(frozen=True)
 class LedgerEvent:
-    """One event. Its docstring says who writes it, and when: "By rank 0: when ...".
-
-    An optional field is left out of the line while it has its default.
-    """
+    """One event. Its docstring says who writes it, and when: "By rank 0: when ...". An optional
+    field is left out of the line while it has its default."""
 
     name: ClassVar[str]
     """As the ledger and the control channel spell it."""
+
+    def __init_subclass__(cls, name: str) -> None:
+        cls.name = name
 
     def to_fields(self) -> dict[str, Any]:
         """The fields, as JSON has them."""
@@ -40,10 +41,8 @@ class LedgerEvent:
 
     @classmethod
     def from_fields(cls, found: Mapping[str, Any]) -> Self:
-        """The event that has these fields; others among them are passed over.
-
-        Raises `ValueError` if one is missing, or of another type.
-        """
+        """The event that has these fields; others among them are passed over. Raises `ValueError`
+        if one is missing, or of another type."""
         adapter = _ADAPTERS.get(cls) or _ADAPTERS.setdefault(cls, TypeAdapter(cls))
         event: Self = adapter.validate_python(dict(found))
         return event
@@ -53,10 +52,9 @@ _ADAPTERS: dict[type[LedgerEvent], TypeAdapter[Any]] = {}
 
 
 @dataclass(frozen=True)
-class AttemptStarted(LedgerEvent):
+class AttemptStarted(LedgerEvent, name="attempt_started"):
     """By the supervisor, or rank 0 without one: when an attempt begins."""
 
-    name: ClassVar[str] = "attempt_started"
     ranks: Annotated[int, "how many"]
     job: Annotated[str | None, "Slurm's id of the job"] = None
     restarts: Annotated[int | None, "times that the job was requeued before"] = None
@@ -69,20 +67,18 @@ class AttemptStarted(LedgerEvent):
 
 
 @dataclass(frozen=True)
-class RankReady(LedgerEvent):
+class RankReady(LedgerEvent, name="ready_to_train"):
     """By rank 0: when it has loaded what it goes on from, and begins with the first step."""
 
-    name: ClassVar[str] = "ready_to_train"
     step: Annotated[int, "last step that is done"]
     device: Annotated[str, "what it trains on, as PyTorch names it"]
     reached: Annotated[Mapping[str, float], "seconds from the start of the process, by phase"]
 
 
 @dataclass(frozen=True)
-class AttemptEnded(LedgerEvent):
+class AttemptEnded(LedgerEvent, name="attempt_ended"):
     """By the supervisor: when no rank of an attempt is left."""
 
-    name: ClassVar[str] = "attempt_ended"
     code: Annotated[int, "exit code that the attempt comes to"]
     reason: Sentence
     culprit: Annotated[int | None, "rank that failed first"]
@@ -94,21 +90,19 @@ class AttemptEnded(LedgerEvent):
 
 
 @dataclass(frozen=True)
-class ProgramAdvanced(LedgerEvent):
+class ProgramAdvanced(LedgerEvent, name="program_advanced"):
     """By the supervisor: when no rank is left of a program that does not report what it saves, and
     it got further than before, by its step or by the time that it ran. Failures and requeues before
     it count no more."""
 
-    name: ClassVar[str] = "program_advanced"
     step: Annotated[int | None, "furthest step that it told, null if it told none"]
     seconds: Annotated[float, "seconds from its launch until the first rank ended"]
 
 
 @dataclass(frozen=True)
-class AttemptFailed(LedgerEvent):
+class AttemptFailed(LedgerEvent, name="attempt_failed"):
     """By the supervisor: after an attempt that failed, before it decides what to do about it."""
 
-    name: ClassVar[str] = "attempt_failed"
     step: Annotated[int, "step that the first rank to fail was in"]
     committed: Annotated[int | None, "last step that was saved, null if there is none"]
     raised: Annotated[str, "what that rank raised, empty if it did not say"]
@@ -123,20 +117,17 @@ class AttemptFailed(LedgerEvent):
 
 
 @dataclass(frozen=True)
-class Restarting(LedgerEvent):
+class Restarting(LedgerEvent, name="restarting"):
     """By the supervisor: when it starts the ranks again after a failure."""
 
-    name: ClassVar[str] = "restarting"
     reason: Sentence
 
 
 @dataclass(frozen=True)
-class RunGivenUp(LedgerEvent):
+class RunGivenUp(LedgerEvent, name="gave_up"):
     """By the supervisor: when a restart cannot help. The file `GAVE_UP` says the same, if any step
-    was made.
-    """
+    was made."""
 
-    name: ClassVar[str] = "gave_up"
     code: Annotated[int, "exit code of the run"]
     reason: Sentence
     see: Annotated[tuple[str, ...], "files that tell more"]
@@ -148,34 +139,29 @@ class RunGivenUp(LedgerEvent):
 
 
 @dataclass(frozen=True)
-class FaultsPlanned(LedgerEvent):
+class FaultsPlanned(LedgerEvent, name="faults_planned"):
     """By rank 0: when faults are to be injected, of any rank or attempt."""
 
-    name: ClassVar[str] = "faults_planned"
     faults: Annotated[tuple[str, ...], "each as it was asked for"]
 
 
 @dataclass(frozen=True)
-class StartedAnew(LedgerEvent):
+class StartedAnew(LedgerEvent, name="started"):
     """By rank 0: when the run begins at step 0, because there is no checkpoint."""
-
-    name: ClassVar[str] = "started"
 
 
 @dataclass(frozen=True)
-class Resumed(LedgerEvent):
+class Resumed(LedgerEvent, name="resumed"):
     """By rank 0: when the state of a checkpoint is loaded, to go on from it."""
 
-    name: ClassVar[str] = "resumed"
     step: Step
     place: Place = ""
 
 
 @dataclass(frozen=True)
-class CheckpointCommitted(LedgerEvent):
+class CheckpointCommitted(LedgerEvent, name="checkpoint_committed"):
     """By rank 0: when a checkpoint is durable, and `latest` names it."""
 
-    name: ClassVar[str] = "checkpoint_committed"
     step: Step
     bytes: Annotated[int, "size of its files in bytes"] = 0
     stage_seconds: Annotated[float | None, "seconds to copy the state"] = None
@@ -200,30 +186,27 @@ class CheckpointCommitted(LedgerEvent):
 
 
 @dataclass(frozen=True)
-class CheckpointFailed(LedgerEvent):
+class CheckpointFailed(LedgerEvent, name="checkpoint_failed"):
     """By rank 0: when a save failed. The checkpoint before it is intact."""
 
-    name: ClassVar[str] = "checkpoint_failed"
     step: Step
     reasons: Annotated[Mapping[str, str], "what went wrong, by rank"]
 
 
 @dataclass(frozen=True)
-class CheckpointDamaged(LedgerEvent):
+class CheckpointDamaged(LedgerEvent, name="checkpoint_damaged"):
     """By rank 0: when a checkpoint does not verify, and is set aside."""
 
-    name: ClassVar[str] = "checkpoint_damaged"
     step: Step
     kept_as: Annotated[str, "its folder's new name"]
     damage: Annotated[tuple[str, ...], "the first ten files, and what is wrong with each"]
 
 
 @dataclass(frozen=True)
-class StepSalvaged(LedgerEvent):
+class StepSalvaged(LedgerEvent, name="step_salvaged"):
     """By the supervisor: when what the ranks of an attempt held in memory has become a
     checkpoint."""
 
-    name: ClassVar[str] = "step_salvaged"
     step: Step
     saved: Annotated[int, "steps that would have had to be made again"]
     bytes: Annotated[int, "size of its files in bytes"]
@@ -232,11 +215,10 @@ class StepSalvaged(LedgerEvent):
 
 
 @dataclass(frozen=True)
-class SalvageDismissed(LedgerEvent):
+class SalvageDismissed(LedgerEvent, name="salvage_dismissed"):
     """By the supervisor: when no step could be made after such a checkpoint, and the one before it
     is used again."""
 
-    name: ClassVar[str] = "salvage_dismissed"
     step: Step
     back_to: Annotated[int, "step of the checkpoint before"]
     kept_as: Annotated[str, "its folder's new name"]
@@ -252,10 +234,9 @@ class OwnProgramStands:
 
 
 @dataclass(frozen=True)
-class HangFound(LedgerEvent):
+class HangFound(LedgerEvent, name="hang"):
     """By the supervisor: when no rank moves any more, and the attempt is ended for it."""
 
-    name: ClassVar[str] = "hang"
     reason: Sentence
     laggard: Annotated[int | None, "rank that the others wait for, as far as can be told"]
     waiting: Annotated[Mapping[str, Sequence[int]], "ranks by what they wait for others in"]
@@ -272,33 +253,26 @@ class HangFound(LedgerEvent):
 
 
 @dataclass(frozen=True)
-class ConnectionsStalled(LedgerEvent):
-    """By any rank: in a hang, when connections of its node deliver nothing.
+class ConnectionsStalled(LedgerEvent, name="stalled"):
+    """By any rank: in a hang, when connections of its node deliver nothing. For the supervisor,
+    which does not put it into the ledger."""
 
-    For the supervisor, which does not put it into the ledger.
-    """
-
-    name: ClassVar[str] = "stalled"
     ends: Annotated[tuple[tuple[str, str], ...], "near and far address of each connection"]
 
 
 @dataclass(frozen=True)
-class StandsAt(LedgerEvent):
-    """By any rank: in a hang of a program of the user's own, to tell where its main thread is.
+class StandsAt(LedgerEvent, name="stands_at"):
+    """By any rank: in a hang of a program of the user's own, to tell where its main thread is. For
+    the supervisor, which does not put it into the ledger."""
 
-    For the supervisor, which does not put it into the ledger.
-    """
-
-    name: ClassVar[str] = "stands_at"
     line: Annotated[str, "the innermost line of the user's code, as FILE:LINE, empty if unknown"]
     collective: Annotated[str, "the collective that it waits in, empty if there is none"]
 
 
 @dataclass(frozen=True)
-class StragglerFound(LedgerEvent):
+class StragglerFound(LedgerEvent, name="straggler"):
     """By the supervisor: when the others begin to wait for one rank that is slower."""
 
-    name: ClassVar[str] = "straggler"
     rank: RankNumber
     node: Annotated[str | None, "its node"]
     worked: Annotated[float, "seconds per step that it works"]
@@ -308,51 +282,44 @@ class StragglerFound(LedgerEvent):
 
 
 @dataclass(frozen=True)
-class SlowDownFound(LedgerEvent):
+class SlowDownFound(LedgerEvent, name="slow_down"):
     """By the supervisor: when steps begin to take longer than they used to."""
 
-    name: ClassVar[str] = "slow_down"
     step: Annotated[float, "seconds per step now"]
     usual: Annotated[float, "seconds per step before"]
     reason: Sentence
 
 
 @dataclass(frozen=True)
-class Recovered(LedgerEvent):
+class Recovered(LedgerEvent, name="recovered"):
     """By the supervisor: when a straggler or a slow run is as fast as before again."""
 
-    name: ClassVar[str] = "recovered"
     of: Annotated[str, "name of the event that said how it began"]
 
 
 @dataclass(frozen=True)
-class MemoryLow(LedgerEvent):
+class MemoryLow(LedgerEvent, name="memory_low"):
     """By the supervisor: when a node has less memory left than `resilience.memory_reserve`."""
 
-    name: ClassVar[str] = "memory_low"
     rank: Annotated[int, "the largest rank there"]
     node: Annotated[str | None, "its node"]
     reason: Sentence
 
 
 @dataclass(frozen=True)
-class ResourceGrowth(LedgerEvent):
+class ResourceGrowth(LedgerEvent, name="growth"):
     """By the supervisor: when a rank's memory or open files grow so that a day uses them up."""
 
-    name: ClassVar[str] = "growth"
     rank: RankNumber
     node: Annotated[str | None, "its node"]
     reason: Sentence
 
 
 @dataclass(frozen=True)
-class StorageWaited(LedgerEvent):
-    """By the supervisor or any rank: when storage that failed works again.
+class StorageWaited(LedgerEvent, name="storage_waited"):
+    """By the supervisor or any rank: when storage that failed works again. Waits within ten seconds
+    of one that was told are told together, with the next."""
 
-    Waits within ten seconds of one that was told are told together, with the next.
-    """
-
-    name: ClassVar[str] = "storage_waited"
     what: Annotated[str, "the file, and what was wrong with it, at last"]
     seconds: Annotated[float, "seconds that were waited in all"]
     tries: Annotated[int, "how often it was tried"]
@@ -369,10 +336,9 @@ class PhaseTimes:
 
 
 @dataclass(frozen=True)
-class PhaseDurationsLearned(LedgerEvent):
+class PhaseDurationsLearned(LedgerEvent, name="phase_durations"):
     """By the supervisor: at the end of an attempt, and every ten minutes until then."""
 
-    name: ClassVar[str] = "phase_durations"
     ranks: Annotated[int, "how many"]
     phases: Annotated[
         Mapping[str, PhaseTimes],
@@ -381,10 +347,10 @@ class PhaseDurationsLearned(LedgerEvent):
 
 
 @dataclass(frozen=True)
-class Requeued(LedgerEvent):
-    """By the supervisor, or a rank that outlives it: when it puts the job back into the queue."""
+class Requeued(LedgerEvent, name="requeued"):
+    """By the supervisor, its keeper (for the watchdog), or a rank that outlives them: when it puts
+    the job back into the queue."""
 
-    name: ClassVar[str] = "requeued"
     step: Annotated[int | None, "last step that was saved, null if there is none"]
     job: Annotated[str, "Slurm's id of the job"]
     restarts: Annotated[int | None, "times that the job was requeued before"] = None
@@ -396,99 +362,95 @@ class Requeued(LedgerEvent):
 
 
 @dataclass(frozen=True)
-class JobHandedBack(LedgerEvent):
+class JobHandedBack(LedgerEvent, name="handed_back"):
     """By the supervisor: when Slurm has taken the job back. Later attempts keep as much time free
     at the end of the job."""
 
-    name: ClassVar[str] = "handed_back"
     seconds: Annotated[float, "seconds since the last rank left, or was killed"]
 
 
 @dataclass(frozen=True)
-class NotRequeued(LedgerEvent):
+class NotRequeued(LedgerEvent, name="not_requeued"):
     """By the supervisor: when it does not put a run that could go on back into the queue, or Slurm
     refuses to."""
 
-    name: ClassVar[str] = "not_requeued"
     step: Annotated[int | None, "last step that was saved, null if there is none"]
     reason: Sentence
 
 
 @dataclass(frozen=True)
-class Resubmitted(LedgerEvent):
+class Resubmitted(LedgerEvent, name="resubmitted"):
     """By the supervisor: after a refused requeue, when the run goes on as another job."""
 
-    name: ClassVar[str] = "resubmitted"
     job: Annotated[str, "Slurm's id of the job that ends"]
     as_job: Annotated[str, "Slurm's id of the job that follows"]
 
 
 @dataclass(frozen=True)
-class NodeSuspected(LedgerEvent):
+class NodeSuspected(LedgerEvent, name="suspect"):
     """By the supervisor or any rank: when there is evidence that a node is not fit for ranks."""
 
-    name: ClassVar[str] = "suspect"
     node: Annotated[str, "its name"]
     reason: Sentence
 
 
 @dataclass(frozen=True)
-class NodesTakenBack(LedgerEvent):
+class NodesTakenBack(LedgerEvent, name="nodes_taken_back"):
     """By the supervisor: before it starts the ranks on nodes that were left out, and are well
     again. What was said against them before counts no more."""
 
-    name: ClassVar[str] = "nodes_taken_back"
     nodes: Annotated[tuple[str, ...], "their names"]
     reason: Sentence
 
 
 @dataclass(frozen=True)
-class NodesJoined(LedgerEvent):
+class NodesJoined(LedgerEvent, name="nodes_joined"):
     """By the supervisor: before it starts ranks on nodes of other jobs that have joined the run
     (`kempner join`)."""
 
-    name: ClassVar[str] = "nodes_joined"
     nodes: Annotated[tuple[str, ...], "their names"]
     jobs: Annotated[tuple[str, ...], "Slurm's ids of their jobs, in the same order"]
 
 
 @dataclass(frozen=True)
-class NodesLeft(LedgerEvent):
-    """By the supervisor: before it starts the ranks without nodes of other jobs that had joined."""
+class NodesLeft(LedgerEvent, name="nodes_left"):
+    """By the supervisor: before it starts the ranks without nodes of other jobs that had joined, or
+    without nodes of its own that Slurm is about to take away."""
 
-    name: ClassVar[str] = "nodes_left"
     nodes: Annotated[tuple[str, ...], "their names"]
     reason: Sentence
     lost: Annotated[bool, "whether they were gone without a word"] = False
 
 
 @dataclass(frozen=True)
-class StopRequested(LedgerEvent):
+class NodesGivenBack(LedgerEvent, name="nodes_given_back"):
+    """By the supervisor: when it has made the job smaller by nodes without ranks, which Slurm shows
+    as not responding, down or leaving, and gives to no other job."""
+
+    nodes: Annotated[tuple[str, ...], "their names"]
+    reason: Sentence
+
+
+@dataclass(frozen=True)
+class StopRequested(LedgerEvent, name="stop_requested"):
     """By the supervisor: when it asks the ranks to stop, and again if less time is left or the
     reason is better known."""
 
-    name: ClassVar[str] = "stop_requested"
     reason: Annotated[str, "why: a `StopReason`, such as `time_limit`"]
     sentence: Sentence
     seconds_left: Annotated[float, "seconds until the ranks are killed"]
 
 
 @dataclass(frozen=True)
-class Signalled(LedgerEvent):
-    """By rank 0: when a signal asks the ranks to stop before the supervisor does.
-
-    In a preemption Slurm signals the ranks alone, and only the supervisor can ask how long it
-    gives.
-    """
-
-    name: ClassVar[str] = "signalled"
+class Signalled(LedgerEvent, name="signalled"):
+    """By rank 0: when a signal asks the ranks to stop before the supervisor does. In a preemption
+    Slurm signals the ranks alone, and only the supervisor can ask how long it gives."""
 
 
 @dataclass(frozen=True)
-class Stopped(LedgerEvent):
+class Stopped(LedgerEvent, name="stopped"):
     """By rank 0: when the ranks leave before the last step, to go on from there later."""
 
-    name: ClassVar[str] = "stopped"
     step: Annotated[int, "last step that was made"]
     reason: Annotated[str, "why: a `StopReason`, such as `time_limit`"]
     lost_steps: Annotated[int, "steps made since the last commit, to be made again"]
@@ -496,60 +458,52 @@ class Stopped(LedgerEvent):
 
 
 @dataclass(frozen=True)
-class Completed(LedgerEvent):
+class Completed(LedgerEvent, name="completed"):
     """By rank 0: when the last step is made and saved."""
 
-    name: ClassVar[str] = "completed"
     step: Annotated[int, "last step that was made"]
 
 
 @dataclass(frozen=True)
-class Left(LedgerEvent):
-    """By rank 0: when the program leaves its loop before the last step, of its own accord.
+class Left(LedgerEvent, name="left"):
+    """By rank 0: when the program leaves its loop before the last step, of its own accord. The run
+    is not complete: it goes on when the program is started again."""
 
-    The run is not complete: it goes on when the program is started again.
-    """
-
-    name: ClassVar[str] = "left"
     step: Annotated[int, "last step that was made"]
     steps: Annotated[int, "how many there are"]
 
 
 @dataclass(frozen=True)
-class Evaluated(LedgerEvent):
+class Evaluated(LedgerEvent, name="evaluated"):
     """By rank 0: after an evaluation that was not cut short."""
 
-    name: ClassVar[str] = "evaluated"
     step: Step
     loss: Annotated[float, "nats per token"]
     seconds: Annotated[float, "seconds that it took"]
 
 
 @dataclass(frozen=True)
-class StepSkipped(LedgerEvent):
+class StepSkipped(LedgerEvent, name="step_skipped"):
     """By rank 0: when a step's loss or gradient norm is not finite, so that it changed nothing."""
 
-    name: ClassVar[str] = "step_skipped"
     step: Step
     reason: Sentence
     in_a_row: Annotated[int, "suspicious steps in a row"]
 
 
 @dataclass(frozen=True)
-class LossSpike(LedgerEvent):
+class LossSpike(LedgerEvent, name="loss_spike"):
     """By rank 0: when a step's loss is far above those before."""
 
-    name: ClassVar[str] = "loss_spike"
     step: Step
     reason: Sentence
     in_a_row: Annotated[int, "suspicious steps in a row"]
 
 
 @dataclass(frozen=True)
-class RolledBack(LedgerEvent):
+class RolledBack(LedgerEvent, name="rolled_back"):
     """By rank 0: when the run has gone back to a good checkpoint."""
 
-    name: ClassVar[str] = "rolled_back"
     at: Annotated[int, "step at which the loss had gone astray for good"]
     to: Annotated[int, "step of the checkpoint"]
     start: Annotated[int, "first sample that is left out from now on"]
@@ -557,9 +511,36 @@ class RolledBack(LedgerEvent):
 
 
 @dataclass(frozen=True)
-class Diverged(LedgerEvent):
+class Diverged(LedgerEvent, name="diverged"):
     """By rank 0: when going back to a checkpoint would not help, so that the run is ended."""
 
-    name: ClassVar[str] = "diverged"
     step: Annotated[int, "step at which the loss had gone astray for good"]
     reason: Sentence
+
+
+SUBJECTS: Mapping[str, tuple[type[LedgerEvent], ...]] = {
+    "Attempts": (AttemptStarted, RankReady, AttemptEnded, ProgramAdvanced, AttemptFailed,
+                 Restarting, RunGivenUp, FaultsPlanned),
+    "Stops and the end of a run": (StopRequested, Signalled, Stopped, Completed, Left),
+    "The Slurm job and its nodes": (Requeued, JobHandedBack, NotRequeued, Resubmitted,
+                                    NodeSuspected, NodesTakenBack, NodesJoined, NodesLeft,
+                                    NodesGivenBack),
+    "Hangs, slowness, memory, storage": (HangFound, ConnectionsStalled, StandsAt, StragglerFound,
+                                         SlowDownFound, Recovered, MemoryLow, ResourceGrowth,
+                                         StorageWaited, PhaseDurationsLearned),
+    "Checkpoints": (StartedAnew, Resumed, CheckpointCommitted, CheckpointFailed, CheckpointDamaged,
+                    StepSalvaged, SalvageDismissed),
+    "Training": (Evaluated, StepSkipped, LossSpike, RolledBack, Diverged),
+}  # fmt: skip
+"""All events: the one list from which a name leads to its event, and docs/events.md is made."""
+
+_BY_NAME = {kind.name: kind for kinds in SUBJECTS.values() for kind in kinds}
+
+
+def parse_event(name: object, fields: Mapping[str, Any]) -> LedgerEvent | None:
+    """The event of this name; None if there is no such, or the fields are not those that it has."""
+    kind = _BY_NAME.get(name) if isinstance(name, str) else None
+    try:
+        return None if kind is None else kind.from_fields(fields)
+    except ValueError:
+        return None

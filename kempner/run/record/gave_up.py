@@ -40,11 +40,8 @@ class FirstFailure:
 
 @dataclass(frozen=True)
 class GaveUp:
-    """Why the run cannot go on until a person has acted.
-
-    `first` is how it began, if a rank failed. `see` are files that tell more, `advice` is what to
-    do.
-    """
+    """Why the run cannot go on until a person has acted. `first` is how it began, `see` are files
+    that tell more, `advice` is what to do."""
 
     code: ExitCode
     reason: str = ""
@@ -68,24 +65,13 @@ class GaveUp:
         return cls(**{**plain, "code": ExitCode(fields["code"])}, first=first)
 
     def __str__(self) -> str:
-        return "\n".join(filter(None, [self.headline, self._first, self._see, self._advice]))
+        lines = [self.headline, *([] if self.first is None else [f"  failed first: {self.first}"])]
+        lines += [f"  see: {', '.join(self.see)}"] if self.see else []
+        return "\n".join([*lines, *([f"  what to do: {self.advice}"] if self.advice else [])])
 
     @property
     def headline(self) -> str:
-        """What happened, in one sentence."""
         return f"gave up after attempt {self.attempt}: {self.reason}"
-
-    @property
-    def _first(self) -> str:
-        return "" if self.first is None else f"  failed first: {self.first}"
-
-    @property
-    def _see(self) -> str:
-        return f"  see: {', '.join(self.see)}" if self.see else ""
-
-    @property
-    def _advice(self) -> str:
-        return f"  what to do: {self.advice}" if self.advice else ""
 
 
 _PLAIN = tuple(f.name for f in dataclass_fields(GaveUp) if f.name != "first")
@@ -100,30 +86,23 @@ class GaveUpError(RunError):
 
 
 def write(run: RunDirectory, gave_up: GaveUp) -> None:
-    """Leave the mark. Raises `OSError` if that cannot be written."""
     content = tomli_w.dumps(gave_up.fields())
     replace_durable(run.gave_up, content.encode(), unique=secrets.token_hex(4))
 
 
 def read(run: RunDirectory) -> GaveUp | None:
-    """What was written, or None if the run was not given up.
-
-    A file that says nothing of that kind, made with touch(1), say, is obeyed as well.
-    """
+    """The mark, or None. A file that says nothing of that kind, made by touch(1), is obeyed as
+    well."""
     try:
         read_text = partial(run.gave_up.read_text, encoding="utf-8")
-        fields = tomli.loads(storage_waits().retry(read_text))
-        return GaveUp.from_fields(fields)
+        return GaveUp.from_fields(tomli.loads(storage_waits().retry(read_text)))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except IsADirectoryError:
-        return GaveUp(ExitCode.CRASHED)
-    except (KeyError, TypeError, ValueError):
+    except (IsADirectoryError, KeyError, TypeError, ValueError):
         return GaveUp(ExitCode.CRASHED)
 
 
 def refuse_if_given_up(run: RunDirectory) -> None:
-    """Raise `GaveUpError` as long as the mark is there."""
     if (gave_up := read(run)) is not None:
         raise GaveUpError(
             f"nothing was started: kempner gave up on this run before, and {run.gave_up} says why; "

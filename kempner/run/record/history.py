@@ -5,16 +5,23 @@ What a reader makes of the events is its own affair: it asks for those of the ki
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import json
+import threading
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar, overload
 
 from kempner.run.output.logs import logger
-from kempner.run.record.events import CheckpointCommitted, LedgerEvent, Resumed
-from kempner.run.record.ledger import parse_lines
+from kempner.run.record.events import (
+    AttemptStarted,
+    CheckpointCommitted,
+    LedgerEvent,
+    Resumed,
+    parse_event,
+)
+from kempner.run.record.ledger import FileTail, Ledger, parse_lines
 from kempner.run.record.save_times import Durations
-from kempner.run.record.vocabulary import parse_event
 
 E = TypeVar("E", bound=LedgerEvent)
 F = TypeVar("F", bound=LedgerEvent)
@@ -24,11 +31,8 @@ E_co = TypeVar("E_co", bound=LedgerEvent, covariant=True)
 
 @dataclass(frozen=True)
 class Entry(Generic[E_co]):
-    """An event as the ledger holds it.
-
-    `time` is when it was written, in seconds since the epoch, `attempt` the number of the attempt;
-    both are 0 where the line does not say so.
-    """
+    """An event, when it was written (`time`, seconds since the epoch) and in which attempt; 0 where
+    the ledger does not say so."""
 
     event: E_co
     time: float
@@ -36,62 +40,65 @@ class Entry(Generic[E_co]):
 
 
 class RunHistory:
-    """The events of a run, oldest first. A line that cannot be understood is passed over.
+    """The events of a run, oldest first. A line that cannot be understood is passed over. `refresh`
+    adds those that were written since, and reads no line twice. What this process records in a
+    ledger that the history is `of` is known at once, also while it cannot be written."""
 
-    `refresh` adds those that were written since, and reads no line twice. What this process has
-    recorded counts also while it cannot be written.
-    """
-
-    def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
-        self._path: Path | None = None
-        self._unwritten: Callable[[], list[str]] = list
-        self._read_up_to = 0
+    def __init__(
+        self, lines: Iterable[Mapping[str, Any]] = (), tail: FileTail | None = None
+    ) -> None:
+        self._tail, self._lock = tail, threading.Lock()
         self._entries: list[Entry[LedgerEvent]] = []
-        self._not_written_yet: list[Entry[LedgerEvent]] = []
+        self._own: dict[bytes, Entry[LedgerEvent]] = {}
         self.add(lines)
 
     @classmethod
-    def read(cls, ledger: Path, unwritten: Callable[[], list[str]] = list) -> Self:
-        """The history that the ledger tells; an empty one if there is none yet.
-
-        `unwritten` are the lines of this process that the file does not have yet. Raises `OSError`
-        if it cannot be read now.
-        """
-        history = cls()
-        history._path, history._unwritten = ledger, unwritten
-        history._read_on(ledger)
+    def read(cls, ledger: Path) -> Self:
+        """The history that the ledger tells; empty if there is none yet. Raises `OSError`."""
+        history = cls(tail=FileTail(ledger))
+        history.read_on()
         return history
 
-    def refresh(self) -> Self:
-        """Read what any process has written since the last time; returns this history.
+    @classmethod
+    def of(cls, ledger: Ledger) -> Self:
+        """The same, with what this process records in the ledger. Raises `OSError`."""
+        history = cls(tail=FileTail(ledger.path))
+        ledger.tell(history._hear)
+        history.read_on()
+        return history
 
-        What cannot be read now is read at the next time.
-        """
+    def _hear(self, line: str) -> None:
+        entry = _parse_entry(json.loads(line))
+        if entry is not None:
+            with self._lock:
+                self._own[line.encode()] = entry
+
+    def refresh(self) -> Self:
+        """Read what any process has written since, now or at the next time; returns this
+        history."""
         try:
-            if self._path is not None:
-                self._read_on(self._path)
+            self.read_on()
         except OSError as error:
-            logger().warning("cannot read the ledger", file=str(self._path), error=error.strerror)
+            logger().warning("cannot read the ledger", file=error.filename, error=error.strerror)
         return self
 
-    def _read_on(self, path: Path) -> None:
-        waiting = [line.encode() for line in self._unwritten()]  # asked first, or one may be missed
-        self._not_written_yet = _parse_all(waiting)
-        try:
-            with path.open("rb") as file:
-                file.seek(self._read_up_to)
-                content = file.read()
-        except FileNotFoundError:
-            content = b""
-        written = set(content.splitlines())
-        self._not_written_yet = _parse_all(line for line in waiting if line not in written)
-        tail = content[content.rfind(b"\n") + 1 :]
-        torn = not any(parse_lines(tail))  # or only its newline is missing
-        self._read_up_to += len(content) - len(tail) * torn
-        self.add(parse_lines(content))
+    def read_on(self) -> None:
+        """The same. Raises `OSError` if the ledger cannot be read now."""
+        if self._tail is None:
+            return
+        lines, anew = self._tail.read()
+        read = list(parse_lines(b"\n".join(lines)))
+        if anew and not self._tail.whole:  # the first attempt would be told of in part
+            starts = (n for n, line in enumerate(read) if line.get("event") == AttemptStarted.name)
+            read = read[next(starts, 0) :]
+        with self._lock:
+            if anew:
+                self._entries = []
+            for line in lines:
+                self._own.pop(line, None)
+            self.add(read)
 
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Add lines of a ledger, as JSON objects."""
         self._entries += (entry for line in lines if (entry := _parse_entry(line)) is not None)
 
     @overload
@@ -104,7 +111,9 @@ class RunHistory:
     ) -> list[Entry[E | F | G]]: ...
     def entries(self, *kinds: type[LedgerEvent]) -> list[Any]:
         """The events of up to three kinds, in the order in which they were written."""
-        return [entry for entry in self._all if isinstance(entry.event, kinds)]
+        with self._lock:
+            known = (*self._entries, *self._own.values())
+        return [entry for entry in known if isinstance(entry.event, kinds)]
 
     @overload
     def events(self, kind: type[E], /) -> list[E]: ...
@@ -116,15 +125,10 @@ class RunHistory:
     def events(self, *kinds: type[LedgerEvent]) -> list[LedgerEvent]: ...
     def events(self, *kinds: type[LedgerEvent]) -> list[Any]:
         """The same without times and attempts."""
-        return [entry.event for entry in self._all if isinstance(entry.event, kinds)]
-
-    @property
-    def _all(self) -> list[Entry[LedgerEvent]]:
-        return [*self._entries, *self._not_written_yet]
+        return [entry.event for entry in self.entries(*kinds)]
 
     @property
     def durations(self) -> Durations:
-        """How long the last saves took; those during which the job was suspended do not count."""
         durations = Durations()
         for commit in self.events(CheckpointCommitted):
             if commit.took is not None and not commit.suspended:
@@ -134,11 +138,8 @@ class RunHistory:
     @property
     def last_step(self) -> int | None:
         """The step of the newest commit; None if there is none. Of a program with several loops the
-        sum of what each has saved, as its ranks count their steps.
-
-        Of one whose rank died before it could say so the next resume tells. A resume from an older
-        one is no commit.
-        """
+        sum of what each has saved, as its ranks count their steps. Of one whose rank died before it
+        could say so the next resume tells. A resume from an older one is no commit."""
         newest = self._newest
         return sum(newest.values()) if newest else None
 
@@ -154,11 +155,6 @@ class RunHistory:
             if isinstance(event, CheckpointCommitted) or further:
                 newest[event.place] = event.step
         return newest
-
-
-def _parse_all(lines: Iterable[bytes]) -> list[Entry[LedgerEvent]]:
-    parsed = (_parse_entry(line) for line in parse_lines(b"\n".join(lines)))
-    return [entry for entry in parsed if entry is not None]
 
 
 def _parse_entry(line: Mapping[str, Any]) -> Entry[LedgerEvent] | None:

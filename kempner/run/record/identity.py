@@ -1,4 +1,4 @@
-"""What a run is, and what differs when a program goes on with it.
+"""What a run is, what differs when a program goes on with it, and which directory a command gets.
 
 `identity.json` in the run's directory holds the identity as it stands: that of the start before,
 with the files of the program as they were when the run began. A run without the file is older than
@@ -7,9 +7,13 @@ that; it gets one at its next start.
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+import os
 import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
@@ -17,6 +21,10 @@ from typing import Any, Self
 
 from kempner.run.output.logs import redacted
 from kempner.run.process.durable_io import replace_durable
+from kempner.run.process.exit_codes import ExitCode, UsageError
+from kempner.run.record.events import AttemptEnded, CheckpointCommitted, ProgramAdvanced
+from kempner.run.record.history import RunHistory
+from kempner.run.record.lease import RELEASED, Holder, holder_lives, look
 from kempner.run.record.run_dir import RunDirectory
 
 ACCEPT_CHANGES = "KEMPNER_ACCEPT_CHANGES"
@@ -33,8 +41,6 @@ _LONGEST = 60
 
 
 class Consequence(Enum):
-    """What follows from a difference."""
-
     TOLD = "told"
     ACCEPTED = "accepted"
     REFUSED = "refused"
@@ -53,14 +59,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What the result of a run depends on.
-
-    `command` is the program and its arguments as rank 0 has them, `launched` the command that the
-    supervisor was given; `environment` holds the variables that the program reads, and `facts` what
-    its loop is told; `surroundings` are its ranks, the host of rank 0 and versions: all values are
-    JSON's. `files` has a digest of each file of the program, and
-    `claimed_by` the process that began. What is empty or None is not known.
-    """
+    """What the result of a run depends on. `command` is the program and its arguments as rank 0 has
+    them, `launched` the command that the supervisor was given; `environment` holds the variables
+    that the program reads, and `facts` what its loop is told; `surroundings` are its ranks, the
+    host of rank 0 and versions: all values are JSON's. `files` has a digest of each file of the
+    program, and `claimed_by` the process that began. What is empty or None is not known."""
 
     command: tuple[str, ...] = ()
     launched: tuple[str, ...] = ()
@@ -72,10 +75,8 @@ class RunIdentity:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The identity that was written; what another version of kempner has added is left out.
-
-        Raises `ValueError` if it is none.
-        """
+        """Fields of another version of kempner are left out. Raises `ValueError` if it is no
+        identity."""
         found = json.loads(text)
         if not isinstance(found, dict):
             raise ValueError("not an identity")
@@ -85,7 +86,6 @@ class RunIdentity:
         return cls(**known)
 
     def to_json(self) -> str:
-        """As `from_json` reads it."""
         return json.dumps(asdict(self), indent=1, sort_keys=True, default=str) + "\n"
 
     def only_command(self) -> RunIdentity:
@@ -108,7 +108,6 @@ class RunIdentity:
 
 
 def read_identity(run: RunDirectory) -> RunIdentity | None:
-    """The identity of a run; None if it has none that can be understood. Raises `OSError`."""
     try:
         return RunIdentity.from_json(run.identity.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
@@ -116,7 +115,6 @@ def read_identity(run: RunDirectory) -> RunIdentity | None:
 
 
 def write_identity(run: RunDirectory, identity: RunIdentity) -> None:
-    """Keep the identity of a run, for the next start. Raises `OSError`."""
     run.path.mkdir(parents=True, exist_ok=True)
     replace_durable(run.identity, identity.to_json().encode(), unique=secrets.token_hex(4))
 
@@ -131,11 +129,9 @@ def compare(
     before: RunIdentity, now: RunIdentity, accepted: Collection[str] = ()
 ) -> list[Difference]:
     """What differs, and what follows from it. What only one of the two knows is no difference,
-    unless it is a fact that is not told any more.
-
-    A difference is refused where the result would be another's; `accepted` names those that the
-    user wants all the same: "command", "environment" or one of its variables, or a fact.
-    """
+    unless it is a fact that is not told any more. A difference is refused where the result would be
+    another's; `accepted` names those that the user wants all the same: "command", "environment" or
+    one of its variables, or a fact."""
     found = [*_of_commands(before, now), *_of_environment(before, now), *_of_facts(before, now)]
     found += _of_surroundings(before, now)
     return [
@@ -147,10 +143,8 @@ def compare(
 
 
 def describe_refusal(differences: Sequence[Difference], path: Path | str, way_out: str) -> str:
-    """Why a start cannot go on with the run in `path`, and what to do; empty if it can.
-
-    `way_out` is how to name another run.
-    """
+    """Why a start cannot go on with the run in `path`, and what to do (`way_out` names another
+    run); empty if it can."""
     refused = [each for each in differences if each.verdict is Consequence.REFUSED]
     if not refused:
         return ""
@@ -201,8 +195,8 @@ def _of_facts(before: RunIdentity, now: RunIdentity) -> Iterator[Difference]:
             shown = f"{name} was {_shorten(old)}, and is not told any more"
             yield Difference(name, old, None, Consequence.TOLD, shown)
             continue
-        longer = name == "steps" and _is_more(old, new)
-        told = longer or name in _TOLD_FACTS
+        longer = isinstance(old, int) and isinstance(new, int) and new > old
+        told = (longer and name == "steps") or name in _TOLD_FACTS
         verdict = Consequence.TOLD if told else Consequence.REFUSED
         yield Difference(name, old, new, verdict, _changes(name, old, new))
 
@@ -222,12 +216,7 @@ def _of_surroundings(before: RunIdentity, now: RunIdentity) -> Iterator[Differen
         yield Difference("files", old_sums, new_sums, Consequence.TOLD, shown)
 
 
-def _is_more(old: object, new: object) -> bool:
-    return isinstance(old, int) and isinstance(new, int) and new > old
-
-
 def plain(value: object) -> object:
-    """A value as JSON brings it back."""
     return json.loads(json.dumps(value, default=str))
 
 
@@ -281,3 +270,121 @@ def _shorten(value: object) -> str:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+@dataclass(frozen=True)
+class ChosenRun:
+    """The directory of a run; `sentence` says why it is not the usual one, where it is not."""
+
+    path: Path
+    sentence: str = ""
+
+
+def choose_run(usual: Path, now: RunIdentity, accepted: Collection[str] = ()) -> ChosenRun:
+    """The run of a command: `usual`, or beside it where that is another command's. It is claimed,
+    so that of two commands which start at the same time each gets its own."""
+    before = _standing(usual, now)
+    if before is None:
+        return ChosenRun(usual)
+    differences = compare(before.only_command(), now.only_command(), accepted)
+    refused = [each for each in differences if each.verdict is Consequence.REFUSED]
+    if not refused:
+        return ChosenRun(usual)
+    own = usual.with_name(f"{usual.name}-{command_digest(now)}")
+    _standing(own, now)
+    names = ",".join(dict.fromkeys(each.name for each in refused))
+    changes = "; ".join(each.sentence for each in refused)
+    return ChosenRun(
+        own,
+        f"this run has its own directory, {own}, since {usual} is another one: {changes} "
+        f"({ACCEPT_CHANGES}={names} goes on with that)",
+    )
+
+
+def refuse_other_command(path: Path, now: RunIdentity, accepted: Collection[str] = ()) -> None:
+    """Raise `UsageError` if the run in `path` is that of another command than `now`; it becomes
+    this one's if it has no owner yet."""
+    if (before := _standing(path, now)) is not None:
+        differences = compare(before.only_command(), now.only_command(), accepted)
+        if refusal := describe_refusal(differences, path, "give it another --run.name"):
+            raise UsageError(refusal)
+
+
+def command_digest(identity: RunIdentity) -> str:
+    told = {name: value for name, value in identity.environment.items() if value is not None}
+    said = json.dumps([identity.command or identity.launched, told], sort_keys=True)
+    if (folder := identity.facts.get(OUTPUT_DIR)) is not None:
+        said += f" {folder}"
+    return hashlib.sha256(said.encode()).hexdigest()[:8]
+
+
+def has_results(run: RunDirectory) -> bool:
+    """Whether anything came out of a run, which must not become another one's. Raises `OSError`."""
+    if any(run.checkpoints.glob("step-*")):
+        return True
+    history = RunHistory.read(run.ledger)
+    ended = any(
+        end.code in (ExitCode.COMPLETED, ExitCode.STOPPED) for end in history.events(AttemptEnded)
+    )
+    return ended or bool(history.events(CheckpointCommitted, ProgramAdvanced))
+
+
+def _standing(path: Path, now: RunIdentity) -> RunIdentity | None:
+    """The identity of a run; None, and it becomes `now`, where there is none, or its command has
+    ended before anything came out of it."""
+    run = RunDirectory(path)
+    now = replace(now, facts=now.only_command().facts, claimed_by=asdict(Holder.here(0.0)))
+    try:
+        before = read_identity(run)
+        if before is not None and (_is_claimed(run, before) or not _remove_unused(run, before)):
+            return before
+        claim_identity(run, now)
+    except FileExistsError:
+        return read_identity(run)
+    except OSError:  # whatever it is, it is said when the run is taken
+        return None
+    return None
+
+
+def _is_claimed(run: RunDirectory, identity: RunIdentity) -> bool:
+    """Whether a run has results, or a process that may be about to make some."""
+    if has_results(run):
+        return True
+    owner = look(run.supervisors) if run.supervisors.is_dir() else None
+    released = owner is not None and owner.beat == RELEASED
+    holders = [] if owner is None or released else [owner.holder]
+    with suppress(TypeError):  # of another version, or not known
+        holders.append(Holder(**identity.claimed_by))  # type: ignore[arg-type]  # as it was written
+    here = Holder.here(0.0).machine
+    return any(
+        holder_lives(holder) if holder is not None and holder.machine == here else not released
+        for holder in holders
+    )
+
+
+def _remove_unused(run: RunDirectory, identity: RunIdentity) -> bool:
+    """Remove an identity that claims nothing; whether it was still there."""
+    taken = run.path / f".{run.identity.name}.{secrets.token_hex(4)}"
+    run.identity.rename(taken)
+    if RunIdentity.from_json(taken.read_text(encoding="utf-8")) == identity:
+        taken.unlink()
+        return True
+    taken.rename(run.identity)  # another start has claimed it in the meantime
+    return False
+
+
+def claim_identity(run: RunDirectory, identity: RunIdentity) -> None:
+    """Write the identity of a run that has none. Raises `FileExistsError` if it has one."""
+    run.path.mkdir(parents=True, exist_ok=True)
+    temporary = run.path / f".{run.identity.name}.{secrets.token_hex(4)}"
+    temporary.write_text(identity.to_json(), encoding="utf-8")
+    try:
+        os.link(temporary, run.identity)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK):
+            raise
+        with run.identity.open("x", encoding="utf-8") as file:  # without links: all but at once
+            file.write(identity.to_json())
+    finally:
+        with suppress(OSError):
+            temporary.unlink()

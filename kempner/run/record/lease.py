@@ -12,13 +12,14 @@ one. No lock of the file system is used, and no two clocks are compared.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import platform
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -27,13 +28,12 @@ from pathlib import Path
 from typing import Self
 
 from kempner.run.output.logs import logger
-from kempner.run.process.awake_clock import AwakeClock
 from kempner.run.process.exit_codes import UsageError
-from kempner.run.process.retry import describe, empty, storage_waits
+from kempner.run.process.retry import StorageUnavailableError, describe, empty, storage_waits
 from kempner.run.process.signals import inbox
-from kempner.run.process.threads import helper_thread
+from kempner.run.process.threads import AwakeClock, helper_thread, started
 from kempner.run.record.attempts import CURRENT, SupersededError
-from kempner.run.record.run_dir import RunDirectory
+from kempner.run.record.run_dir import RunDirectory, cannot_keep
 
 RENEWALS = 15
 """How often a lease is renewed within its time: if all of these fail, it is lost."""
@@ -46,9 +46,9 @@ _WIDTH = 20
 
 @dataclass(frozen=True)
 class Holder:
-    """An owner. `machine` names the kernel's boot and the process namespace, in which `pid` and
-    `started` (clock ticks, proc(5)) name one process; `lasts` is its lease in seconds.
-    """
+    """An owner. `machine` names the kernel's boot, the process namespace and the network cards: two
+    virtual machines of one snapshot have the first two in common. In it `pid` and `started` (clock
+    ticks, proc(5)) name one process; `lasts` is its lease in seconds."""
 
     host: str
     machine: str
@@ -60,16 +60,16 @@ class Holder:
     lasts: float
 
     @classmethod
-    def here(cls, lasts: float, restarts: int = 0, environ: Mapping[str, str] = os.environ) -> Self:
+    def here(cls, lasts: float, restarts: int = 0) -> Self:
         """This process; `restarts` is how often its job was put back into the queue."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = Path("/proc/self/ns/pid").stat().st_ino
         return cls(
             host=platform.node(),
-            machine=f"{boot}/{namespace}",
+            machine=f"{boot}/{namespace}/{_cards()}",
             pid=os.getpid(),
             started=start_ticks(os.getpid()) or 0,
-            job=environ.get("SLURM_JOB_ID"),
+            job=os.environ.get("SLURM_JOB_ID"),
             restarts=restarts,
             since=datetime.now(UTC).isoformat(timespec="seconds"),
             lasts=lasts,
@@ -90,10 +90,8 @@ class LeaseReading:
 
 
 def reason_to_take(seen: LeaseReading, me: Holder, process_lives: bool) -> str:
-    """Why the lease can be taken without waiting; empty if the owner may be alive.
-
-    `process_lives` is whether a process of this machine is the one that `seen` names.
-    """
+    """Why the lease can be taken without waiting; empty if the owner may be alive. `process_lives`
+    is whether a process of this machine is the one that `seen` names."""
     holder = seen.holder
     if seen.beat == RELEASED:
         return "its supervisor has exited"
@@ -123,21 +121,16 @@ class Lease:
 
     @classmethod
     def acquire(cls, run: RunDirectory, lasts: float, restarts: int = 0) -> Self:
-        """Become the run's owner; waits while it may still have another one.
-
-        Raises `UsageError` if it has, or if the run's directory cannot be written, and as
-        `StorageWaits.retry` where that is so for now.
-        """
+        """Become the run's owner; waits while it may still have another one. Raises `UsageError` if
+        it has, or if the run's directory cannot be written, and as `StorageWaits.retry` where that
+        is so for now."""
         worked = restarts > 0 or os.access(run.attempts / CURRENT, os.R_OK)
         try:
             _make_folder(run.supervisors, worked)
             acquire = partial(cls._acquire, run.supervisors, Holder.here(lasts, restarts))
             return storage_waits().retry(acquire, worked, path=run.supervisors)
         except OSError as error:
-            raise UsageError(
-                f"the run's directory {run.path} cannot be written ({error.strerror}); "
-                "set run.dir to a writable folder"
-            ) from error
+            raise cannot_keep(run, error) from error
 
     @classmethod
     def _acquire(cls, folder: Path, me: Holder) -> Self:
@@ -150,14 +143,12 @@ class Lease:
                 lease = cls(folder, number, me, _create(folder / str(number), me))
             except FileExistsError:
                 continue  # another one was faster: it is the one to look at now
-            lease._thread.start()
+            started(lease._thread)
             return lease
 
     def check(self) -> None:
-        """Raise `SupersededError` if another supervisor has taken the run over.
-
-        Raises as `StorageWaits.retry` where that cannot be seen now.
-        """
+        """Raise `SupersededError` if another supervisor has taken the run over. Raises as
+        `StorageWaits.retry` where that cannot be seen now."""
         newest = storage_waits().retry(partial(look, self._folder), True, path=self._folder)
         self.lost = self.lost or (newest is not None and newest.number > self._number)
         if self.lost:
@@ -223,11 +214,9 @@ class Lease:
 def wait_until_free(
     folder: Path, seen: LeaseReading, me: Holder, pause: Callable[[float], None] = time.sleep
 ) -> None:
-    """Return when the owner that was `seen` is known to be gone.
-
-    At once where this machine or Slurm can tell, otherwise when its lease is over. Raises
-    `UsageError`, saying who it is, if it lives.
-    """
+    """Return when the owner that was `seen` is known to be gone: at once where this machine or
+    Slurm can tell, otherwise when its lease is over. Raises `UsageError`, saying who it is, if it
+    lives."""
     clock, first, told = AwakeClock(), seen, False
     lasts = seen.holder.lasts if seen.holder is not None else me.lasts
     while not (reason := reason_to_take(seen, me, holder_lives(seen.holder))):
@@ -249,11 +238,9 @@ def wait_until_free(
 
 
 def is_owned(folder: Path, pause: Callable[[float], None] = time.sleep) -> bool:
-    """Whether a run has an owner that lives.
-
-    This machine tells at once of its own processes. Of others it takes as long as they take to
-    renew their lease; one that does not in three times as long is taken for dead. Raises `OSError`.
-    """
+    """Whether a run has an owner that lives. This machine tells at once of its own processes. Of
+    others it takes as long as they take to renew their lease; one that does not in three times as
+    long is taken for dead. Raises `OSError`."""
     first = look(folder)
     if first is None or first.beat == RELEASED or first.holder is None:
         return False
@@ -269,16 +256,12 @@ def is_owned(folder: Path, pause: Callable[[float], None] = time.sleep) -> bool:
 
 
 def stop_request(folder: Path, number: int) -> Path:
-    """The file that asks the owner with this number, and no later one, to stop."""
     return folder / f"{number}.stop"
 
 
 def ask_to_stop(folder: Path) -> bool:
-    """Ask the owner of a run to stop for good, from any machine that sees the run's directory.
-
-    It looks for that with each renewal of its lease, and then stops as on SIGTERM. Returns whether
-    it was not asked before. Raises `OSError`.
-    """
+    """Ask the owner of a run to stop for good, from any machine that sees the run's directory: it
+    looks with each renewal. Returns whether it was not asked before. Raises `OSError`."""
     seen = look(folder)
     if seen is None:
         return False
@@ -302,6 +285,17 @@ def look(folder: Path) -> LeaseReading | None:
     return LeaseReading(max(numbers), holder, beat.strip())
 
 
+def _cards() -> str:
+    """A digest of the name of this host and of its network cards' addresses."""
+    found = [platform.node()]
+    with suppress(OSError):
+        for card in sorted(Path("/sys/class/net").iterdir()):
+            with suppress(OSError):
+                if (card / "device").exists():  # not what comes and goes with containers
+                    found.append((card / "address").read_text().strip())
+    return hashlib.blake2b("\n".join(found).encode(), digest_size=6).hexdigest()
+
+
 def start_ticks(pid: int, proc: Path = Path("/proc")) -> int | None:
     """When a process began, in clock ticks since the boot; None if it is not there any more."""
     try:
@@ -313,11 +307,9 @@ def start_ticks(pid: int, proc: Path = Path("/proc")) -> int | None:
 
 
 def _make_folder(folder: Path, worked: bool) -> None:
-    """Make the folder of a run's supervisors; raises as `StorageWaits.retry`.
-
-    Where the run was there before, storage may be away for the moment: it is waited for, for a
-    while, before another run begins in its place.
-    """
+    """Make the folder of a run's supervisors; raises as `StorageWaits.retry`. Where the run was
+    there before, storage may be away for the moment: it is waited for, for a while, before another
+    run begins in its place. Where not even `run.dir` is there, none begins."""
 
     def make() -> None:
         if worked and not folder.is_dir():
@@ -329,12 +321,17 @@ def _make_folder(folder: Path, worked: bool) -> None:
     except OSError as error:
         if error.errno != errno.ENODATA:
             raise
+        if not folder.parent.parent.is_dir():
+            raise StorageUnavailableError(
+                f"{folder.parent} is not there, nor {folder.parent.parent}, although this job was "
+                "started before: is the file system mounted? If this is a new place, make it"
+            ) from error
         storage_waits().retry(partial(folder.mkdir, parents=True, exist_ok=True), path=folder)
 
 
 def _create(path: Path, me: Holder) -> int:
     """A new file, open for writing. Raises `FileExistsError`."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         os.write(descriptor, f"{'0'.ljust(_WIDTH)}\n{json.dumps(asdict(me))}\n".encode())
         os.fsync(descriptor)
@@ -347,5 +344,4 @@ def _create(path: Path, me: Holder) -> int:
 
 
 def holder_lives(holder: Holder | None) -> bool:
-    """Whether a process of this machine is the holder."""
     return holder is not None and start_ticks(holder.pid) == holder.started

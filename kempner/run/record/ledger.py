@@ -3,41 +3,20 @@
 Written by the supervisor, which gets rank 0's events over the control channel; by rank 0 itself
 where there is no supervisor, or none any more. A line torn by a kill is skipped by readers and
 never merges with the next one. docs/events.md lists the events.
-
-Appends JSON lines (metrics, sample ids, events) to a file that this process alone appends to.
-
-A write that fails never fails the run, and one that hangs does not hold it up: the lines are kept
-and written later. That lines cannot be written is said once, and how many came late or were lost
-when they can again.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
-from kempner.run.output.background_files import open_lines
 from kempner.run.output.logs import warn
+from kempner.run.output.writers import json_line, open_lines
 from kempner.run.record.events import LedgerEvent
-
-
-class JsonlWriter:
-    """A file of JSON lines."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open_lines(path, warn)
-
-    def append(self, entry: Mapping[str, object]) -> None:
-        """Append an object of JSON values."""
-        self._file.append(json.dumps(entry))
-
-    def unwritten(self) -> list[str]:
-        """The lines that could not be written yet, oldest first."""
-        return self._file.unwritten()
-
 
 SCHEMA = 1
 
@@ -48,13 +27,26 @@ class EventRecorder(Protocol):
     def __call__(self, event: LedgerEvent) -> None: ...
 
 
-class Ledger(JsonlWriter):
-    """The ledger of a run, open for writing."""
+class Ledger:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = open_lines(path, warn)
+        self._hear: Callable[[str], object] = len  # what hears nothing
+
+    def tell(self, hear: Callable[[str], object]) -> None:
+        """Have `hear` called with each line that is not written yet, and with those to come."""
+        self._hear = hear
+        for line in self.unwritten():
+            hear(line)
+
+    def unwritten(self) -> list[str]:
+        return self._file.unwritten()
 
     def record(self, event: LedgerEvent, attempt: int) -> None:
-        """Append an event of the attempt with this number."""
         head = {"schema": SCHEMA, "time": round(time.time(), 3), "event": event.name}
-        self.append({**head, "attempt": attempt, **event.to_fields()})
+        entry = {**head, "attempt": attempt, **event.to_fields()}
+        self._hear(json_line(entry))  # first, or it could be read from the file before
+        self._file.append(entry)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -75,3 +67,72 @@ def parse_lines(content: bytes) -> Iterator[dict[str, Any]]:
             continue  # torn by a kill: its writer never said that it was written
         if isinstance(entry, dict):
             yield entry
+
+
+FIRST_BLOCK, LARGEST_BLOCK = 128 << 10, 4 << 20
+"""Bytes that are read at a time, from the end: at first, and at most."""
+
+LIMIT = 64 << 20
+"""Bytes that are read at most, from the end."""
+
+
+class FileTail:
+    """Follows a file of lines: each time only what is new is read. Of a file that is there by then,
+    all is read; or, with `enough`, only the end: `enough` looks at a block, and says how much of
+    what is wanted it holds; reading stops at `wanted` of it. `keep` says which of the lines are
+    kept."""
+
+    def __init__(
+        self,
+        path: Path,
+        enough: Callable[[bytes], int] | None = None,
+        wanted: int = 1,
+        keep: Callable[[list[bytes]], list[bytes]] = list,
+    ) -> None:
+        self.path, self._enough, self._wanted, self._keep = path, enough, wanted, keep
+        self._file: tuple[int, int] | None = None
+        self._read_up_to = 0
+        self.whole = True
+        """Whether the first line that was read is the first one of the file."""
+
+    def read(self) -> tuple[list[bytes], bool]:
+        """The new lines (none if there is no file yet), and whether they replace all that was read
+        before. Raises `OSError`."""
+        try:
+            with self.path.open("rb") as file:
+                return self._read(file)
+        except FileNotFoundError:
+            if self._file is not None:
+                raise  # its storage is away
+            return [], False
+
+    def _read(self, file: BinaryIO) -> tuple[list[bytes], bool]:
+        found = os.fstat(file.fileno())
+        same = self._file == (found.st_dev, found.st_ino)
+        grown = found.st_size - self._read_up_to
+        follow = same and grown >= 0 and (self._enough is None or grown <= LIMIT)
+        self._file = (found.st_dev, found.st_ino)
+        if follow:
+            file.seek(self._read_up_to)
+            content = file.read(grown)
+        else:
+            size, enough = found.st_size, self._enough
+            content = file.read(size) if enough is None else self._read_back(file, size, enough)
+            self._read_up_to = found.st_size - len(content)
+        torn = content[content.rfind(b"\n") + 1 :]
+        if torn and not any(parse_lines(torn)):  # else only its newline is missing
+            content = content[: -len(torn)]
+        self._read_up_to += len(content)
+        return self._keep(content.splitlines()), not follow
+
+    def _read_back(self, file: BinaryIO, end: int, enough: Callable[[bytes], int]) -> bytes:
+        blocks, begin, block, found = list[bytes](), end, FIRST_BLOCK, 0
+        while begin > 0 and found < self._wanted and end - begin < LIMIT:
+            size = min(block, begin)
+            begin, block = begin - size, min(2 * block, LARGEST_BLOCK)
+            file.seek(begin)
+            blocks.append(file.read(size))
+            found += enough(blocks[-1])
+        content = b"".join(reversed(blocks))
+        self.whole = begin == 0
+        return content if self.whole else content[content.find(b"\n") + 1 :]

@@ -15,8 +15,6 @@ from kempner.run.process.durable_io import replace_durable
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """A request for `steps` steps, from the next one on."""
-
     id: str
     steps: int
 
@@ -52,7 +50,6 @@ class ProfileMail:
         return ProfileRequest(str(told["id"]), max(1, steps))
 
     def answer(self, answer: ProfileAnswer) -> None:
-        """Raises `OSError`."""
         self._write("answer", asdict(answer))
 
     def answered(self, request: ProfileRequest) -> ProfileAnswer | None:

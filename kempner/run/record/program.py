@@ -1,7 +1,5 @@
 """The program of a run: its command, the variables that it reads, its files, and a copy of them.
 
-The files of the user's program: which they are, what they hold, and what they read.
-
 A file belongs to it if it is below the folder of the script (of the working directory for a module
 that was started by its name) and no part of an installation.
 """
@@ -89,7 +87,6 @@ def named_files(words: Sequence[str], folder: Path) -> dict[str, Path]:
 
 
 def digests(files: Mapping[str, Path]) -> dict[str, str]:
-    """A digest of what each file holds; those that are large, or cannot be read, are left out."""
     found: dict[str, str] = {}
     for name, path in sorted(files.items()):
         if (content := read_small(path)) is not None:
@@ -98,7 +95,6 @@ def digests(files: Mapping[str, Path]) -> dict[str, str]:
 
 
 def read_small(path: Path) -> bytes | None:
-    """What a file holds; None if it is large, or cannot be read."""
     with suppress(OSError):
         if path.stat().st_size <= _LARGEST:
             return path.read_bytes()
@@ -107,8 +103,7 @@ def read_small(path: Path) -> bytes | None:
 
 def variables_read(sources: Iterable[Path]) -> set[str]:
     """The environment variables that these files read by a literal name, and do not set themselves,
-    but for those that tell of the machine, of the job or of where things go.
-    """
+    but for those that tell of the machine, of the job or of where things go."""
     read: set[str] = set()
     written: set[str] = set()
     for path in sources:
@@ -125,11 +120,8 @@ def counts(name: str) -> bool:
 
 def values_of(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str | None]:
     """The values of variables; of an absolute path its last part, since folders of jobs change."""
-    return {name: _without_folders(environ.get(name)) for name in sorted(names)}
-
-
-def _without_folders(value: str | None) -> str | None:
-    return Path(value).name if value and Path(value).is_absolute() else value
+    values = {name: environ.get(name) for name in sorted(names)}
+    return {n: Path(v).name if v and Path(v).is_absolute() else v for n, v in values.items()}
 
 
 def _is_own(path: Path, root: Path) -> bool:
@@ -224,11 +216,8 @@ _PLACE = re.compile(r"--local[-_]rank(?:=.*)?")
 
 
 def command_of_process(argv: Sequence[str], main: ModuleType, folder: Path) -> tuple[str, ...]:
-    """The program that this process runs, with its arguments: `argv` is `sys.argv`.
-
-    A module that was started by its name is "-m" and the name; paths below `folder`, the working
-    directory, are relative to it.
-    """
+    """The program of this process with its arguments (`sys.argv`): a module that was started by its
+    name is "-m" and the name; paths below `folder`, the working directory, are relative."""
     spec = getattr(main, "__spec__", None)
     if spec is not None:
         name = spec.name.removesuffix(".__main__")
@@ -240,8 +229,7 @@ def command_of_process(argv: Sequence[str], main: ModuleType, folder: Path) -> t
 
 def command_of_words(words: Sequence[str], folder: Path) -> tuple[str, ...]:
     """The same for a command line; options of the interpreter and wrappers before the program are
-    left out. All of it where no program of Python is seen in it.
-    """
+    left out. All of it where no program of Python is seen in it."""
     for place, word in enumerate(words):
         if word.endswith(".py"):
             return (relative(word, folder), *_arguments(words[place + 1 :], folder))
@@ -270,7 +258,6 @@ def identity_of_process(
 def files_of_process(
     argv: Sequence[str], modules: Mapping[str, ModuleType], folder: Path
 ) -> dict[str, Path]:
-    """The files of this process's program, by the names that its identity gives them."""
     script, root = _main_file(modules["__main__"], folder)
     if script is None:
         return {}
@@ -297,6 +284,47 @@ def identity_of_words(
     sources = own_sources(script, root) if script is not None else {}
     values = values_of(variables_read(sources.values()), environ)
     return RunIdentity(launched=command, environment=values)
+
+
+def script_of_words(words: Sequence[str], folder: Path) -> Path | None:
+    """The script of a command line, there or not; None if it names none, or may be a module."""
+    script, _ = _find_script(command_of_words(words, folder), folder)
+    return script
+
+
+_SETTINGS = (".py", ".toml", ".yaml", ".yml", ".json", ".ini", ".cfg", ".sh")
+"""How the files end that a program may read without naming them on its command line."""
+
+_MOST_ENTRIES = 2000
+"""Entries of folders among which they are looked for."""
+
+
+def files_of_words(words: Sequence[str], folder: Path) -> dict[str, Path]:
+    """The files on which a command line may depend, by path, rather more than fewer; none if its
+    script, or the end of what is beside that, is not found."""
+    script, root = _find_script(command_of_words(words, folder), folder)
+    beside = None if script is None else _settings_below(root)
+    if script is None or beside is None or not script.is_file():
+        return {}
+    return own_sources(script, root) | named_files(words, folder) | beside
+
+
+def _settings_below(root: Path) -> dict[str, Path] | None:
+    """Sources and settings in a folder of the user's, but for those of runs; None if that is too
+    large to be looked through."""
+    found: dict[str, Path] = {}
+    seen = 0
+    for at, folders, files in os.walk(root):
+        seen += len(folders) + len(files)
+        if seen > _MOST_ENTRIES:
+            return None
+        if "ledger.jsonl" in files:
+            folders.clear()
+            continue
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        wanted = (Path(at, name) for name in files if name.endswith(_SETTINGS))
+        found |= {os.path.relpath(path, root): path for path in wanted if _is_own(path, root)}
+    return found
 
 
 def _find_script(command: Sequence[str], folder: Path) -> tuple[Path | None, Path]:
@@ -346,11 +374,8 @@ _WITHIN = 10.0
 
 
 def keep_copies(run: RunDirectory, files: Mapping[str, Path]) -> None:
-    """Copy each file that git tracks to `program/` of the run, once for each content.
-
-    They are for the owner alone. Files that are hidden, or large, are left out; one that cannot be
-    copied is told, and no reason to stop.
-    """
+    """Copy each file that git tracks to `program/` of the run, for its owner alone, once for each
+    content. Hidden and large files are left out; one that cannot be copied is told."""
     wanted: dict[Path, Path] = {}
     contents: dict[Path, bytes] = {}
     for name, path in files.items():

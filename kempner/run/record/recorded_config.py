@@ -1,7 +1,4 @@
-"""What the configuration that a run keeps in its directory says.
-
-Whether a setting has worked before in a run: an attempt got as far as to keep it.
-"""
+"""What the configurations that a run keeps in its directory say, and how they differ."""
 
 from __future__ import annotations
 
@@ -19,10 +16,8 @@ from kempner.run.record.run_dir import RunDirectory
 
 
 def recorded_config(run: RunDirectory, attempt: int | None) -> Mapping[str, Any]:
-    """The tables of an attempt's configuration; of the run's first one if that is not kept apart.
-
-    Empty if there is none, or not as kempner writes it.
-    """
+    """The tables of an attempt's configuration, or of the run's first; empty if there is none, or
+    not as kempner writes it."""
     changed = [] if attempt is None else [run.changed_config(attempt)]
     for file in (*changed, run.config):
         try:
@@ -34,12 +29,17 @@ def recorded_config(run: RunDirectory, attempt: int | None) -> Mapping[str, Any]
     return {}
 
 
-def checkpoint_folder(run: RunDirectory) -> Path:
-    """Where the checkpoints of a run are: `checkpoint.dir` of its live attempt, or the default.
+def last_config(run: RunDirectory) -> Path | None:
+    """The file of the configuration that worked last in a run: the one that a supervisor has
+    checked, or that of the newest attempt which opened all that it names. Raises `OSError`."""
+    current = live_attempt(run)
+    of_attempt = [] if current is None else [run.changed_config(current.number)]
+    return next((file for file in (run.accepted, *of_attempt, run.config) if file.is_file()), None)
 
-    A relative folder is one of the directory in which the run was started, and so need not be found
-    from here.
-    """
+
+def checkpoint_folder(run: RunDirectory) -> Path:
+    """`checkpoint.dir` of the live attempt, or the default. A relative folder is one of the
+    directory in which the run was started, and so need not be found from here."""
     found = _recorded(run, "checkpoint", "dir")
     return Path(found) if isinstance(found, str) else run.checkpoints
 
@@ -51,10 +51,8 @@ def total_steps(run: RunDirectory) -> int | None:
 
 
 def live_attempt(run: RunDirectory) -> Attempt | None:
-    """What `attempts/CURRENT` names; None where it is not there, or is damaged.
-
-    Raises `OSError` if it cannot be read now.
-    """
+    """What `attempts/CURRENT` names; None where it is not there, or is damaged. Raises `OSError` if
+    it cannot be read now."""
     try:
         return read_current(run.attempts)
     except DataError:
@@ -83,10 +81,8 @@ _UNSET = "unset"
 
 
 def changes_since(run: RunDirectory, attempt: int, now: Mapping[str, Any]) -> list[str]:
-    """What differs between the configuration of an attempt and `now`, a key each.
-
-    As in "optimizer.lr 0.004 -> 0.001". Nothing where the run has kept none that can be read.
-    """
+    """What differs between the configuration of an attempt and `now`, a key each, as in
+    "optimizer.lr 0.004 -> 0.001"; nothing if that cannot be read."""
     try:
         before = recorded_config(run, attempt)
     except OSError:
@@ -131,11 +127,8 @@ _LOOK_BACK = 20
 
 
 def used_before(run: RunDirectory, section: str, key: str, value: object) -> bool:
-    """Whether an attempt that had opened all its files was configured so.
-
-    A configuration is kept once all that it names was found. What cannot be read counts as not
-    there.
-    """
+    """Whether an attempt that had found all that its configuration names was configured so; what
+    cannot be read does not count."""
     return any(_lookup(path, section, key) == value for path in _configurations(run))
 
 

@@ -12,19 +12,15 @@ REMEMBERED = 20
 
 
 def nearest_rank(values: Iterable[float], fraction: float) -> float | None:
-    """The smallest of `values` that at least `fraction` (0 to 1) of them do not exceed, or None.
-
-    None without values; by the nearest-rank method, so it is always one of them.
-    """
+    """The smallest of `values` that at least `fraction` (0 to 1) of them do not exceed; None
+    without values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)] if ordered else None
 
 
 def young_interval(cost: float, between_failures: float) -> float:
     """Seconds between saves that lose least: sqrt(2 x cost of a save x time between failures).
-
-    Young, "A first order approximation to the optimum checkpoint interval", 1974.
-    """
+    Young, "A first order approximation to the optimum checkpoint interval", 1974."""
     return math.sqrt(2 * cost * between_failures)
 
 
@@ -49,12 +45,9 @@ class Durations:
     saves: tuple[SaveSeconds, ...] = ()
 
     def with_another(self, save: SaveSeconds) -> Self:
-        """These and `save`, without the oldest ones beyond `REMEMBERED`."""
         return type(self)((*self.saves, save)[-REMEMBERED:])
 
     def quantile(self, fraction: float) -> float | None:
-        """The total seconds that `fraction` (0 to 1) of the saves stayed within, or None.
-
-        None if there is no save yet.
-        """
+        """The total seconds that `fraction` (0 to 1) of the saves stayed within; None without
+        saves."""
         return nearest_rank((save.total for save in self.saves), fraction)

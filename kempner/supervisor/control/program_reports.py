@@ -7,15 +7,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from kempner.config.program import ProgramSection
+from kempner.config.sections import ProgramSection
 from kempner.run.control.heartbeat_file import LONGEST, Heartbeat, parse
 from kempner.run.control.protocol import Moves, Phase, Report
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.threads import helper_thread
+from kempner.run.process.threads import keep_running
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.control.events import LastReport
 from kempner.supervisor.policy.outcome import RankExit, failed, interpret
 
 EVERY = 1.0
@@ -23,6 +23,13 @@ EVERY = 1.0
 
 FRESH_WITHIN = 2.0
 """Seconds that a caller waits for what the files say now: storage may hang."""
+
+
+class LastReport(NamedTuple):
+    """A rank's newest report, and when it came (`time.monotonic`, seconds)."""
+
+    report: Report
+    at: float
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ class ProgramReports:
             return
         if (path := self._program_file) is not None and (found := _look_at(path)) is not None:
             self._of_program = FileSeen(found[0], None)
-        helper_thread(self._serve, "program").start()
+        keep_running("program", self._serve)
 
     def close(self) -> None:
         """Look for a last time."""

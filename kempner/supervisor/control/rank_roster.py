@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kempner.run.control.heartbeat import describe_places
-from kempner.run.output.background_files import LatestContent
+from kempner.run.control.protocol import Connected, Disconnected
 from kempner.run.output.logs import warn
-from kempner.run.process.stop_reason import LEFT_EARLY
-from kempner.supervisor.control.events import Connected, Disconnected, LastReport
+from kempner.run.output.writers import LatestContent
+from kempner.run.process.exit_codes import LEFT_EARLY
+from kempner.supervisor.control.program_reports import LastReport
 from kempner.supervisor.policy.outcome import RankExit, failed, is_lost
 
 RECONNECT = 3.0
@@ -23,11 +24,11 @@ RECONNECT = 3.0
 ended, or tries again after a tenth of a second. While steps are made, every rank is there: they
 count from the last one."""
 
-AWAY = 25.0
+AWAY = 60.0
 """Seconds without a message after which a rank whose connection broke off in any other way is taken
-for gone. The network may be cut for 15 s: both kernels give the connection up within
-`UNACKNOWLEDGED`, and then a try to connect takes seconds. A rank that switches to files reports
-before that, too."""
+for gone. A network that finds its ways anew (spanning tree, a switch that starts) is away for half
+a minute, both kernels give the connection up within `UNACKNOWLEDGED`, and a try to connect takes
+seconds; a restart would cost more."""
 
 JOIN = 120.0
 """Seconds after another has joined within which a rank joins, or it is gone: srun does not tell
@@ -72,9 +73,10 @@ class RankRoster:
         """How ranks ended, in the order of the first sign of it."""
         return [end for _, end in sorted(self._ends.values(), key=itemgetter(0))]
 
-    def first_ended_for(self, now: float) -> float | None:
-        """Seconds since the first rank has ended; None if none has."""
-        return now - min(at for at, _ in self._ends.values()) if self._ends else None
+    @property
+    def first_ended_at(self) -> float | None:
+        """When the first rank ended; None if none has."""
+        return min((at for at, _ in self._ends.values()), default=None)
 
     def connected(self, there: Connected, now: float) -> None:
         """A rank has connected, for the first time or again."""
@@ -106,29 +108,27 @@ class RankRoster:
             end.rank not in self.joined or end.sentence.startswith(LEFT_EARLY)
         )
 
-    def reached(self, step: int, now: float) -> None:
-        """The furthest rank has reported this step."""
-        if step > self._reached:
-            self._reached, self._reached_at = step, now
-
     def heard(self, last_reports: Mapping[int, LastReport], now: float) -> None:
         """These are the newest words of the ranks, over whatever way they came."""
+        step = max((last.report.step for last in last_reports.values()), default=0)
+        if step > self._reached:
+            self._reached, self._reached_at = step, now
         for rank, last in last_reports.items():
             if self._heard.get(rank, (0.0, now))[0] != last.at:
                 self._heard[rank] = (last.at, now)
 
     def cut_off(self, now: float) -> list[RankExit]:
         """The ends of ranks whose connection broke off too long ago."""
-        lost = (rank for rank, broken in self._broken.items() if self._lost(rank, broken, now))
-        return [RankExit(rank, None) for rank in lost]
-
-    def _lost(self, rank: int, broken: _BrokenConnection, now: float) -> bool:
-        if now - max(broken.at, self._reached_at) <= RECONNECT:
-            return False
-        if broken.hung_up or self.any_failed:
-            return True  # after a failure, of which this may be the cause, there is nothing to save
-        _, heard_at = self._heard.get(rank, (0.0, broken.at))
-        return now - max(heard_at, self._reached_at) > AWAY
+        lost = []
+        for rank, broken in self._broken.items():
+            if now - max(broken.at, self._reached_at) <= RECONNECT:
+                continue
+            _, heard_at = self._heard.get(rank, (0.0, broken.at))
+            # After a failure, of which this may be the cause, there is nothing to save.
+            at_once = broken.hung_up or self.any_failed
+            if at_once or now - max(heard_at, self._reached_at) > AWAY:
+                lost.append(RankExit(rank, None))
+        return lost
 
     def never_joined(self, now: float) -> list[RankExit]:
         """The ends of ranks that have not joined, long after the others."""

@@ -1,19 +1,17 @@
-"""The launcher interface: start, signal and kill ranks."""
+"""What ranks run, and what a launcher says of its nodes."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
-from kempner.checkpoint.slots.pour import Offer, Poured
-from kempner.run.control.launch_env import Launch
 from kempner.run.process.worker_process import SAFE_MODULE
-from kempner.supervisor.nodes.probe import ProbeQuestion, ProbeResult
-from kempner.supervisor.policy.outcome import RankExit
+
+TELLING = {"PYTHONFAULTHANDLER": "1"}
+"""For all ranks, unless the user says otherwise: a crash in native code shows the Python stack."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,16 @@ class Program:
             return cls(tuple(command), False, tuple(modules), python, pattern)
         return cls((python, *_EXEC_RANK, *command), False, (), python, pattern)
 
+    def in_torchrun(self, ranks: int) -> Self:
+        """One torchrun for the `ranks` of a node, each of which runs this."""
+        command = (self.python, *_EXEC_RANK, f"{TORCHRUN}{ranks}", *self.command)
+        return type(self)(command, ours=True, python=self.python)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The user's command, without what of ours becomes it."""
+        return self.command if self.modules else self.command[1 + len(_EXEC_RANK) :]
+
     @property
     def cold(self) -> tuple[str, ...]:
         """The command of a process that is not forked."""
@@ -62,6 +70,7 @@ class Program:
 
 
 _OF_TRAIN = ("kempner.cli.entry", "kempner.cli.train", "kempner.training.imports")
+TORCHRUN = "--torchrun="
 _EXEC_RANK = (*SAFE_MODULE, "kempner.supervisor.launchers.exec_rank")
 
 
@@ -105,115 +114,3 @@ class JoinedNode:
     def of_job(self) -> str:
         """The job of the node, for a sentence; empty outside of a job."""
         return f" of job {self.job}" if self.job else ""
-
-
-class Launcher(Protocol):
-    """Starts one attempt's ranks. How they end, the control channel tells, too, where it can."""
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Those of this machine at which ranks may reach the supervisor, the likeliest first."""
-
-    @property
-    def size(self) -> int:
-        """How many ranks `start` starts."""
-
-    @property
-    def used(self) -> Sequence[str]:
-        """The nodes of the ranks."""
-
-    @property
-    def nodes(self) -> Sequence[str]:
-        """The nodes of the ranks, and those in reserve."""
-
-    def prepare(self, program: Program) -> None:
-        """Begin with what takes long and needs no decision, such as imports. In the main thread."""
-
-    @property
-    def idle(self) -> Idle:
-        """Nodes to which the ranks could grow again."""
-
-    @property
-    def joined(self) -> Mapping[str, JoinedNode]:
-        """All nodes of other jobs that ever joined, whether they are still there or not."""
-
-    def invite(self, invitation: Path) -> None:
-        """Have nodes of other jobs join, where that is possible: this file tells them how, until
-        `close`."""
-
-    def ask_idle(self, question: ProbeQuestion) -> Sequence[ProbeResult]:
-        """Ask these nodes, while the ranks run; the answers of those that gave one. From any
-        thread."""
-
-    def survey(self, question: ProbeQuestion) -> Sequence[ProbeResult]:
-        """Ask all `nodes`, for some seconds; the answers of those that gave one."""
-
-    def avoid(self, suspects: Mapping[str, str]) -> None:
-        """Start no ranks on these nodes (each with a reason) if others can do, or fewer.
-
-        Nodes that are named no more are used again, if some are missing.
-        """
-
-    def unavoidable(self, suspects: Collection[str]) -> Sequence[str]:
-        """Those of these nodes on which ranks would be started all the same."""
-
-    def start(self, launch: Launch, program: Program, post: Callable[[RankExit], None]) -> None:
-        """Start every rank as `program`, with `launch` in its environment.
-
-        `post` is called, from any thread, with each end that the launcher gets to see.
-        """
-
-    def ask_to_stop(self) -> None:
-        """Signal every living rank to stop. Asking twice does no harm."""
-
-    def kill(self) -> None:
-        """End every living rank at once."""
-
-    def alive(self) -> bool:
-        """Whether anything that was started is still there; all ends have been posted if not."""
-
-    def waits(self) -> bool:
-        """Whether the ranks cannot be started yet, because Slurm does not answer, say."""
-
-    def prepare_again(
-        self, lost: Sequence[str], stuck: Mapping[str, Sequence[int]]
-    ) -> CannotRestart | None:
-        """Get ready to start once more, without those of the `lost` hosts that do not answer.
-
-        Nor on a host where one of the `stuck` processes, which were killed, still runs. May take a
-        minute. Returns why there can be no other start here, or None if there can.
-        """
-
-    def offers(self, nonce: str) -> Sequence[Offer]:
-        """The steps of the attempt with this nonce that are held in memory, once its ranks are
-        gone; with nodes that cannot be reached, those of their buddies. Raises `OSError`."""
-
-    def pour(self, nonce: str, step: int, folder: Path) -> Sequence[Poured]:
-        """Write what is held of a step into a folder on every node's storage. Raises `OSError`."""
-
-    def look(self, node: str, pids: Sequence[int]) -> Sequence[str]:
-        """What can be seen from outside of processes on another node: a line each, or none without
-        an answer. From any thread."""
-
-    def close(self) -> None:
-        """End what was started to start ranks: no others follow."""
-
-
-class BareLauncher:
-    """Defaults of a launcher that takes no nodes of other jobs, and keeps no steps in memory."""
-
-    @property
-    def joined(self) -> Mapping[str, JoinedNode]:
-        """None: no node can join."""
-        return {}
-
-    def invite(self, invitation: Path) -> None:
-        """Write no invitation."""
-
-    def offers(self, nonce: str) -> Sequence[Offer]:
-        """Nothing: no process on a node outlives the ranks there."""
-        return ()
-
-    def pour(self, nonce: str, step: int, folder: Path) -> Sequence[Poured]:
-        """Write nothing."""
-        return ()

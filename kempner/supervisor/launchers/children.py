@@ -1,29 +1,20 @@
-"""Ranks that are children of this process: started, forked if possible, signalled and followed.
-
-What a rank prints, read on its way: the step in it goes into the rank's heartbeat file.
-
-All that the ranks of an attempt have started on this machine, to signal it and to end it.
-"""
+"""Ranks that are children of this process: started, forked if possible, signalled and followed;
+and all that they have started on this machine, to signal it and to end it."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import re
-import select
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import BinaryIO
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 
 import psutil
 
-from kempner.run.control.heartbeat_file import Heartbeat, path_in, write
 from kempner.run.control.launch_env import FORK_SERVER, Launch
 from kempner.run.control.leftovers import processes_to_signal
 from kempner.run.output.logs import logger
@@ -36,101 +27,8 @@ from kempner.supervisor.launchers.fork_server.client import (
     ForkServerClient,
     StartedProcess,
 )
-from kempner.supervisor.policy.outcome import RankExit
-
-WRITE_EVERY = 1.0
-"""Seconds between two versions of the file: a program may print thousands of lines in one."""
-
-DRAINED_WITHIN = 2.0
-"""Seconds for what a rank printed last. A process that it has left behind may hold the pipe."""
-
-_CHUNK = 65536
-_LONGEST = 4096
-"""Bytes of a line that are looked at."""
-
-
-class StepFinder:
-    """Finds the newest step in output that comes in pieces."""
-
-    def __init__(self, pattern: str) -> None:
-        self._pattern, self._rest = re.compile(pattern), b""
-        self.step: int | None = None
-
-    def feed(self, chunk: bytes) -> None:
-        """The next piece. A carriage return ends a line, too: progress bars print no other end."""
-        *lines, rest = (self._rest + chunk).replace(b"\r", b"\n").split(b"\n")
-        for line in lines:
-            self._look(line[:_LONGEST])
-        self._rest = rest[:_LONGEST]
-
-    def _look(self, line: bytes) -> None:
-        for found in self._pattern.finditer(line.decode(errors="replace")):
-            with suppress(ValueError):  # no number, or a group that took no part
-                self.step = max(0, int((found[1] or "").replace(",", "")))
-
-
-class RankOutput:
-    """A pipe for all that a rank prints, which goes on to `target`, a file descriptor.
-
-    The rank holds the reading end, too: if this process dies before it, what it prints as it saves
-    does not end it.
-    """
-
-    def __init__(self, pattern: str, target: int, heartbeat: Path) -> None:
-        self._lines, self._target, self._heartbeat = StepFinder(pattern), target, heartbeat
-        self.reading, self.writing = os.pipe()
-        self._thread: threading.Thread | None = None
-
-    @contextmanager
-    def pipe(self) -> Iterator[None]:
-        """In this block the rank is started; what it does not need any more is closed."""
-        try:
-            yield
-        finally:
-            os.close(self.writing)
-            if self._thread is None:
-                self._close()
-
-    def begin(self) -> None:
-        """The rank has the pipe: read it from now on."""
-        self._thread = start_thread("output", self._pass_on)
-
-    def end(self) -> None:
-        """The rank has ended: wait for its last words."""
-        if self._thread is not None:
-            self._thread.join(DRAINED_WITHIN)
-
-    def _pass_on(self) -> None:
-        written, at = self._lines.step, 0.0
-        over = False
-        while not over:
-            ready, _, _ = select.select([self.reading], [], [], WRITE_EVERY)
-            if ready:
-                chunk = os.read(self.reading, _CHUNK)
-                over = not chunk
-                _copy(chunk, self._target)
-                self._lines.feed(chunk or b"\n")
-            step, now = self._lines.step, time.monotonic()
-            if step is not None and step != written and (over or now - at >= WRITE_EVERY):
-                written, at = step, now
-                with suppress(OSError):  # the next step is told again
-                    write(self._heartbeat, Heartbeat(step))
-        self._close()
-
-    def _close(self) -> None:
-        os.close(self.reading)
-        if self._target > 2:  # a descriptor of its own
-            os.close(self._target)
-
-
-def _copy(chunk: bytes, target: int) -> None:
-    left = memoryview(chunk)
-    while left:
-        try:
-            left = left[os.write(target, left) :]
-        except OSError:
-            return  # the disk is full, or the reader is gone: the rank goes on
-
+from kempner.supervisor.launchers.rank_output import ChildRank, RankOutput
+from kempner.supervisor.policy.outcome import RankExit, find_last_words
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
@@ -288,17 +186,6 @@ _LOOK = 0.2
 """Seconds between two looks whether the program in a wrapper has ended."""
 
 
-@dataclass(frozen=True)
-class ChildRank:
-    """A rank to start: its environment, the file for its output (None: where this process prints)
-    and the CPUs that it may use (none: all of this process's)."""
-
-    rank: int
-    environ: Mapping[str, str]
-    output: Path | None = None
-    cpus: tuple[int, ...] = ()
-
-
 class Children:
     """The ranks that this process has started, each in a session of its own.
 
@@ -324,16 +211,18 @@ class Children:
 
     def start(self, child: ChildRank, program: Program, post: Callable[[RankExit], None]) -> None:
         """Start a rank and follow it on a thread, which posts its end."""
-        watcher = threading.Thread(
-            target=self._follow, args=(child, program, post), name="rank", daemon=True
-        )
-        self._watchers.append(watcher)
-        watcher.start()
+        follow = partial(self._follow, child, program, post)
+        self._watchers.append(start_thread("rank", follow))
 
     def pid(self, rank: int) -> int | None:
         """The process of a rank, once it was started."""
         child = self._started.get(rank)
         return None if child is None else child.pid
+
+    def pids(self) -> dict[int, int]:
+        """The processes of the ranks that run, by rank."""
+        started = list(self._started.items())
+        return {rank: child.pid for rank, child in started if child.poll() is None}
 
     def ask_to_stop(self) -> None:
         """Send SIGTERM to every living rank, and through a wrapper to the program in it."""
@@ -373,6 +262,8 @@ class Children:
 
     def alive(self) -> bool:
         """Whether any rank has not been seen to end."""
+        if not self._watchers:
+            return False  # an orphan could be the process of a hook, for which other code waits
         self._family.reap(self._tops)
         return any(watcher.is_alive() for watcher in self._watchers)
 
@@ -434,9 +325,9 @@ class Children:
         if status == -signal.SIGTERM and self._asked.is_set():
             while self._family.stops():
                 time.sleep(_LOOK)
-        if output is not None:
-            output.end()
-        post(RankExit(rank, status, ended_by_us=rank in self._killed, asked=asked))
+        printed, killed = "" if output is None else output.end(), rank in self._killed
+        words = "" if killed or status is None else find_last_words(printed, status)
+        post(RankExit(rank, status, ended_by_us=killed, sentence=words, asked=asked))
 
     def _spawn(
         self, child: ChildRank, program: Program
@@ -446,26 +337,32 @@ class Children:
 
         Raises `OSError` if it cannot be started.
         """
-        with _open_output(child) as file:
-            target = None if file is None else file.fileno()
-            output = _looked_at(child, program, target)
-            if output is None:
-                return self._begin(child, program, target), None
+        if child.output is None and not program.pattern:
+            return self._begin(child, program, None), None
+        output, started = RankOutput(child, program.pattern), None
+        try:
             with output.pipe():
-                started = self._begin(child, program, output.writing, (output.reading,))
-                if started is not None:
-                    output.begin()
+                output.begin()
+                started = self._begin(child, program, output.writing, output.reading)
             return started, output
+        finally:
+            if started is None:
+                output.end()
 
     def _begin(
-        self, child: ChildRank, program: Program, output: int | None, keep: Sequence[int] = ()
+        self,
+        child: ChildRank,
+        program: Program,
+        output: tuple[int, int] | None,
+        keep: Sequence[int] = (),
     ) -> StartedProcess | None:
-        """The process, as `_spawn`. It prints to `output` and inherits the descriptors `keep`."""
+        """As `_spawn`. It prints to `output`, where that is given, and inherits `keep`."""
         started: StartedProcess | None = None
         if self._server is not None and program.modules:
             try:
+                outputs = () if output is None else (*output, *keep)
                 started = self._server.fork(
-                    program.command, child.environ, output, program.ours, child.cpus
+                    program.command, child.environ, outputs, program.ours, child.cpus
                 )
             except CannotForkError as error:
                 if not (self._asked.is_set() or self._over.is_set()):
@@ -480,8 +377,8 @@ class Children:
                 env=child.environ,
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=None if output is None else subprocess.STDOUT,
+                stdout=output and output[0],
+                stderr=output and output[1],
                 pass_fds=keep,
             )
         self._started[child.rank] = started
@@ -491,23 +388,3 @@ class Children:
         elif self._asked.is_set():
             self._family.ask_to_stop()
         return started
-
-
-def _looked_at(child: ChildRank, program: Program, target: int | None) -> RankOutput | None:
-    """The pipe for what a rank prints, if its step is searched for there."""
-    heartbeat = path_in(child.environ)
-    if not program.pattern or heartbeat is None:
-        return None
-    return RankOutput(program.pattern, 1 if target is None else os.dup(target), heartbeat)
-
-
-def _open_output(child: ChildRank) -> AbstractContextManager[BinaryIO | None]:
-    """Where a rank's output goes; None for where this process's goes."""
-    if child.output is None:
-        return nullcontext()
-    try:
-        return open(child.output, "ab")
-    except OSError as error:
-        sentence = f"rank {child.rank} prints to the supervisor's output"
-        logger().warning(sentence, file=error.filename, error=error.strerror)
-        return nullcontext()

@@ -1,106 +1,156 @@
-"""Local launcher: ranks are processes on this machine, forked from a server that has torch."""
+"""Ranks on this machine: its agent is a thread of the supervisor."""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
-from kempner.checkpoint.slots.memory import SlotHolder
-from kempner.checkpoint.slots.pour import Offer, Poured, offers, pour
+from kempner.cluster.network.interfaces import Interface
 from kempner.cluster.network.ports import free_port
+from kempner.cluster.slurm.allocation import Allocation
 from kempner.cluster.slurm.hostlist import node_name
+from kempner.cluster.world import World
+from kempner.config.sections import SuperviseSection
 from kempner.run.control.launch_env import Launch
-from kempner.run.output.logs import logger
+from kempner.run.control.protocol import RankNews, SummedReports
+from kempner.run.link.auth import Secret
+from kempner.run.link.messages import Message, Post
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.launchers.base import BareLauncher, CannotRestart, Idle, Program
-from kempner.supervisor.launchers.children import ChildRank, Children
-from kempner.supervisor.nodes.probe import ProbeQuestion, ProbeResult, measure
-from kempner.supervisor.policy.outcome import RankExit
+from kempner.supervisor.control.rank_hub import RankHub
+from kempner.supervisor.launchers.agents.fleet import AgentConnected, Fleet, FleetNews, Hear
+from kempner.supervisor.launchers.agents.messages import (
+    AgentHello,
+    Answer,
+    AttemptCleared,
+    Ended,
+    LeaveOrder,
+    RanksStill,
+    TaskBinding,
+    ToAgent,
+)
+from kempner.supervisor.launchers.agents.node_agent import NodeAgent
+from kempner.supervisor.launchers.base import TELLING, Program
+from kempner.supervisor.launchers.children import Children
+from kempner.supervisor.launchers.run_nodes import RunNodes
 
 _LOOPBACK = "127.0.0.1"
 
-GONE_WITHIN = 60.0
-"""Seconds to wait until killed ranks are gone, before the next ones start."""
+LEAVES_WITHIN = 5.0
+"""Seconds to wait for the agent at the end."""
 
 
-class LocalLauncher(BareLauncher):
-    """`size` ranks here, each in a session of its own.
+class RanksOfSupervisor:
+    """Each is told when the supervisor dies, so none outlives it unnoticed. What they
+    print goes to the attempt's folder; the supervisor shows what rank 0 prints."""
 
-    A terminal's Ctrl-C therefore reaches the supervisor alone. Each rank is told when the
-    supervisor dies, so none outlives it unnoticed. A stop and a kill reach all that a rank
-    has started: it may be a wrapper around the program. Rank 0 shares the supervisor's output; the
-    others' goes to the attempt's folder.
-    """
+    gone_within = 60.0
 
-    addresses = (_LOOPBACK,)
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
 
-    def __init__(self, run: RunDirectory, size: int) -> None:
-        self._run, self.size = run, size
-        self._children, self._slots = Children(), SlotHolder()
-
-    @property
-    def used(self) -> Sequence[str]:
-        """This machine."""
-        return self.nodes
-
-    @property
-    def nodes(self) -> Sequence[str]:
-        """This machine."""
-        return [node_name(os.environ)]
-
-    @property
-    def idle(self) -> Idle:
-        """None: there is no other machine."""
-        return Idle()
-
-    def ask_idle(self, question: ProbeQuestion) -> Sequence[ProbeResult]:
-        """No answers: there is no other machine."""
-        return ()
-
-    def survey(self, question: ProbeQuestion) -> Sequence[ProbeResult]:
-        """Ask this machine."""
-        return [measure(question)]
-
-    def avoid(self, suspects: Mapping[str, str]) -> None:
-        """Nothing: there is no other machine."""
-
-    def unavoidable(self, suspects: Collection[str]) -> Sequence[str]:
-        """None: no other machine would be any better."""
-        return ()
-
-    def prepare(self, program: Program) -> None:
-        """Start the imports; to be called in the main thread."""
-        self._children.prepare(program)
-
-    def start(self, launch: Launch, program: Program, post: Callable[[RankExit], None]) -> None:
-        """Start every rank as `program`, and follow each on a thread."""
-        self.prepare(program)
-        port = free_port(_LOOPBACK, salt=f"{self._run.path.absolute()}:{launch.attempt.nonce}")
-        common = {**os.environ, **replace(launch, parent=os.getpid()).environment()}
+    def environment(self, launch: Launch, master: tuple[str, int]) -> dict[str, str]:
+        """Ranks that meet on this machine."""
+        address, port = master
+        meet = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        common = {**TELLING, **os.environ, **launch.environment(), **meet}
         common.pop("TORCHELASTIC_RUN_ID", None)
-        if not launch.in_memory:
-            self._slots.keep_only(())
-        for rank in range(self.size):
-            output = self._run.output(launch.attempt.number, rank) if rank else None
-            environ = {**common, **self._place(rank, port), **launch.of_rank(rank, common)}
-            if launch.in_memory:
-                self._slots.lend(rank, environ)
-            child = ChildRank(rank, environ, output)
-            self._children.start(child, program, post)
+        return common
 
-    def ask_to_stop(self) -> None:
-        """Send SIGTERM to every living rank, and through a wrapper to the program in it."""
-        self._children.ask_to_stop()
+    def place(self, world: World) -> dict[str, str]:
+        """Under torch's names."""
+        return world.environment()
 
-    def kill(self) -> None:
-        """Send SIGKILL to every living rank and all that it has started; returns when it is gone.
+    def output(self, attempt: int, rank: int) -> Path | None:
+        """In the attempt's folder."""
+        return self._run.output(attempt, rank)
 
-        A process that is stuck in the kernel is named, and ends as soon as that lets it go.
-        """
-        self._children.kill()
+    def bindings(self, told: Sequence[TaskBinding], ranks: int) -> Sequence[TaskBinding]:
+        """To nothing."""
+        return [TaskBinding()] * ranks
+
+    def oom_kills(self) -> int:
+        """Not known: others may use this machine, too."""
+        return 0
+
+
+class LinkHere:
+    """What the agent says is heard at once."""
+
+    def __init__(self, node: str, hear: Hear) -> None:
+        self._node, self._hear, self._numbers = node, hear, count(1)
+        self.ranks = RankHub(self.say, here=True)
+
+    def start(self) -> None:
+        """The agent is there."""
+        self._hear(self._node, AgentConnected(0, 0, os.getpid()))
+
+    def alone_for(self) -> float:
+        """Never: both are one process."""
+        return 0.0
+
+    def say(self, message: Message) -> None:
+        """Have it heard."""
+        assert isinstance(
+            message, Answer | Ended | RanksStill | AttemptCleared | RankNews | SummedReports
+        )
+        self._hear(self._node, message)
+
+    def post(self, make: Callable[[int], Post]) -> None:
+        """Have it heard, which cannot fail."""
+        self.say(make(next(self._numbers)))
+
+
+class ThreadOfAgent:
+    """Runs an agent, as a server would that it is connected to."""
+
+    port = 0
+
+    def __init__(self, agent: NodeAgent, node: str, hear: Hear) -> None:
+        self._agent, link = agent, LinkHere(node, hear)
+        self._thread = threading.Thread(target=agent.run, args=(link,), name="agent", daemon=True)
+        self._thread.start()
+
+    def tell(self, node: str | None, message: ToAgent) -> None:
+        """Hand it to the agent."""
+        self._agent.hear(message)
+
+    def close(self) -> None:
+        """Have the agent end all that is left, and wait for it; not for what is stuck."""
+        self._agent.hear(LeaveOrder())
+        self._thread.join(LEAVES_WITHIN)
+
+
+class AgentHere:
+    """The only agent of a run."""
+
+    here, killed_within, cleared_within = True, 5.0, 65.0
+    addresses, takes_others, waits = (_LOOPBACK,), False, False
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run, self._node = run, node_name(os.environ)
+        self._children = Children()
+        self.bound: dict[str, Interface | None] = {}
+
+    def open(
+        self,
+        program: Program,
+        hear: Callable[[str, FleetNews], None],
+        refusal: Callable[[AgentHello], str],
+        lost: Callable[[str, int | None], None],
+    ) -> Fleet:
+        """Start it."""
+
+        def serve(secret: Secret, hear: Hear) -> ThreadOfAgent:
+            ranks = RanksOfSupervisor(self._run)
+            agent = NodeAgent(program, self._children, ranks, secret, self.addresses)
+            return ThreadOfAgent(agent, self._node, hear)
+
+        return Fleet((), 1, hear, refusal, serve)
 
     @contextmanager
     def paused(self) -> Iterator[bool]:
@@ -108,49 +158,56 @@ class LocalLauncher(BareLauncher):
         with self._children.paused() as may_pause:
             yield may_pause
 
-    def alive(self) -> bool:
-        """Whether any rank has not been seen to end."""
-        return self._children.alive()
+    def have(self) -> None:
+        """It is there."""
 
-    def waits(self) -> bool:
-        """No: they are started at once."""
+    def reach_by_srun(self, nodes: Collection[str]) -> None:
+        """It is reached."""
+
+    def is_connected(self, node: str) -> bool:
+        """Always."""
+        return True
+
+    def is_gone(self, node: str) -> bool:
+        """Never: it ends with this process."""
         return False
 
-    def prepare_again(
-        self, lost: Sequence[str], stuck: Mapping[str, Sequence[int]]
-    ) -> CannotRestart | None:
-        """This machine is there: wait until the last rank is gone."""
-        if not self._children.forget(GONE_WITHIN):
-            reason = "a rank of the attempt before cannot be killed, and nothing can replace it"
-            return CannotRestart(f"{reason} on this machine", ())
-        return None
+    def time_to_come(self) -> float:
+        """None: it is there."""
+        return 0.0
 
-    def offers(self, nonce: str) -> Sequence[Offer]:
-        """What this process holds."""
-        if self.alive():
-            logger().warning("a rank is still there, so its steps in memory are not salvaged")
-            return ()
-        return offers(self._slots, nonce)
+    def end(self, node: str) -> None:
+        """It goes on."""
 
-    def pour(self, nonce: str, step: int, folder: Path) -> Sequence[Poured]:
-        """Write the files from this process."""
-        return pour(self._slots, nonce, step, folder)
+    def remove(self, node: str) -> None:
+        """It stays."""
 
-    def look(self, node: str, pids: Sequence[int]) -> Sequence[str]:
-        """Nothing: there is no other node."""
-        return ()
+    def refusal_of(self, node: str) -> str:
+        """None: it needs no step."""
+        return ""
 
-    def close(self) -> None:
-        """End the fork server."""
-        self._children.close()
+    def forget(self, node: str) -> None:
+        """It stays."""
 
-    def _place(self, rank: int, port: int) -> dict[str, str]:
-        """A rank's place in the world, under torch's names."""
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.size),
-            "LOCAL_WORLD_SIZE": str(self.size),
-            "MASTER_ADDR": _LOOPBACK,
-            "MASTER_PORT": str(port),
-        }
+    def launch(self, launch: Launch) -> Launch:
+        """The process with which the ranks end."""
+        return replace(launch, parent=os.getpid())
+
+    def master(self, launch: Launch) -> tuple[str, int]:
+        """A port of this machine."""
+        salt = f"{self._run.path.absolute()}:{launch.attempt.nonce}"
+        return _LOOPBACK, free_port(_LOOPBACK, salt=salt)
+
+    def bindings(self) -> Mapping[str, Sequence[TaskBinding]]:
+        """None."""
+        return {}
+
+    def close(self, has_left: Callable[[str], bool]) -> None:
+        """It has ended with its link."""
+
+
+def this_machine(run: RunDirectory, size: int) -> tuple[RunNodes, AgentHere]:
+    """For a launcher of `size` ranks here, each in a session of its own: a terminal's Ctrl-C
+    reaches the supervisor alone."""
+    here = Allocation("", (node_name(os.environ),), size, None, 0, batch=False)
+    return RunNodes(here, SuperviseSection()), AgentHere(run)

@@ -10,8 +10,7 @@ import os
 from collections.abc import Mapping, MutableMapping, Sequence
 
 from kempner.cluster.network.interfaces import Interface, read_interfaces
-from kempner.cluster.rank_network import network_of_rank
-from kempner.cluster.world import World, discover
+from kempner.cluster.world import World, discover, network_of_rank
 from kempner.config.site import DistributedSection
 from kempner.run.control.launch_env import Launch
 from kempner.run.output.logs import logger

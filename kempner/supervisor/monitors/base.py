@@ -1,17 +1,206 @@
-"""What every monitor looks at, and how it is asked."""
+"""What monitors look at, how long the phases of a run take, what is found, and how that is told."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from math import inf
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeAlias
 
-from kempner.run.control.protocol import Phase, Report, Usage
+from kempner.probe.activity import Stillness
+from kempner.run.control.protocol import Connected, Phase, Report, Usage
 from kempner.run.output.logs import logger
-from kempner.supervisor.control.events import Connected, LastReport
-from kempner.supervisor.monitors.findings import Finding
-from kempner.supervisor.monitors.phase_durations import PhaseDurations
+from kempner.run.process.threads import AwakeClock
+from kempner.run.record.events import (
+    HangFound,
+    JobHandedBack,
+    MemoryLow,
+    NodeSuspected,
+    PhaseDurationsLearned,
+    PhaseTimes,
+    Recovered,
+    ResourceGrowth,
+    SlowDownFound,
+    StragglerFound,
+)
+from kempner.run.record.history import RunHistory
+from kempner.run.record.ledger import Ledger
+from kempner.run.record.save_times import REMEMBERED, Durations, SaveSeconds, nearest_rank
+from kempner.supervisor.control.program_reports import LastReport
+
+
+@dataclass(frozen=True)
+class DurationStats:
+    """How long something takes, in seconds, by `count` times that it was seen.
+
+    `spread` is what the 95th percentile has above the median."""
+
+    median: float
+    spread: float
+    count: int
+
+    @property
+    def long(self) -> float:
+        """The 95th percentile in seconds: a long one, but none that is out of the ordinary."""
+        return self.median + self.spread
+
+    @classmethod
+    def of(cls, seconds: Collection[float]) -> Self | None:
+        median, long = nearest_rank(seconds, 0.5), nearest_rank(seconds, 0.95)
+        if median is None or long is None:
+            return None
+        return cls(round(median, 3), round(long - median, 3), len(seconds))
+
+
+PhaseDurations: TypeAlias = Mapping[Phase, DurationStats]
+"""What is known; for STEP, of the time between two steps."""
+
+
+def to_event(phase_durations: PhaseDurations, ranks: int) -> PhaseDurationsLearned:
+    return PhaseDurationsLearned(
+        ranks, {phase: PhaseTimes(**asdict(usual)) for phase, usual in phase_durations.items()}
+    )
+
+
+def learned(history: RunHistory, ranks: int) -> dict[Phase, DurationStats]:
+    """The newest phase durations in a run's history with the same number of ranks.
+
+    Of starts, the longest: ranks that are forked start at once, and the next job imports anew."""
+    ours = [
+        {
+            phase: DurationStats(**asdict(event.phases[phase]))
+            for phase in Phase
+            if phase in event.phases
+        }
+        for event in history.events(PhaseDurationsLearned)
+        if event.ranks == ranks
+    ]
+    starts = [each[Phase.START] for each in ours if Phase.START in each]
+    longest = {Phase.START: max(starts, key=lambda start: start.long)} if starts else {}
+    return {**ours[-1], **longest} if ours else {}
+
+
+def longer(some: PhaseDurations, others: PhaseDurations) -> dict[Phase, DurationStats]:
+    """Of two experiences with the same phase, the one that allows more time."""
+    together = dict(others)
+    for phase, usual in some.items():
+        other = together.get(phase, usual)
+        together[phase] = max(usual, other, key=lambda each: each.long)
+    return together
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Nothing moves, in `phase` (of several the one that may take longest), for `still` seconds.
+
+    `laggard` is the rank that the others wait for, as far as can be told. Of ranks that wait for
+    each other for ever, `deadlock` is where: the same for the same mistake in a program. `silent`
+    says that the program tells nothing of itself."""
+
+    sentence: str
+    laggard: int | None
+    phase: Phase
+    still: float
+    deadlock: str = ""
+    silent: bool = False
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that works `worked` seconds per step, where the median of the others is `usual`.
+
+    `lost` (0 to 1) is the share of each step that the others wait for it."""
+
+    rank: int
+    worked: float
+    usual: float
+    lost: float
+
+    @property
+    def sentence(self) -> str:
+        return (
+            f"works {self.worked:.3g} s per step, where the others need {self.usual:.3g} s: "
+            f"{self.lost:.0%} of the run's time is spent waiting for it"
+        )
+
+
+@dataclass(frozen=True)
+class SlowDown:
+    """Steps take `step` seconds, where they used to take `usual`."""
+
+    step: float
+    usual: float
+
+    @property
+    def sentence(self) -> str:
+        return (
+            f"a step takes {self.step:.3g} s, {self.step / self.usual:.1f} times as long as the "
+            f"{self.usual:.3g} s that are usual for this run"
+        )
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """A straggler, or a slow-down of the run, is over: `of` is the event that said it began."""
+
+    of: type[StragglerFound] | type[SlowDownFound]
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """The node of `rank`, its largest, has little memory left; `reason` is for a person to read."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class SteadyGrowth:
+    """What `rank` uses grows without end; `reason` is for a person to read."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class PhasesLearned:
+    """How long the phases of this run take: worth a note, in case the supervisor dies."""
+
+    phases: PhaseDurations
+
+
+@dataclass(frozen=True)
+class LongWork:
+    """A rank of a user's own program has been at work for `seconds`, at `line`; `limit` seconds
+    are the most that it has. `waiting` are the ranks that wait for it in collectives."""
+
+    rank: int
+    line: str
+    seconds: float
+    limit: float
+    waiting: int
+
+    @property
+    def sentence(self) -> str:
+        at = f" at {self.line}" if self.line else ""
+        others = f", and {self.waiting} wait" + "s" * (self.waiting == 1) if self.waiting else ""
+        return (
+            f"rank {self.rank} has been at work{at} for {self.seconds:.0f} s without a step"
+            f"{others}: that is no hang before {self.limit:.0f} s "
+            "(resilience.hang_timeout_at_work)"
+        )
+
+
+Remark: TypeAlias = (
+    LongWork | Straggler | SlowDown | Recovery | Shortage | SteadyGrowth | PhasesLearned
+)
+"""What is told, and has no other consequence."""
+
+Finding: TypeAlias = Hang | Remark
+
 
 SILENT = 7.5
 """Seconds without a report after which a rank is not merely waiting: they come once a second, and
@@ -24,11 +213,13 @@ class RankConditions:
 
     `woke_at` is when the supervisor last went on after it was suspended: what it read then had
     waited, and tells nothing about how long anything took before. `unstarted` says that the
-    launcher still waits for a process that can start the ranks.
-    """
+    launcher still waits for a process that can start the ranks. `ended` are the ranks that have.
+    `still` are those of a program of the user's own that do nothing, as it is seen from outside."""
 
     woke_at: float = -inf
     unstarted: bool = False
+    ended: frozenset[int] = frozenset()
+    still: Mapping[int, Stillness] = field(default_factory=dict)
 
 
 _TRAINING = frozenset({Phase.STEP, Phase.EVAL, Phase.SAVE})
@@ -38,8 +229,7 @@ _TRAINING = frozenset({Phase.STEP, Phase.EVAL, Phase.SAVE})
 class Snapshot:
     """What is known of an attempt of `size` ranks at one moment; whatever is by rank may lack some.
 
-    `now` is in seconds of a clock that began with the attempt and stands still while suspended.
-    """
+    `now` is in seconds of a clock that began with the attempt and stands still while suspended."""
 
     now: float
     size: int
@@ -66,7 +256,6 @@ class Snapshot:
         joined: Mapping[int, Connected] | None = None,
         around: RankConditions = RankConditions(),
     ) -> Self:
-        """Of reports that are dated by another clock, on which it is `clock` seconds."""
         return cls(
             now,
             size,
@@ -80,7 +269,6 @@ class Snapshot:
 
     @property
     def trains(self) -> bool:
-        """Whether all ranks have begun with their steps."""
         begun = [report for report in self.reports.values() if report.phase in _TRAINING]
         return len(begun) == self.size
 
@@ -93,34 +281,246 @@ class Monitor(Protocol):
 
 
 class Monitors:
-    """Several monitors that look at the same."""
+    """Several monitors that look at the same. `advisers` are those whose findings are only logged:
+    an error in one of them must not end a run; it is logged, and that one is not asked again."""
 
-    def __init__(self, *monitors: Monitor) -> None:
-        self._monitors = monitors
-
-    def check(self, snapshot: Snapshot) -> Sequence[Finding]:
-        """What each of them finds, in their order."""
-        return [finding for monitor in self._monitors for finding in monitor.check(snapshot)]
-
-
-class Adviser:
-    """Asks a monitor whose findings are only logged: if it fails, that is logged, and it is not
-    asked again.
-
-    An error in a monitor that only informs must not end a run.
-    """
-
-    def __init__(self, monitor: Monitor) -> None:
-        self._monitor: Monitor | None = monitor
+    def __init__(self, *monitors: Monitor, advisers: Sequence[Monitor] = ()) -> None:
+        self._monitors, self._advisers = monitors, list(advisers)
 
     def check(self, snapshot: Snapshot) -> Sequence[Finding]:
-        """What the monitor finds."""
-        if self._monitor is None:
+        found = [finding for monitor in self._monitors for finding in monitor.check(snapshot)]
+        for monitor in list(self._advisers):
+            try:
+                found += monitor.check(snapshot)
+            except Exception:  # noqa: BLE001 - whatever it is, the run is worth more
+                name = type(monitor).__name__
+                logger().error(f"{name} has failed, and is not asked again", exc_info=True)
+                self._advisers.remove(monitor)
+        return found
+
+
+class Reporter:
+    """Of one attempt. Where `straggler_is_suspect`, nothing else starts on a straggler's node."""
+
+    def __init__(self, attempt: int, ledger: Ledger, straggler_is_suspect: bool) -> None:
+        self._record = partial(ledger.record, attempt=attempt)
+        self._straggler_is_suspect = straggler_is_suspect
+
+    def report(self, finding: Remark, snapshot: Snapshot) -> None:
+        match finding:
+            case Straggler():
+                self._name(finding, snapshot.joined)
+            case LongWork():
+                logger().warning(finding.sentence)
+            case SlowDown():
+                logger().warning(finding.sentence)
+                self._record(SlowDownFound(reason=finding.sentence, **asdict(finding)))
+            case Recovery():
+                self._record(Recovered(of=finding.of.name))
+            case Shortage():
+                self._warn(MemoryLow, finding, snapshot.joined)
+            case SteadyGrowth():
+                self._warn(ResourceGrowth, finding, snapshot.joined)
+            case PhasesLearned():
+                self._record(to_event(finding.phases, snapshot.size))
+
+    def _warn(
+        self,
+        event: type[MemoryLow] | type[ResourceGrowth],
+        found: Shortage | SteadyGrowth,
+        joined: Mapping[int, Connected],
+    ) -> None:
+        node = _node(found.rank, joined)
+        logger().warning(f"rank {found.rank} on {node}: {found.reason}")
+        self._record(event(found.rank, node, found.reason))
+
+    def _name(self, straggler: Straggler, joined: Mapping[int, Connected]) -> None:
+        node = _node(straggler.rank, joined)
+        reason = f"rank {straggler.rank}{f' on {node}' if node else ''} {straggler.sentence}"
+        logger().warning(reason)
+        self._record(StragglerFound(node=node, reason=reason, **asdict(straggler)))
+        if self._straggler_is_suspect and node is not None:
+            self._record(NodeSuspected(node, reason))
+
+
+def _node(rank: int, joined: Mapping[int, Connected]) -> str | None:
+    return joined[rank].host if rank in joined else None
+
+
+STEPS_REMEMBERED = 100
+"""Steps that count."""
+
+_TO_THE_FIRST_STEP = (Phase.START, Phase.RENDEZVOUS, Phase.LOAD, Phase.COMPILE)
+"""Phases that every attempt goes through, in this order."""
+
+_TOLD_LITTLE = (Phase.SAVE, Phase.EXIT)
+"""Phases of which reports tell little: training waits for a save only if the next one is due, or it
+is the last. What saves take, their commits tell."""
+
+SETTLES = 2.0
+"""Seconds after a suspension of the supervisor in which it reads what came meanwhile."""
+
+ENOUGH = 20
+"""Steps after which those of an earlier attempt count no more."""
+
+RECORD_EVERY = 600.0
+"""Seconds between two notes of how long the phases of the run take, in case this process dies."""
+
+
+class PhaseStats:
+    """The seconds between steps and those that other phases take.
+
+    Of the rank that is ahead, to the resolution of its reports: what is over within a second may
+    never be seen, and on the way to the first step took at most the time between two that were.
+    Commits and evaluations tell how long they took. Time in which a rank waited for storage is not
+    learned. `before` is what earlier attempts came to; phases in `unlike` say nothing about the
+    next attempt, and are not learned."""
+
+    def __init__(
+        self, before: PhaseDurations | None = None, unlike: Collection[Phase] = ()
+    ) -> None:
+        self._before, self._unlike = before or {}, unlike
+        self._seen: dict[Phase, deque[float]] = {}
+        self._phase, self._step, self._since = Phase.START, 0, 0.0
+        self._begun = self._disturbed = False
+        self._told_at = 0.0
+        self._first_steps: float | None = None
+        """Seconds in which the first steps were made, with all that may have come before them."""
+
+    def check(self, snapshot: Snapshot) -> Sequence[PhasesLearned]:
+        self._follow(snapshot)
+        if snapshot.now - self._told_at <= RECORD_EVERY:
             return ()
-        try:
-            return self._monitor.check(snapshot)
-        except Exception:  # noqa: BLE001 - whatever it is, the run is worth more
-            name = type(self._monitor).__name__
-            logger().error(f"{name} has failed, and is not asked again", exc_info=True)
-            self._monitor = None
-            return ()
+        self._told_at = snapshot.now
+        return self.findings()
+
+    def findings(self) -> Sequence[PhasesLearned]:
+        learned = self.learned()
+        return (PhasesLearned(learned),) if learned else ()
+
+    def _follow(self, snapshot: Snapshot) -> None:
+        now = snapshot.now
+        newest = max(snapshot.reports.values(), key=lambda report: report.step, default=None)
+        if newest is None:
+            return
+        waiting = any(report.storage for report in snapshot.reports.values())
+        self._disturbed = self._disturbed or waiting
+        step, phase, took = newest.step, newest.phase, now - self._since
+        if (step, phase) == (self._step, self._phase):
+            return
+        if self._disturbed:
+            self._disturbed = waiting
+        elif snapshot.around.woke_at + SETTLES < self._since:
+            self._learn(step, phase, took)
+        self._phase, self._step, self._since = phase, step, now
+        self._begun = self._begun or phase not in _TO_THE_FIRST_STEP
+
+    def _learn(self, step: int, phase: Phase, took: float) -> None:
+        made = step - self._step
+        if phase is not self._phase and self._phase not in (Phase.STEP, *_TOLD_LITTLE):
+            way, before = (*_TO_THE_FIRST_STEP, phase), self._phase
+            over = (before,) if self._begun else way[way.index(before) : way.index(phase)]
+            for passed in over:
+                self.took(passed, took)
+        if phase is Phase.STEP and self._phase in (Phase.LOAD, Phase.COMPILE):
+            self._first_steps = took
+        if phase is Phase.STEP and self._phase is Phase.STEP and made > 0:
+            self.took(Phase.STEP, took / made, min(made, STEPS_REMEMBERED))
+        elif phase is Phase.STEP and self._phase is Phase.COMPILE and made > 1:
+            self.took(Phase.STEP, took / made)  # at most: the first step is in it
+
+    def took(self, phase: Phase, seconds: float, times: int = 1) -> None:
+        if phase not in self._unlike:
+            self._seen.setdefault(phase, deque(maxlen=STEPS_REMEMBERED)).extend([seconds] * times)
+
+    def note_false_hang(self, phase: Phase, seconds: float) -> None:
+        """Standing still in a phase was taken for a hang.
+
+        It may have been none: the next attempt shall not fail for the same reason. Steps are
+        measured often enough to be sure."""
+        if phase is not Phase.STEP:
+            self.took(phase, seconds)
+
+    def quantile(self, fraction: float) -> float | None:
+        """The seconds that `fraction` (0 to 1) of the last steps stayed within; None before any."""
+        return nearest_rank(self._seen.get(Phase.STEP, ()), fraction)
+
+    def learned(self) -> dict[Phase, DurationStats]:
+        """What this attempt was like, and where it says nothing, what the ones before it were."""
+        return {**self._before, **self._own()}
+
+    def usual(self) -> dict[Phase, DurationStats]:
+        """What is to be expected of this attempt: of what is not yet sure, the longest seen."""
+        own = self._own()
+        unknown = Phase.STEP not in own and Phase.STEP not in self._before
+        if unknown and self._first_steps is not None:
+            own[Phase.STEP] = DurationStats(self._first_steps, 0.0, 1)  # at most
+        if Phase.STEP in own and own[Phase.STEP].count >= ENOUGH:
+            return longer(own, {p: u for p, u in self._before.items() if p is not Phase.STEP})
+        return longer(own, self._before)
+
+    def _own(self) -> dict[Phase, DurationStats]:
+        summed = {phase: DurationStats.of(seconds) for phase, seconds in self._seen.items()}
+        return {phase: usual for phase, usual in summed.items() if usual is not None}
+
+
+class RunTimes:
+    """Of one attempt, which begins now, with what is known of the ones before it."""
+
+    def __init__(
+        self,
+        phases: PhaseStats | None = None,
+        saves: Durations | None = None,
+        leaves: Sequence[float] = (),
+        hung: Mapping[int, float] | None = None,
+    ) -> None:
+        self.clock = AwakeClock()
+        self.now = self.clock.now
+        """Seconds since the attempt began, without those spent suspended."""
+        self.phases, self.saves = phases or PhaseStats(), saves or Durations()
+        self.leaves = leaves
+        """Seconds from the last rank's exit until the job was back in the queue, as often as that
+        was measured."""
+        self.hung = hung or {}
+        """See `hung_at_work`."""
+        self._left_at: float | None = None
+
+    @classmethod
+    def from_history(cls, past: RunHistory, size: int) -> Self:
+        # A start without a checkpoint says nothing about how long it takes to load one.
+        unlike = () if past.last_step else (Phase.LOAD,)
+        leaves = [event.seconds for event in past.events(JobHandedBack)][-REMEMBERED:]
+        phases = PhaseStats(learned(past, size), unlike)
+        return cls(phases, past.durations, leaves, hung_at_work(past))
+
+    def ranks_left(self) -> None:
+        """The last rank has left, or was killed; the first time counts."""
+        if self._left_at is None:
+            self._left_at = time.monotonic()
+
+    def seconds_since_left(self) -> float:
+        """Since then; 0 before that. Not by the clock that needs to be looked at to go on."""
+        return 0.0 if self._left_at is None else time.monotonic() - self._left_at
+
+    def saved(self, save: SaveSeconds) -> bool:
+        """A save took so long; False if it does not count, because the job was suspended in it."""
+        if self.clock.stood_still(save.total):
+            return False
+        self.saves = self.saves.with_another(save)
+        self.phases.took(Phase.SAVE, save.total)
+        return True
+
+    def evaluated(self, seconds: float) -> None:
+        """An evaluation took so long."""
+        if not self.clock.stood_still(seconds):
+            self.phases.took(Phase.EVAL, seconds)
+
+
+def hung_at_work(past: RunHistory) -> dict[int, float]:
+    """The longest standstills in seconds that were ended for a hang while a rank may have been at
+    work, by the last step that was done."""
+    longest: dict[int, float] = {}
+    for hang in past.events(HangFound):
+        if (stands := hang.own_program) is not None and stands.busy is not None:
+            longest[stands.step] = max(longest.get(stands.step, 0.0), hang.seconds or 0.0)
+    return longest

@@ -1,18 +1,31 @@
-"""Tells a hang from a slow step, and gathers its evidence before the ranks are killed."""
+"""Tells a hang from a slow step, and gathers its evidence before the ranks are killed.
+
+Ranks that wait for each other in collectives hang for ever. A rank that waits in a collective waits
+for each member of its group that has not come to the same one: the same number of the group, and
+the same operation. Members that have come elsewhere under the same number never come. It is a
+deadlock where none of the ranks that are waited for is at work: it waits in the same circle, or has
+left. This is the usual search for a knot in a wait-for graph (Knapp 1987, Deadlock detection in
+distributed databases, the AND model)."""
 
 from __future__ import annotations
 
+import os
+import platform
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import TypeAlias
 
 from kempner.config.resilience import ResilienceSection
+from kempner.probe.processes import came_after, of_process, still_runs
 from kempner.run.control.heartbeat import Standstill, patience
-from kempner.run.control.protocol import DumpStacks, FromSupervisor, Phase, Report
+from kempner.run.control.protocol import Connected, DumpStacks, FromSupervisor, Phase, Report
 from kempner.run.output.logs import logger
+from kempner.run.process.collectives import CollectiveCall, CollectivesUnderWay
 from kempner.run.process.retry import LONGEST_PAUSE
+from kempner.run.process.threads import start_thread
 from kempner.run.process.whereabouts import CodePlace
 from kempner.run.record.events import (
     ConnectionsStalled,
@@ -22,10 +35,205 @@ from kempner.run.record.events import (
     StandsAt,
 )
 from kempner.run.record.ledger import Ledger
-from kempner.supervisor.monitors.base import Snapshot
-from kempner.supervisor.monitors.findings import Hang
-from kempner.supervisor.monitors.phase_durations import PhaseDurations
-from kempner.supervisor.monitors.process_probe import ProcessLook, is_here
+from kempner.supervisor.monitors.base import DurationStats, Hang, LongWork, PhaseDurations, Snapshot
+
+NOT_KILLED = "does not end though it was killed: it is stuck in the kernel"
+
+NODES_ASKED = 8
+"""Nodes that are asked about their processes; of the others the first few are typical."""
+
+
+def is_here(host: str) -> bool:
+    here = platform.node()
+    return host in (here, here.partition(".")[0])
+
+
+def local_processes(joined: Mapping[int, Connected]) -> dict[int, Connected]:
+    """Those of the ranks whose processes run on this host, whatever they have said."""
+    return {rank: there for rank, there in joined.items() if _runs_here(there)}
+
+
+def describe_stuck(rank: int, there: Connected) -> str:
+    """What is known of a rank that outlives its SIGKILL; empty if it is seen to be gone."""
+    here = is_here(there.host)
+    if here and not _runs_here(there):
+        return ""
+    seen = f" ({of_process(there.pid)})" if here else ""
+    return f"rank {rank}, process {there.pid}, {NOT_KILLED}{seen}"
+
+
+def _runs_here(there: Connected) -> bool:
+    ours = is_here(there.host) and came_after(there.pid, os.getpid())
+    return ours and still_runs(there.pid)
+
+
+class ProcessLook:
+    """A look at processes, by node: `lines` grows as nodes answer.
+
+    Those of this node are in it at once; `ask` asks another one, and returns what it says."""
+
+    def __init__(
+        self,
+        where: Mapping[str, Sequence[int]],
+        ask: Callable[[str, Sequence[int]], Sequence[str]],
+    ) -> None:
+        self._ask_node = ask
+        self.lines = [
+            of_process(pid) for host, pids in where.items() if is_here(host) for pid in pids
+        ]
+        others = [host for host in where if not is_here(host)]
+        self._asked = [
+            start_thread(f"ask {host}", partial(self._ask, host, where[host]))
+            for host in others[:NODES_ASKED]
+        ]
+
+    @property
+    def complete(self) -> bool:
+        return not any(thread.is_alive() for thread in self._asked)
+
+    def _ask(self, node: str, pids: Sequence[int]) -> None:
+        told = self._ask_node(node, pids)
+        self.lines.extend(f"{node}: {line}" for line in told or ["no answer"])
+
+
+CONFIRMED, LEFT = 3.0, 10.0
+"""Seconds for which ranks must have stood in the same deadlock, whose reports are of moments up to
+two seconds apart; and where a rank has ended that may have sent its part before."""
+
+TOLD = 4
+"""Different places that a sentence tells of at most."""
+
+_DEADLOCK = "deadlock: "
+
+
+@dataclass(frozen=True)
+class RankWait:
+    """What a rank waits in, as its newest report has it, and the line of its program."""
+
+    collectives: CollectivesUnderWay
+    line: str = ""
+
+
+@dataclass(frozen=True)
+class Deadlock:
+    """Ranks that wait in collectives that cannot end; `left` are those that they wait for and that
+    have ended."""
+
+    waits: Mapping[int, RankWait]
+    left: tuple[int, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """Who waits where, as "rank 3 waits in all_reduce at train.py:14"."""
+        found: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+        for rank, wait in sorted(self.waits.items()):
+            found[(wait.collectives.under_way[0].operation, wait.line)].append(rank)
+        told = [
+            f"{named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {operation}"
+            + (f" at {line}" if line else "")
+            for (operation, line), ranks in list(found.items())[:TOLD]
+        ]
+        gone = f", and {named(self.left)} {_has(self.left)} ended" if self.left else ""
+        return f"{_DEADLOCK}{', '.join(told)}{gone}"
+
+    @property
+    def place(self) -> str:
+        """The same for the same mistake in a program, whichever ranks make it."""
+        waits = {(w.collectives.under_way[0].operation, w.line) for w in self.waits.values()}
+        return _DEADLOCK + ", ".join(sorted(f"{what} at {line}" for what, line in waits))
+
+
+def find_deadlock(waits: Mapping[int, RankWait], left: Collection[int]) -> Deadlock | None:
+    """The ranks that can never go on, by what each that waits has begun; those that are in neither
+    are at work, and may come to any collective."""
+    stuck = {rank for rank, wait in waits.items() if wait.collectives.under_way}
+    found_free = True
+    while found_free:
+        free = {
+            rank
+            for rank in stuck
+            if any(
+                not _never_ends(rank, one, waits, left, stuck)
+                for one in waits[rank].collectives.under_way
+            )
+        }
+        stuck -= free
+        found_free = bool(free)
+    if not stuck:
+        return None
+    members = {r for rank in stuck for one in waits[rank].collectives.under_way for r in one.ranks}
+    gone = tuple(sorted(members & set(left)))
+    return Deadlock({rank: waits[rank] for rank in sorted(stuck)}, gone)
+
+
+def _never_ends(
+    rank: int,
+    collective: CollectiveCall,
+    waits: Mapping[int, RankWait],
+    left: Collection[int],
+    stuck: Collection[int],
+) -> bool:
+    """Whether a member of the group will not come to a collective that `rank` is in."""
+    return any(
+        _never_comes(waits[other].collectives, collective, other in stuck)
+        if other in waits
+        else other in left
+        for other in collective.ranks
+        if other != rank
+    )
+
+
+def _never_comes(other: CollectivesUnderWay, collective: CollectiveCall, stuck: bool) -> bool:
+    here = (collective.group, collective.number)
+    for one in other.under_way:
+        if (one.group, one.number) == here:
+            return one.operation != collective.operation
+    return stuck and other.begun.get(collective.group, 0) < collective.number
+
+
+def named(ranks: Collection[int]) -> str:
+    """Ranks for a sentence: "rank 3", "ranks 0 to 2", "ranks 0, 2 and 5"."""
+    first, *others = sorted(ranks)
+    if not others:
+        return f"rank {first}"
+    if others[-1] - first == len(others) and len(others) > 1:
+        return f"ranks {first} to {others[-1]}"
+    head, last = ", ".join(map(str, [first, *others[:-1]][:TOLD])), others[-1]
+    more = "" if len(others) <= TOLD else f", {len(others) - TOLD} others"
+    return f"ranks {head}{more} and {last}"
+
+
+def is_deadlock(raised: str) -> bool:
+    return raised.startswith(_DEADLOCK)
+
+
+def _has(ranks: Collection[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+class DeadlockDetector:
+    """Finds a deadlock of an attempt by the ranks' reports, once it is confirmed."""
+
+    def __init__(self) -> None:
+        self._still: Standstill[Deadlock | None] = Standstill(None, 0.0)
+
+    def check(self, snapshot: Snapshot) -> Sequence[Hang]:
+        waits = {
+            rank: RankWait(report.collectives, report.line)
+            for rank, report in snapshot.reports.items()
+            if report.collectives.under_way
+            and rank not in snapshot.silent
+            and rank not in snapshot.around.ended
+        }
+        found = find_deadlock(waits, snapshot.around.ended) if waits else None
+        self._still = self._still.seen(found, snapshot.now)
+        still = self._still.seconds(snapshot.now)
+        if found is None or still < (LEFT if found.left else CONFIRMED):
+            return ()
+        phase = snapshot.reports[min(found.waits)].phase
+        laggard = found.left[0] if found.left else None
+        return (Hang(found.sentence, laggard, phase, still, found.place),)
+
 
 _ORDER = (
     *(Phase.START, Phase.RENDEZVOUS, Phase.LOAD),
@@ -39,6 +247,9 @@ STORAGE_TRIES = 3 * LONGEST_PAUSE
 GROWTH = 5.0
 """How many times as long a standstill must last as one that was ended for a hang after the same
 step, where a rank may have been at work."""
+
+TOLD_EVERY = 300.0
+"""Seconds between two lines that say that a rank is at work."""
 
 NAMED = 10
 """Ranks that a sentence names at most."""
@@ -58,8 +269,7 @@ class HangDetector:
     two steps is not known.
 
     A program of the user's own may also be at work between two steps, see `_own_limit`; `hung` has
-    the longest standstill that was ended for a hang while a rank may have been at work, by step.
-    """
+    the longest standstill that was ended for a hang while a rank may have been at work, by step."""
 
     def __init__(
         self,
@@ -71,9 +281,9 @@ class HangDetector:
         self._section, self._must_report, self._hung = section, must_report, hung or {}
         self._still: Standstill[_Places] = Standstill({}, now)
         self._stacks: Standstill[dict[int, int]] = Standstill({}, now)
+        self._told_at = -inf
 
-    def check(self, snapshot: Snapshot) -> Sequence[Hang]:
-        """The hang, for as long as there is one."""
+    def check(self, snapshot: Snapshot) -> Sequence[Hang | LongWork]:
         places = {rank: (r.step, r.phase, r.moves.tries) for rank, r in snapshot.reports.items()}
         if snapshot.around.unstarted:
             self._still = Standstill(places, snapshot.now)
@@ -82,14 +292,18 @@ class HangDetector:
         moves = {rank: report.moves.stacks for rank, report in snapshot.reports.items()}
         self._stacks = self._stacks.seen(moves, snapshot.now)
         still, (limit, phase) = self._still.seconds(snapshot.now), self.patience(known)
+        usual_limit = limit
         if not self._must_report and snapshot.joined:
             limit = self._own_limit(snapshot, limit)
         if any(report.storage for report in snapshot.reports.values()):
             limit = max(limit, STORAGE_TRIES)
-        if still <= limit:
-            return ()
         if not places and not self._must_report:
+            return self._silent_hang(snapshot)
+        if still <= usual_limit:
+            self._told_at = -inf
             return ()
+        if still <= limit:
+            return self._long_work(snapshot, still, limit)
         absent = silent_from_the_start(snapshot) if self._must_report else []
         laggard = absent[0] if len(absent) == 1 else behind_all_others(snapshot)
         who = "" if laggard is None else f"; rank {laggard} is behind all others"
@@ -103,20 +317,39 @@ class HangDetector:
         )
         return (Hang(sentence, laggard, phase, still),)
 
+    def _silent_hang(self, snapshot: Snapshot) -> Sequence[Hang]:
+        """A hang of a program that says nothing: all its ranks do nothing, as the kernel counts it.
+
+        Those that do not even look whether they can go on get as long as any phase of which nothing
+        is known, or longer after a false alarm; those that do, as long as one at work.
+        """
+        ended = snapshot.around.ended
+        seen = {n: how for n, how in snapshot.around.still.items() if n not in ended}
+        if not seen or len(seen) + len(ended) < snapshot.size:
+            return ()
+        still = min(how.still for how in seen.values())
+        idle = min(how.idle for how in seen.values())
+        section = self._section
+        at_work = section.hang_timeout_at_work
+        limit = max(section.hang_timeout_max, min(at_work, GROWTH * self._hung.get(0, 0.0)))
+        if still <= limit and idle <= max(limit, at_work):
+            return ()
+        sentence = f"no rank has used a processor or moved data for {idle:.0f} s"
+        return (Hang(sentence, None, Phase.START, idle, silent=True),)
+
     def patience(self, usual: PhaseDurations) -> tuple[float, Phase]:
         """Seconds for which standing still here is no hang, and the phase that needs them."""
         phases = {phase for _, phase, _ in self._still.place.values()} or {Phase.START}
-        return max((self._patience(phase, usual), phase) for phase in phases)
+        return max((self._patience(phase, usual.get(phase)), phase) for phase in phases)
 
     def _own_limit(self, snapshot: Snapshot, limit: float) -> float:
         """Seconds for which a program of the user's own may stand still, by its stacks.
 
         Without a limit of its own an evaluation has none, unless all ranks wait for each other in
-        collectives; nor has what follows the loop, as long as a stack moves. Between two steps a
-        stack that moves gets the ceiling.
-        """
+        collectives. As long as a rank is at work, by its stack, CPU or I/O, what is not marked has
+        `hang_timeout_at_work`."""
         phases = {report.phase for report in snapshot.reports.values()}
-        moving = self._stacks.seconds(snapshot.now) <= self._section.hang_timeout_min
+        moving = self._moving(snapshot.now)
         if Phase.EVAL in phases and self._section.hang_timeout_max_of.eval is None:
             evaluates = (
                 report.phase is Phase.EVAL and not report.waiting and rank not in snapshot.silent
@@ -125,18 +358,33 @@ class HangDetector:
             if moving or any(evaluates):
                 return inf
         if moving:
-            last = phases == {Phase.EXIT}
-            limit = inf if last else max([limit, *map(self._ceiling, phases)])
+            limit = max(limit, self._section.hang_timeout_at_work)
         step = max((report.step for report in snapshot.reports.values()), default=0)
         most = max(self._section.hang_timeout_max, GROWTH**2 * self._section.hang_timeout_min)
         return max(limit, min(most, GROWTH * self._hung.get(step, 0.0)))
 
-    def _ceiling(self, phase: Phase) -> float:
-        return self._section.hang_timeout_max_of.of(phase) or self._section.hang_timeout_max
+    def _moving(self, now: float) -> bool:
+        """Whether a rank of a program of the user's own was at work a moment ago."""
+        return self._stacks.seconds(now) <= self._section.hang_timeout_min
 
-    def _patience(self, phase: Phase, usual: PhaseDurations) -> float:
-        section, ceiling = self._section, self._ceiling(phase)
-        long = section.hang_factor * usual[phase].long if phase in usual else None
+    def _long_work(self, snapshot: Snapshot, still: float, limit: float) -> Sequence[LongWork]:
+        """That a rank works for longer than any that waits may stand still, now and then."""
+        if limit == inf or not self._moving(snapshot.now):
+            self._told_at = -inf
+            return ()
+        if snapshot.now - self._told_at < TOLD_EVERY:
+            return ()
+        self._told_at = snapshot.now
+        at_work = [rank for rank, report in snapshot.reports.items() if not report.waiting]
+        if not at_work:
+            return ()
+        line, waiting = snapshot.reports[at_work[0]].line, len(snapshot.reports) - len(at_work)
+        return (LongWork(at_work[0], line, still, limit, waiting),)
+
+    def _patience(self, phase: Phase, usual: DurationStats | None) -> float:
+        section = self._section
+        ceiling = getattr(section.hang_timeout_max_of, phase) or section.hang_timeout_max
+        long = None if usual is None else section.hang_factor * usual.long
         return patience(section.hang_timeout_min, ceiling, long)
 
 
@@ -165,8 +413,7 @@ def behind_all_others(snapshot: Snapshot) -> int | None:
     """The rank that the others wait for; None if that cannot be told.
 
     The one that says nothing any more; or else the one that is a step or a phase behind; or else,
-    among those, the one that does not itself wait for others.
-    """
+    among those, the one that does not itself wait for others."""
     if len(snapshot.silent) == 1:
         return next(iter(snapshot.silent))
     reports = snapshot.reports
@@ -207,11 +454,13 @@ class HangEvidence:
     def collect(self, hang: Hang, snapshot: Snapshot) -> None:
         """Ask the ranks for their stacks, and look at processes that may be stuck."""
         self.hang, self._began = hang, snapshot.now
+        if hang.silent:
+            seen = snapshot.around.still
+            self._places = {rank: how.place for rank, how in seen.items() if how.place is not None}
         self._tell(DumpStacks())
         self._look = ProcessLook(processes_to_look_at(hang, snapshot), self._ask)
 
     def complete(self, now: float) -> bool:
-        """Whether the ranks have had their time, and every node that was asked has answered."""
         return self.hang is not None and now - self._began > EVIDENCE and self._look.complete
 
     def hear(self, rank: int, said: ConnectionsStalled | StandsAt) -> None:
@@ -223,7 +472,6 @@ class HangEvidence:
             self._places[rank] = CodePlace(said.line, said.collective)
 
     def close(self, snapshot: Snapshot) -> None:
-        """Tell what has come together, if there is a hang."""
         if (hang := self.hang) is None:
             return
         hosts = {rank: there.host for rank, there in snapshot.joined.items()}
@@ -235,11 +483,12 @@ class HangEvidence:
             hang = replace(hang, laggard=cut_off, sentence=f"{hang.sentence}; {reason}")
             self._ledger.record(NodeSuspected(node, reason), self._attempt)
         busy, stands = may_be_at_work(self._places, snapshot.reports), None
-        if self._places:
+        if (self._places or hang.silent) and not hang.deadlock:
             places = {str(rank): at.words for rank, at in sorted(self._places.items())}
             step = max((report.step for report in snapshot.reports.values()), default=0)
-            stands = OwnProgramStands(step, places, busy)
-            hang = replace(hang, sentence=f"{hang.sentence}; {_say_places(self._places, busy)}")
+            stands = OwnProgramStands(step, places, 0 if hang.silent else busy)
+            where = f"; {_say_places(self._places, busy)}" if places else ""
+            hang = replace(hang, sentence=hang.sentence + where)
         self.hang = hang
         logger().warning(hang.sentence)
         waiting, processes = by_what_they_wait_for(snapshot.reports), tuple(self._look.lines)
@@ -252,8 +501,7 @@ class HangEvidence:
 def may_be_at_work(places: Mapping[int, CodePlace], reports: Mapping[int, Report]) -> int | None:
     """The first rank that may be at work between two steps: that waits in no collective.
 
-    None if all do, or if what they are in is no step of the user's.
-    """
+    None if all do, or if what they are in is no step of the user's."""
     for rank, place in sorted(places.items()):
         report = reports.get(rank)
         in_step = report is not None and report.phase in (Phase.STEP, Phase.COMPILE)
@@ -275,8 +523,7 @@ def _say_places(places: Mapping[int, CodePlace], busy: int | None) -> str:
 
 def processes_to_look_at(hang: Hang, snapshot: Snapshot) -> dict[str, list[int]]:
     """Processes to look at from outside, by host: all of this one, and elsewhere those of ranks
-    that say nothing, or are behind; all of them if any of them could be the cause.
-    """
+    that say nothing, or are behind; all of them if any of them could be the cause."""
     found: defaultdict[str, list[int]] = defaultdict(list)
     for rank, there in sorted(snapshot.joined.items()):
         silent = rank not in snapshot.reports or rank in snapshot.silent
@@ -323,5 +570,4 @@ def cut_off_from_others(
 
 
 def _on(node: str | None, hosts: Mapping[int, str]) -> set[int]:
-    """The ranks of a node."""
     return {rank for rank, host in hosts.items() if host == node}

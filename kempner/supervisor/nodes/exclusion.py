@@ -15,8 +15,7 @@ A question that could not be put says nothing about a node.
 Suspect nodes that the runs of a group tell each other of, in a folder: one file per node.
 
 A file says why the node is suspect and until when; removing it ends that for all other runs. It is
-replaced at one go, so that a reader never sees half of it.
-"""
+replaced at one go, so that a reader never sees half of it."""
 
 from __future__ import annotations
 
@@ -29,12 +28,94 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from kempner.cluster.machine import (
+    MEMORY,
+    ROOM,
+    SKEW,
+    clock_skew,
+    open_files_needed,
+)
+from kempner.cluster.network.interfaces import nodes_off_network
 from kempner.config.resilience import ResilienceSection
+from kempner.probe.node import SITE_CHECK, ProbeResult, other_code
 from kempner.run.output.logs import logger
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.record.events import AttemptFailed, NodesTakenBack, NodeSuspected
 from kempner.run.record.history import Entry, RunHistory
-from kempner.supervisor.nodes.health_check import NO_ANSWER
+
+NO_ANSWER = "it does not respond"
+"""What is wrong with a node that is gone."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What the check found. `unfit` says why, by node; `warnings` are true of every node alike, and
+    no reason to leave one out. `answered` are the nodes that gave an answer."""
+
+    unfit: Mapping[str, str]
+    warnings: tuple[str, ...] = ()
+    answered: frozenset[str] = frozenset()
+
+
+def diagnose(
+    nodes: Sequence[str],
+    told: Sequence[ProbeResult],
+    unseen: Mapping[str, str],
+    during: tuple[float, float],
+    ranks: int,
+) -> Diagnosis:
+    """Compare what the `nodes` told, which may be fewer, of a world of `ranks`.
+
+    `unseen` says of some of them why what they wrote cannot be trusted to arrive; `during` is when
+    the first was asked and the last had answered, in seconds since the epoch by the clock that
+    counts: the controller's, or our own."""
+    if not told:
+        return Diagnosis({}, ("the health check did not run on any node",))
+    found = {vitals.node: health_problems(vitals, during, ranks) for vitals in told}
+    for node, reason in unseen.items():
+        found.setdefault(node, {}).setdefault("shared", reason)
+    for node in nodes_off_network({vitals.node: vitals.interface for vitals in told}):
+        found[node].setdefault("interface", "it has no interface on the network of the other nodes")
+    code = {vitals.node: vitals.code for vitals in told if vitals.code is not None}
+    for node, reason in other_code(code, nodes[0]).items():
+        found[node]["code"] = reason
+    for node in nodes:
+        found.setdefault(node, {"answer": NO_ANSWER})
+    common = set.intersection(*(set(ailment) for ailment in found.values()))
+    common.discard(SITE_CHECK)  # the site knows what its nodes must be like
+    first = found[nodes[0]]
+    unfit = {
+        node: "; ".join(words for about, words in its.items() if about not in common)
+        for node, its in found.items()
+        if set(its) - common
+    }
+    return Diagnosis(unfit, tuple(first[about] for about in sorted(common)))
+
+
+def health_problems(vitals: ProbeResult, during: tuple[float, float], ranks: int) -> dict[str, str]:
+    found = dict(vitals.troubles)
+    if vitals.memory.free < MEMORY * vitals.memory.total:
+        found["memory"] = (
+            f"{_mib(vitals.memory.free)} of its {_mib(vitals.memory.total)} memory is free"
+        )
+    for folder, free in vitals.disk_free.items():
+        if free < ROOM:
+            found[folder] = f"{folder} has {_mib(free)} left"
+    needed = open_files_needed(ranks)
+    if vitals.open_files is not None and vitals.open_files < needed:
+        found["open files"] = (
+            f"a process may open {vitals.open_files} files (`ulimit -Hn`), and a rank of {ranks} "
+            f"needs {needed}"
+        )
+    skew = clock_skew(vitals.time, during)
+    if abs(skew) > SKEW:
+        found["clock"] = f"its clock is {abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'}"
+    return found
+
+
+def _mib(size: int) -> str:
+    return f"{size >> 20} MiB"
+
 
 _BROKEN = re.compile(
     r"\bXid\b|\bECC\b|uncorrectable|fallen off the bus|GPU is lost"
@@ -64,8 +145,7 @@ class Suspect:
     """A node, why it is suspect, and since when (seconds since the epoch).
 
     `proven` says that there is more against it than that its ranks failed first, `failed` that its
-    ranks failed, and nothing else explains it: no health check refutes that.
-    """
+    ranks failed, and nothing else explains it: no health check refutes that."""
 
     node: str
     reason: str
@@ -77,8 +157,7 @@ class Suspect:
 def suspects(history: RunHistory, now: float, keep_for: float) -> dict[str, Suspect]:
     """The suspect nodes by name, each with the last evidence of the last `keep_for` seconds.
 
-    `now` is in seconds since the epoch.
-    """
+    `now` is in seconds since the epoch."""
     found: dict[str, Suspect] = {}
     before: Entry[AttemptFailed] | None = None
     back: dict[str, int] = {}
@@ -111,7 +190,6 @@ def is_machine_error(words: str) -> bool:
 
 
 def _evidence(event: NodeSuspected | AttemptFailed) -> str:
-    """What this event has against its node; empty if nothing."""
     if isinstance(event, NodeSuspected):
         return event.reason
     return event.raised if is_machine_error(event.raised) else ""
@@ -159,8 +237,7 @@ def lost_nodes(
     `answers` has the nodes that answered when all were asked at once, each with the processes of
     earlier ranks that still run there; `slurm` the flags of silent ones, as far as Slurm said
     anything. A silent node is gone if Slurm says so, or if others answered the same question. The
-    supervisor's `own` node answers by running it.
-    """
+    supervisor's `own` node answers by running it."""
     found = {}
     for node in sorted(accused):
         if left := answers.get(node, ()):
@@ -185,8 +262,6 @@ been removed by a user since."""
 
 
 class SharedSuspect(BaseModel):
-    """What a file says; times are in seconds since the epoch."""
-
     model_config = ConfigDict(frozen=True)
 
     node: str
@@ -202,10 +277,9 @@ def known_suspects(
     """The suspect nodes by name: those of this run, and of the group's others.
 
     Others are told of those of this run that there is proof against. A folder that cannot be used
-    is no reason to end a run.
-    """
+    is no reason to end a run."""
     now = time.time()
-    own = suspects(history.refresh(), now, section.suspect_for)
+    own = suspects(history, now, section.suspect_for)
     if section.suspects_dir is None:
         return own
     folder = Path(section.suspects_dir)
@@ -227,8 +301,7 @@ def known_suspects(
 def read_shared(folder: Path, now: float) -> dict[str, SharedSuspect]:
     """What the files say that are still true; one that cannot be understood is passed over.
 
-    Raises `OSError`.
-    """
+    Raises `OSError`."""
     found = {}
     for path in sorted(folder.glob("[!.]*.json")):
         try:
@@ -268,8 +341,7 @@ def share(
 def withdraw(folder: Path, nodes: Collection[str], names: Collection[str]) -> None:
     """Tell the group that nodes are well again which a run with one of these `names` has accused.
 
-    Raises `OSError`.
-    """
+    Raises `OSError`."""
     for name, suspect in read_shared(folder, 0.0).items():
         if name in nodes and suspect.run in names:
             (folder / f"{name}.json").unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Probes nodes of the job with srun, and releases lost ones to Slurm."""
+"""Probes nodes of the job with srun."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 
 from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import SlurmError
-from kempner.cluster.slurm.job import parse_job
-from kempner.cluster.slurm.node_step import run_on_nodes, whole_answers
+from kempner.cluster.slurm.node_step import run_on_nodes
+from kempner.probe import node as probe
+from kempner.probe import processes
+from kempner.probe.node import ProbeQuestion, ProbeResult
+from kempner.probe.processes import read_answer
 from kempner.run.output.logs import logger
 from kempner.run.process.worker_process import SAFE_MODULE
-from kempner.supervisor.nodes import presence, probe, process_look
 from kempner.supervisor.nodes.exclusion import node_flags
-from kempner.supervisor.nodes.presence import read_answer
-from kempner.supervisor.nodes.probe import ProbeQuestion, ProbeResult
 
 PROBE_WITHIN = 15.0
 """Seconds that all nodes together get to run a task that does next to nothing. One that is well
@@ -39,10 +39,9 @@ def present(
 
     `pids` are processes by node, `allocation` the job to ask in, None for the one around this
     process. Without an answer from any node, no step could be started, and nothing is known of the
-    nodes.
-    """
+    nodes."""
     for left in reversed(range(TRIES)):
-        told = _ask(nodes, allocation, presence.__name__, json.dumps(dict(pids)), PROBE_WITHIN)
+        told = _run(nodes, allocation, _look_at(json.dumps(dict(pids))), PROBE_WITHIN)
         answers = dict(answer for line in told if (answer := read_answer(line)) is not None)
         if answers or not left:
             return answers
@@ -56,11 +55,9 @@ def survey(
     """Ask all of the `nodes` in one step; the answers that have come before srun gave up.
 
     It gives a dead node up after some ten seconds, and the others have long answered by then. No
-    answers where there is no srun: the start of the ranks says that better.
-    """
-    about = probe.question_text(question)
-    told = _ask(nodes, allocation, probe.__name__, about, survey_within(question))
-    return [answer for text in whole_answers(told) if (answer := probe.read_result(text))]
+    answers where there is no srun: the start of the ranks says that better."""
+    told = _run(nodes, allocation, probe.command(question), survey_within(question))
+    return probe.read_results(told)
 
 
 def survey_within(question: ProbeQuestion) -> float:
@@ -70,9 +67,8 @@ def survey_within(question: ProbeQuestion) -> float:
 
 
 def look(node: str, pids: Sequence[int], allocation: str | None) -> list[str]:
-    """What can be seen of processes on a node (`process_look`); nothing if it does not answer."""
-    task = [sys.executable, *SAFE_MODULE, process_look.__name__, *map(str, pids)]
-    return _run([node], allocation, task, PROBE_WITHIN)
+    """What can be seen of processes on a node; nothing if it does not answer."""
+    return _run([node], allocation, _look_at(*map(str, pids)), PROBE_WITHIN)
 
 
 def kill(node: str, pid: int, allocation: str | None) -> None:
@@ -85,23 +81,19 @@ def states(nodes: Sequence[str]) -> dict[str, frozenset[str]]:
     if not nodes:
         return {}
     try:
-        return {node: node_flags(state) for node, state in scontrol.node_states(nodes).items()}
+        return {node.name: node_flags(node.state) for node in scontrol.shown_nodes(nodes)}
     except SlurmError as error:
         logger().info("cannot ask Slurm about the nodes", reason=str(error))
         return {}
 
 
-def _ask(
-    nodes: Sequence[str], allocation: str | None, module: str, question: str, within: float
-) -> list[str]:
-    """What a module says on each node, as far as it came in time."""
-    return _run(nodes, allocation, [sys.executable, *SAFE_MODULE, module, question], within)
+def _look_at(*asked: str) -> list[str]:
+    return [sys.executable, *SAFE_MODULE, processes.__name__, *asked]
 
 
 def _run(
     nodes: Sequence[str], allocation: str | None, task: Sequence[str], within: float
 ) -> list[str]:
-    """What a task on each node prints, as far as it came in time."""
     try:
         told = run_on_nodes(nodes, allocation, task, within)
     except OSError as error:  # no memory for another process, say
@@ -110,12 +102,3 @@ def _run(
     if told.complaints:
         logger().info("output of the failed health check", said=told.complaints[-2000:])
     return told.out.splitlines()
-
-
-def give_back(job: str, gone: Sequence[str]) -> None:
-    """Take nodes out of a job of ours. Where Slurm refuses, the job goes on as long as it may."""
-    try:
-        held = scontrol.hostnames(parse_job(scontrol.show_job(job)).nodes.held)
-        scontrol.keep_nodes(job, [node for node in held if node not in gone])
-    except (SlurmError, ValueError) as error:
-        logger().warning("cannot release a lost node from the job", reason=str(error))

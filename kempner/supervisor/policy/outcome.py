@@ -4,19 +4,18 @@ What the exit of a program that knows nothing of kempner means, and whether an a
 progress: pure functions.
 
 What such a program has saved is not known. Progress is judged by the steps that it reports, or by
-time if it reports none.
-"""
+time if it reports none."""
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from kempner.config.program import ProgramSection
-from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.stop_reason import StopReason
+from kempner.config.sections import ProgramSection
+from kempner.run.process.exit_codes import ExitCode, StopReason
 
 NAMED = 8
 """Ranks that a sentence names at most."""
@@ -43,8 +42,8 @@ class RankExit:
     that is gone. `oom_kills` counts the out-of-memory kills in the job's control group on its node
     by then, where its launcher sees that; else it is 0. `asked` says that its launcher had passed a
     signal on to it. `means` is what the exit of a program that knows nothing of kempner's codes
-    stands for, `final` that no restart can help: see `interpret`.
-    """
+    stands for, `final` that no restart can help: see `interpret`. `unstarted` says that it never
+    was started, because of Slurm or the node, and `sentence` why not."""
 
     rank: int
     status: int | None
@@ -54,6 +53,7 @@ class RankExit:
     asked: bool = False
     means: ExitCode | None = None
     final: bool = False
+    unstarted: bool = False
 
     @property
     def code(self) -> int | None:
@@ -73,8 +73,8 @@ class Decision:
     `culprit` is the rank that failed first, if one did. Without the `bad_nodes` there are too few.
     `environment` says that what surrounds the ranks is at fault: a node, or the network. `final`
     says that the program has said so itself: no restart can help. `left_at` is the step after which
-    a program's own loop was left before its last step, with 0.
-    """
+    a program's own loop was left before its last step, with 0. `scheduler` says that Slurm or a
+    node has not started the ranks, which says nothing about the run."""
 
     code: ExitCode
     reason: str
@@ -83,6 +83,7 @@ class Decision:
     environment: bool = False
     final: bool = False
     left_at: int | None = None
+    scheduler: bool = False
 
 
 def decide_outcome(
@@ -91,13 +92,15 @@ def decide_outcome(
     """Turn the ranks' exits, in the order in which they were heard of, into the run's outcome.
 
     `stop_requested` is why the ranks were asked to stop, NONE if they were not. Of a run that is to
-    continue at once, a rank that is lost meanwhile is a failure as any other.
-    """
+    continue at once, a rank that is lost meanwhile is a failure as any other."""
     causes = [e for e in exits if not _harmless(e, stop_requested)]
     if not exits:
         return Decision(ExitCode.CRASHED, "no rank was ever started")
     if all(e.code == ExitCode.COMPLETED for e in exits):
         return Decision(ExitCode.COMPLETED, "completed")
+    if refused := next((e for e in exits if e.unstarted), None):
+        said = f"the ranks cannot be started here: {refused.sentence}"
+        return Decision(ExitCode.STOPPED, said, scheduler=True)
     if causes:
         first = causes[0]
         if stop_requested.ends_run and _from_outside(first):
@@ -135,6 +138,13 @@ def left_early(decision: Decision, step: int) -> Decision:
     return replace(decision, reason=f"{told}; start it again to go on", left_at=step)
 
 
+def ended_by_signal(decision: Decision, reason: StopReason) -> Decision:
+    """What an attempt came to whose ranks all left with 0, but because of a signal: programs that
+    save at one often do. It says nothing about how far they were."""
+    told = "the program ended with 0 after a signal, before its last step: not complete"
+    return replace(decision, code=ExitCode.STOPPED, reason=told + _go_on(reason))
+
+
 def failed(exit_: RankExit) -> bool:
     """Whether the other ranks cannot go on after this exit."""
     return exit_.code not in (ExitCode.COMPLETED, ExitCode.STOPPED)
@@ -145,31 +155,93 @@ def is_lost(exit_: RankExit) -> bool:
     return exit_.status is None and not exit_.ended_by_us
 
 
+_NAMED_CODES = frozenset(ExitCode)
+
+
 def describe_exit(exit_: RankExit) -> str:
-    """An exit in words, the first line of the rank's own included."""
-    said = exit_.sentence.partition("\n")[0]
-    return _describe_status(exit_.status) + (f": {said}" if said else "")
-
-
-def _describe_status(status: int | None) -> str:
+    status, said = exit_.status, exit_.sentence.partition("\n")[0]
     if status is None:
-        return "disappeared without a message"
-    if status < 0:
-        return f"was killed by {signal.Signals(-status).name}"
-    try:
-        return f"exited with code {status} ({ExitCode(status).name.lower()})"
-    except ValueError:
-        return f"exited with code {status}"
+        how = "disappeared without a message"
+    elif status < 0:
+        how = f"was killed by {signal.Signals(-status).name}"
+    else:
+        name = f" ({ExitCode(status).name.lower()})" if status in _NAMED_CODES else ""
+        how = f"exited with code {status}{name}"
+    return f"{how}: {said}" if said else how
+
+
+def find_last_words(printed: str, status: int) -> str:
+    """Why a process died that ended with `status`, by the end of what it has printed: the exception
+    that nothing caught and its line, or the message of a crash in native code; else empty."""
+    if status in _SAYS_NOTHING:
+        return ""
+    lines = [line.rstrip() for line in printed.splitlines()[-_LAST_LINES:]]
+    if status > 0 and (raised := _uncaught(lines, 10 if status > 1 else _LAST_LINES)):
+        return raised
+    for at in range(len(lines) - 1, -1, -1):
+        if (found := _NATIVE.search(lines[at])) is not None:
+            said = found["said"].strip()
+            below = [f for f in map(_FRAME.match, lines[at : at + _BELOW]) if f is not None]
+            own = [f for f in below if not _LIBRARY.search(f["file"])] or below
+            where = f" ({_place(own[0])})" if own else ""
+            what = next((m[1] for m in map(_WHAT.match, lines[at : at + 3]) if m is not None), "")
+            return said + (f": {what}" if what else "") + where
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return last[:_LONGEST] if status > 0 and _COMPLAINT.search(last) else ""
+
+
+_SAYS_NOTHING = (0, -signal.SIGKILL, -signal.SIGTERM, ExitCode.STOPPED, ExitCode.PEERS_LOST)
+_LAST_LINES, _BELOW, _LONGEST = 400, 40, 300
+_FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:,? in (?P<function>.+))?')
+_RAISED = re.compile(r"[A-Za-z_][\w.]*(?:: .*)?$")
+_LIBRARY = re.compile(r"site-packages/|dist-packages/|/lib/python3|<frozen |<string>")
+_GOT_OVER = re.compile(r"Exception (?:ignored )?in |--- Logging error ---|never retrieved")
+_CAUSED = "The above exception was the direct cause"
+_WHAT = re.compile(r"\s*what\(\):\s*(.+)")
+_NATIVE = re.compile(
+    r"(?P<said>Fatal Python error: .+|terminate called .+|.*\bAssertion `.+' failed\b.*"
+    r"|(?:free|malloc|realloc|munmap_chunk)\(\): .+|double free .+|corrupted .+"
+    r"|\*\*\* stack smashing detected.*|.*error while loading shared libraries: .+"
+    r"|.*: command not found|kempner: .+ cannot be started: .+|.*AddressSanitizer: .+)$"
+)
+_COMPLAINT = re.compile(
+    r"(?i)\b(?:error|fail\w*|cannot|can't|could not|fatal|abort\w*|denied|not found|invalid"
+    r"|unable|no such|missing|refused|exceeded)\b"
+)
+
+
+def _uncaught(lines: Sequence[str], within: int) -> str:
+    """The last exception that the lines show, if at most `within` follow; where it has a cause,
+    that. With the innermost line that is not a library's."""
+    found, frames, caused, quiet, at = "", list[re.Match[str]](), False, False, -1
+    for number, line in enumerate(lines):
+        if (frame := _FRAME.match(line)) is not None:
+            frames.append(frame)
+        elif line.startswith(_CAUSED):
+            caused = bool(found)
+        elif _GOT_OVER.search(line):
+            quiet = True
+        elif frames and line[:1].strip() and not line.startswith(("Traceback", "+", "|")):
+            if _RAISED.match(line) and not (quiet or caused):
+                own = [f for f in frames if not _LIBRARY.search(f["file"])] or frames
+                place = "" if own[-1]["file"].startswith("<") else f" ({_place(own[-1])})"
+                found, at = line[:_LONGEST] + place, number
+            frames, quiet, caused = [], False, False
+    return found if len(lines) - 1 - at <= within else ""
+
+
+def _place(frame: re.Match[str]) -> str:
+    where = f"{frame['file'].rpartition('/')[2]}:{frame['line']}"
+    return f"{where} in {frame['function']}" if frame["function"] else where
 
 
 def _go_on(reason: StopReason) -> str:
     if reason.changes_nodes:
-        return " to continue on " + ("more" if reason is StopReason.GROW else "fewer") + " nodes"
+        return " to continue on " + ("more" if reason is StopReason.GROW else "other") + " nodes"
     return (f" ({reason.words})" if reason else "") + "; start again to continue"
 
 
 def _outstayed(exits: Sequence[RankExit]) -> str:
-    """Which ranks did not leave by themselves; empty if all did."""
     killed = sorted(exit_.rank for exit_ in exits if exit_.ended_by_us)
     if not killed:
         return ""
@@ -201,8 +273,7 @@ def interpret(end: RankExit, codes: ProgramSection, complete: bool) -> RankExit:
     `complete` says that a rank has said that the run is complete. A code in `fail_codes` takes
     precedence over that. Next is a code in `done_codes`; but 0 is also how programs exit that were
     asked to stop, and have saved. A rank that was asked to stop and exits in any other way is to go
-    on later. Of a rank that was killed, or whose end was not seen, nothing more is known.
-    """
+    on later. Of a rank that was killed, or whose end was not seen, nothing more is known."""
     status = end.status
     if status is None or end.ended_by_us:
         return end
@@ -241,8 +312,7 @@ def has_advanced(
     """Whether an attempt that ran for `seconds` brought the program further than all before it.
 
     `step` is the furthest that it has told, `before` the furthest of all earlier attempts; None for
-    what was not told. Without a step an attempt that failed must have run for `long` seconds.
-    """
+    what was not told. Without a step an attempt that failed must have run for `long` seconds."""
     if step is not None:
         return step > (before or 0)
     return seconds >= (STARTED if asked_to_stop else long)

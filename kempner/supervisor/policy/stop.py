@@ -1,13 +1,20 @@
-"""Decides when to stop, from what Slurm says: pure functions, with reasons."""
+"""When an attempt stops, from what Slurm says; and its life as a table: which state follows which,
+and until when each may last. Pure functions, with reasons."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from math import inf
+from typing import Final
 
 from kempner.cluster.slurm.job import JobEvent, JobState, classify
-from kempner.run.process.stop_reason import StopReason
+from kempner.run.process.exit_codes import StopReason
+from kempner.run.process.signals import ReceivedSignal
+from kempner.run.record.events import StopRequested
 from kempner.run.record.save_times import Durations, nearest_rank
+from kempner.supervisor.policy.outcome import ReportedLoop
 
 UNMEASURED_LEAD = 120.0
 """Seconds before the end at which to stop, as long as nothing was measured."""
@@ -48,8 +55,6 @@ PREEMPTED = "preempted by a job of higher priority"
 
 @dataclass(frozen=True)
 class StopOrder:
-    """Stop for `reason`, of which `sentence` says more, within `seconds_left`."""
-
     reason: StopReason
     sentence: str
     seconds_left: float
@@ -69,8 +74,7 @@ def renew(standing: StandingStop | None, order: StopOrder, now: float) -> Standi
 
     They are told again when less time is left than was said, or the reason says more than the one
     that they know: a signal comes first, and a moment later Slurm says why. The nearest deadline
-    holds, for by then the supervisor ends the ranks that are still there.
-    """
+    holds, for by then the supervisor ends the ranks that are still there."""
     by = now + order.seconds_left
     if standing is None:
         return StandingStop(order.reason, order.sentence, by)
@@ -96,8 +100,7 @@ def decide_stop(
     before it a stop must begin, `margin` how long before it the ranks must have left, `warned`
     whether a signal came. After a preemption's grace time, as at any end of a job, Slurm sends
     SIGTERM and waits for `kill_wait` seconds; it keeps both times or exceeds them. It then requeues
-    the job itself, or the job may not be requeued: no margin is kept.
-    """
+    the job itself, or the job may not be requeued: no margin is kept."""
     match classify(first, now, warned):
         case JobEvent.NOTHING:
             if left is not None and left <= lead:
@@ -135,8 +138,7 @@ def exit_margin(measured: Collection[float], limit: float | None) -> float:
     """Seconds before the job's end by which every rank must have left.
 
     `measured` are the seconds from the exit of the last rank until the job was back in the queue,
-    in earlier attempts; `limit` is the job's whole time in seconds, None without one.
-    """
+    in earlier attempts; `limit` is the job's whole time in seconds, None without one."""
     long = nearest_rank(measured, 0.95)
     margin = EXIT_MARGIN if long is None else max(EXIT_MARGIN, MARGIN_FACTOR * long)
     return margin if limit is None else min(margin, MARGIN_SHARE * limit)
@@ -145,8 +147,7 @@ def exit_margin(measured: Collection[float], limit: float | None) -> float:
 def time_to_abandon(left: float | None, patience: float) -> float:
     """Seconds to wait until a killed rank is gone, of `left` until the job's end.
 
-    About half of them: the rest is for the requeue, even if a rank is stuck in the kernel.
-    """
+    About half of them: the rest is for the requeue, even if a rank is stuck in the kernel."""
     return patience if left is None else min(patience, max(SHORTEST_KILL, left / 2))
 
 
@@ -158,8 +159,7 @@ def stop_lead(
     `longest_gap` is the 95th percentile of the seconds between two votes: one passes until the
     ranks agree, and the step that they are in takes another. A save may be under way, and the last
     one follows it; then comes the `margin`. `limit` is the job's whole time in seconds, None
-    without one.
-    """
+    without one."""
     save = durations.quantile(0.95)
     if save is None or longest_gap is None:
         return UNMEASURED_LEAD if limit is None else min(UNMEASURED_LEAD, UNMEASURED_SHARE * limit)
@@ -190,3 +190,180 @@ def warn_of_slow_saves(
             f"{lead:.0f} s: ask for more time (--time), or write to faster storage (checkpoint.dir)"
         )
     return None
+
+
+class AttemptState(StrEnum):
+    LAUNCHING = "launching"
+    """The ranks are being started, and none has connected yet."""
+    JOINING = "joining"
+    """Some ranks have connected, but not all."""
+    RUNNING = "running"
+    """All ranks have connected."""
+    STOPPING = "stopping"
+    """The ranks were asked to commit and leave."""
+    FAILING = "failing"
+    """A rank failed: the others, asked to stop or not, are given a moment to leave."""
+    COLLECTING_EVIDENCE = "collecting evidence"
+    """Nothing moves: the ranks and their nodes say what they see, before they are killed."""
+    KILLING = "killing"
+    """Time is up: whatever is left is killed."""
+    ABANDONED = "abandoned"
+    """A rank cannot be killed, and is left behind: it is stuck in the kernel, or its node is gone.
+    """
+    ENDED = "ended"
+    """No rank is left."""
+
+
+class Trigger(StrEnum):
+    RANK_JOINED = "a rank joined"
+    ALL_JOINED = "all have joined"
+    STOP_REQUESTED = "a stop was asked for"
+    RANK_FAILED = "a rank failed"
+    HANG_FOUND = "nothing moves"
+    OUTSTAYED = "all have said how they end, and a process stays"
+    TIME_UP = "time is up"
+    ALL_ENDED = "all have ended"
+
+
+class Deadline(StrEnum):
+    """What an attempt may not outstay; what happens then."""
+
+    RECONNECT = "reconnect"
+    """A rank whose connection broke off counts as gone."""
+    JOIN = "join"
+    """A rank that never connected counts as gone."""
+    STOP = "stop"
+    """The ranks, asked to stop, are killed."""
+    CRASH = "crash"
+    """The ranks that outlived another are killed."""
+    EVIDENCE = "evidence"
+    """The ranks that hang are killed."""
+    ABANDON = "abandon"
+    """The ranks that were killed, and are still there, are left behind."""
+
+
+STAYS: Final = None
+"""In the table: what happens is of no account in this state."""
+
+_S, _T, _D = AttemptState, Trigger, Deadline
+_COLLECTING = AttemptState.COLLECTING_EVIDENCE
+
+_COLUMNS = (
+    _T.RANK_JOINED, _T.ALL_JOINED,
+    _T.STOP_REQUESTED, _T.RANK_FAILED, _T.HANG_FOUND, _T.OUTSTAYED, _T.TIME_UP, _T.ALL_ENDED,
+)  # fmt: skip
+
+# A stop or a failure has a deadline of its own: from then on standing still is no hang. A hang that
+# was found goes first: neither a stop nor a failure keeps its evidence from being collected.
+_ROWS: Mapping[AttemptState, tuple[AttemptState | None, ...]] = {
+    _S.LAUNCHING: (_S.JOINING, _S.RUNNING, _S.STOPPING, _S.FAILING, _COLLECTING,
+                   _S.KILLING, STAYS,        _S.ENDED),
+    _S.JOINING:   (STAYS,      _S.RUNNING, _S.STOPPING, _S.FAILING, _COLLECTING,
+                   _S.KILLING, STAYS,        _S.ENDED),
+    _S.RUNNING:   (STAYS,      STAYS,      _S.STOPPING, _S.FAILING, _COLLECTING,
+                   _S.KILLING, STAYS,        _S.ENDED),
+    _S.STOPPING:  (STAYS,      STAYS,      STAYS,       _S.FAILING, STAYS,
+                   _S.KILLING, _S.KILLING,   _S.ENDED),
+    _S.FAILING:   (STAYS,      STAYS,      STAYS,       STAYS,      STAYS,
+                   _S.KILLING, _S.KILLING,   _S.ENDED),
+    _COLLECTING:  (STAYS,      STAYS,      STAYS,       STAYS,      STAYS,
+                   _S.KILLING, _S.KILLING,   _S.ENDED),
+    _S.KILLING:   (STAYS,      STAYS,      STAYS,       STAYS,      STAYS,
+                   STAYS,      _S.ABANDONED, _S.ENDED),
+    _S.ABANDONED: (STAYS,) * 8,
+    _S.ENDED:     (STAYS,) * 8,
+}  # fmt: skip
+
+TRANSITIONS: Mapping[tuple[AttemptState, Trigger], AttemptState | None] = {
+    (state, trigger): to
+    for state, row in _ROWS.items()
+    for trigger, to in zip(_COLUMNS, row, strict=True)
+}
+"""For every state, where whatever may happen leads to."""
+
+DEADLINES: Mapping[AttemptState, frozenset[Deadline]] = {
+    _S.LAUNCHING: frozenset({_D.RECONNECT}),
+    _S.JOINING: frozenset({_D.RECONNECT, _D.JOIN}),
+    _S.RUNNING: frozenset({_D.RECONNECT}),
+    _S.STOPPING: frozenset({_D.RECONNECT, _D.JOIN, _D.STOP}),
+    _S.FAILING: frozenset({_D.RECONNECT, _D.JOIN, _D.STOP, _D.CRASH}),
+    _S.COLLECTING_EVIDENCE: frozenset({_D.RECONNECT, _D.JOIN, _D.STOP, _D.CRASH, _D.EVIDENCE}),
+    _S.KILLING: frozenset({_D.RECONNECT, _D.JOIN, _D.ABANDON}),
+    _S.ABANDONED: frozenset(),
+    _S.ENDED: frozenset(),
+}
+"""The deadlines that hold in each state."""
+
+BEGINS: Mapping[Trigger, Deadline] = {
+    _T.STOP_REQUESTED: _D.STOP,
+    _T.RANK_FAILED: _D.CRASH,
+    _T.HANG_FOUND: _D.EVIDENCE,
+    _T.OUTSTAYED: _D.ABANDON,
+    _T.TIME_UP: _D.ABANDON,
+}
+"""What begins a deadline after which all that is left is killed, and at last left behind."""
+
+OVER: Final = frozenset({AttemptState.ABANDONED, AttemptState.ENDED})
+"""The states after which nothing is left to follow."""
+
+
+@dataclass(frozen=True)
+class AttemptLife:
+    """An attempt is in `state` since `since`, and its time is up at `until`; seconds of one clock.
+
+    `graces` has the seconds of each deadline in `BEGINS`. The earliest of those that were begun
+    counts: a stop gives a rank that has to leave because of another rank no more time, and vice
+    versa. The deadline after the kill is separate."""
+
+    graces: Mapping[Deadline, float]
+    state: AttemptState
+    since: float
+    until: float = inf
+
+    def after(self, trigger: Trigger, now: float, within: float = inf) -> AttemptLife:
+        """What it is after something has happened that allows for `within` seconds at most.
+
+        The same trigger again may bring the end nearer, and never puts it off."""
+        state = TRANSITIONS[self.state, trigger] or self.state
+        begun, until = BEGINS.get(trigger), self.until
+        if begun in DEADLINES[state]:
+            grace = min(self.graces[begun], within)
+            # A rank that is killed now gets that time, whatever deadline was begun before.
+            killed_now = begun is Deadline.ABANDON and state is not self.state
+            until = now + grace if killed_now else min(until, now + grace)
+        since = self.since if state is self.state else now
+        return replace(self, state=state, since=since, until=until)
+
+    def holds(self, deadline: Deadline) -> bool:
+        return deadline in DEADLINES[self.state]
+
+    @property
+    def over(self) -> bool:
+        return self.state in OVER
+
+
+@dataclass
+class StopSoFar:
+    """What is known of a stop, and of the `loop` of a program of the user's own.
+
+    `standing` is what the ranks were told, None until they are asked to stop; `said` is why they
+    stop by their own words. `unrecorded` is what the ledger does not tell yet, and since when.
+    `by_user` is whether a person asked for it: then no signal is a warning of Slurm's. `signalled`
+    is whether a rank has said that a signal came to it."""
+
+    signals: list[ReceivedSignal] = field(default_factory=list)
+    standing: StandingStop | None = None
+    said: StopReason = StopReason.NONE
+    unrecorded: tuple[StopRequested, float] | None = None
+    loop: ReportedLoop = ReportedLoop.UNKNOWN
+    by_user: bool = False
+    signalled: bool = False
+
+    @property
+    def reason(self) -> StopReason:
+        """Why the ranks were asked to stop, or said that they do; NONE if there was no request."""
+        if self.standing is None:
+            return StopReason.NONE
+        if self.standing.reason is StopReason.PEER_STOPPED and self.said:
+            return self.said  # they know why that one was asked
+        return max(self.standing.reason, self.said)

@@ -1,14 +1,13 @@
 """Watches the supervisor's Slurm job from a thread, and knows when it ends.
 
-What an attempt knows of its Slurm job: as it was when the attempt began, and as it is now.
-"""
+What an attempt knows of its Slurm job: as it was when the attempt began, and as it is now."""
 
 from __future__ import annotations
 
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -19,7 +18,7 @@ from kempner.cluster.slurm.scontrol import ClusterSettings
 from kempner.run.output.logs import logger
 from kempner.run.process.signals import ReceivedSignal
 from kempner.run.process.threads import keep_running
-from kempner.supervisor.monitors.run_times import RunTimes
+from kempner.supervisor.monitors.base import RunTimes
 from kempner.supervisor.policy.stop import (
     MARGIN_SHARE,
     StopOrder,
@@ -28,15 +27,18 @@ from kempner.supervisor.policy.stop import (
     stop_lead,
     warn_of_slow_saves,
 )
-from kempner.supervisor.slurm.exclusion_list import (
+from kempner.supervisor.slurm.job_nodes import (
     Exclusion,
+    NodesWatch,
     candidates,
     expanded,
     let_go_if_held,
 )
+from kempner.supervisor.watchdog.board import board
 
-LOOK_EVERY = 10.0
-"""Seconds between two questions to the controller, which serves the whole cluster."""
+LOOK_EVERY, FAR_FROM_END = 10.0, 900.0
+"""Seconds between two questions to the controller, which serves the whole cluster, and before the
+end of a job until which half of them are enough: signals are followed by a look of their own."""
 
 SETTINGS_EVERY = 600.0
 """Seconds between two questions about the cluster's settings and clock."""
@@ -47,6 +49,10 @@ ends no job, and one that is back looks at time limits every 30 s."""
 
 WITHOUT_END = 3600.0
 """Seconds for which to try so in a job without a time limit."""
+
+WAIT_SHARE = 0.6
+"""Of the margin at the job's end, what is left of it when nothing is waited for any longer. Later,
+the watchdog puts the job back."""
 
 TOLD_AFTER = 15.0
 """Seconds of silence after which the job's log tells of it: a single lost answer is nothing."""
@@ -61,8 +67,7 @@ class JobSeen:
 
     `seconds_left` is the time until its end, None without one; `kill_wait` is KillWait in seconds;
     `asked_at` is when it was asked (`time.monotonic`, seconds); `grace` the partition's GraceTime
-    in seconds, infinite if its jobs are not preempted, None as long as Slurm has not said.
-    """
+    in seconds, infinite if its jobs are not preempted, None as long as Slurm has not said."""
 
     state: JobState
     seconds_left: float | None
@@ -88,6 +93,7 @@ class JobMonitor:
         """With which to submit the job again where it cannot be requeued; None to leave that."""
         self._ask, self._done = threading.Event(), threading.Event()
         self._silence: _Silence | None = None
+        self.nodes = NodesWatch(job, batch)
         self._nodes: int | None = None
         self._running: JobState | None = None
         self._settings, self._settings_due = USUAL, 0.0
@@ -102,7 +108,6 @@ class JobMonitor:
         self.look()
 
     def look(self) -> None:
-        """Ask now: something has happened."""
         self._ask.set()
 
     def close(self) -> None:
@@ -121,8 +126,13 @@ class JobMonitor:
         self._note(state)
         return state
 
+    @property
+    def comes_back(self) -> bool:
+        """Whether the job can be put back into the queue, to go on by way of it."""
+        known = self.last_known() if self.batch else None
+        return known is not None and known.may_requeue
+
     def last_known(self) -> JobState | None:
-        """As the controller last spoke of it while it ran; asked now if it never has."""
         return self._running or self.state()
 
     def note_silence(self, error: SlurmError) -> None:
@@ -143,19 +153,25 @@ class JobMonitor:
     def seconds_left(self, state: JobState) -> float | None:
         """Seconds until the job's end, None without one.
 
-        By the controller's clock alone, once it has told it: this host's may be minutes off.
-        """
-        if state.times.end is None:
-            return None
+        By the controller's clock alone, once it has told it: this host's may be minutes off."""
+        return None if state.times.end is None else state.times.end - self._now()
+
+    def clock(self) -> float:
+        """Seconds since the epoch by the controller's clock; by this host's where it is not told.
+
+        Slurm's own times, and whose clock is wrong, are judged by it."""
+        if self._settings.ahead is None:
+            self._learn_settings(within=0.0)
+        return self._now()
+
+    def _now(self) -> float:
         ahead = self._settings.ahead
-        now = time.time() if ahead is None else time.monotonic() + ahead
-        return state.times.end - now
+        return time.time() if ahead is None else time.monotonic() + ahead
 
     def finds_others(self, without: Sequence[str], within: float = SHORTLY) -> bool | None:
         """Whether it could run on enough nodes besides these and those that are excluded now.
 
-        In whatever state they are: the job can wait. None if Slurm does not say.
-        """
+        In whatever state they are: the job can wait. None if Slurm does not say."""
         state = self.state(within)
         if state is None:
             return None
@@ -175,8 +191,7 @@ class JobMonitor:
     ) -> bool:
         """Have the requeued job get as many nodes as it had at first, but not some of them.
 
-        `state` is the job as it was seen last; it waits `after` seconds. Whether that is so now.
-        """
+        `state` is the job as it was seen last; it waits `after` seconds. Whether that is so now."""
         if state is None or self._nodes is None:
             return True
         barred = None if without is None else without.nodes
@@ -203,12 +218,40 @@ class JobMonitor:
         self._learn_settings(within)
         return self._settings.node_timeout
 
+    def leave(self, nodes: Collection[str], within: float = 0.0) -> None:
+        """Do without these nodes, and give them back as soon as no other job would get them; wait
+        for that for `within` seconds. Until then the job keeps them."""
+        self.nodes.leave(nodes)
+        self._ask.set()
+        self.nodes.wait_for_return(nodes, within)
+
     def _watch(self) -> None:
-        failures = 0
+        failures, due = 0, 0.0
         while not self._done.is_set():
-            failures = 0 if self._look_once() else failures + 1
-            self._ask.wait(next_pause(failures) if failures else LOOK_EVERY)
-            self._ask.clear()
+            if self._ask.is_set() or failures or time.monotonic() >= due:
+                self._ask.clear()
+                failures = 0 if self._look_once() else failures + 1
+                due = time.monotonic() + self.next_look()
+            if not failures and time.monotonic() >= self.nodes.due:
+                self._look_at_nodes()
+            next_look = min(due, self.nodes.due) - time.monotonic()
+            self._ask.wait(next_pause(failures) if failures else max(0.0, next_look))
+
+    def _look_at_nodes(self) -> None:
+        if self._running is None:
+            self.nodes.due = time.monotonic() + self.next_look()
+            return
+        try:
+            self.nodes.look(self._running, self._now())
+        except (SlurmError, ValueError) as error:
+            logger().info("cannot ask Slurm about the job's nodes", reason=str(error))
+
+    def next_look(self) -> float:
+        job = self._running
+        if job is None or job.times.preempt is not None:
+            return LOOK_EVERY
+        left = self.seconds_left(job)
+        return LOOK_EVERY if left is not None and left < FAR_FROM_END else 2 * LOOK_EVERY
 
     def _look_once(self) -> bool:
         """Post what the controller says; whether it said something."""
@@ -219,6 +262,9 @@ class JobMonitor:
         if self._post is not None:
             left, kill_wait = self.seconds_left(state), self._settings.kill_wait
             self._post(JobSeen(state, left, kill_wait, asked_at, self._grace))
+            preempted = state.times.preempt is not None  # Slurm requeues it itself
+            at = None if left is None or preempted else time.monotonic() + left
+            board().tell_end(at, state.times.end)
         if self._grace is None:  # for the next time: nothing waits for a warning
             self._grace = _grace_of(state.nodes.partition)
         return True
@@ -261,29 +307,29 @@ def _grace_of(partition: str) -> float | None:
 class JobView:
     """Of one attempt, through the `monitor` of its job; outside of a job there is nothing to see.
 
-    Times are seconds of the attempt's clock.
-    """
+    Times are seconds of the attempt's clock."""
 
     def __init__(self, monitor: JobMonitor | None) -> None:
         self._monitor = monitor
+        self.id = None if monitor is None else monitor.id
+        """The job's number; None outside of a job."""
         self.at_first: JobState | None = None
         """The job as it was when the attempt began, if Slurm has said so yet."""
         self._seen: JobSeen | None = None
         self._ends_at: float | None = None
         self._warned = False
 
-    @property
-    def id(self) -> str | None:
-        """The job's number; None outside of a job."""
-        return None if self._monitor is None else self._monitor.id
-
     def look(self) -> None:
-        """Have Slurm asked now: it may know why something has happened."""
         if self._monitor is not None:
             self._monitor.look()
 
+    def is_ending(self) -> bool:
+        """Whether Slurm says, asked now, that it preempts or ends the job: then it has signalled
+        the tasks, and this process perhaps not."""
+        state = None if self._monitor is None else self._monitor.state()
+        return state is not None and (not state.running or state.times.preempt is not None)
+
     def take_in(self, seen: JobSeen, now: float) -> None:
-        """Slurm has said what the job is like."""
         self.at_first = self.at_first or seen.state
         self._seen, left = seen, seen.seconds_left
         # By the attempt's clock: Slurm, too, does not count the time for which it suspends a job.
@@ -294,7 +340,7 @@ class JobView:
         if self._ends_at is None or self._seen is None:
             return None
         job = self._seen.state
-        if not (job.running or job.state == "SUSPENDED"):
+        if not job.running:
             return None
         return self._ends_at - now
 
@@ -303,12 +349,12 @@ class JobView:
 
         `signals` are those that came: any may be Slurm's warning, but for a Ctrl-C at a terminal,
         which a batch process has not. One that came since Slurm was asked says nothing yet: Slurm
-        may be about to say that it was a requeue or a cancel.
-        """
+        may be about to say that it was a requeue or a cancel."""
         if self.at_first is None or self._seen is None:
             return None
         job, asked_at = self._seen.state, self._seen.asked_at
         lead, margin = self._lead_and_margin(times, job.times.limit)
+        board().tell_margin(margin)
         return decide_stop(
             self.at_first,
             job,
@@ -320,7 +366,6 @@ class JobView:
         )
 
     def warning(self, times: RunTimes) -> str | None:
-        """What there is to say, once an attempt, of saves that take too long for this job."""
         if self._warned or self._seen is None:
             return None
         job, grace = self._seen.state, self._seen.grace
@@ -329,6 +374,14 @@ class JobView:
         said = warn_of_slow_saves(times.saves, left, lead, job.times.limit)
         self._warned = said is not None
         return said
+
+    def too_late_to_wait(self, times: RunTimes) -> bool:
+        """Whether what is left of the job's time is needed to put it back into the queue, whatever
+        is waited for."""
+        left = self.seconds_left(times.now())
+        if left is None or self._seen is None or self._seen.state.times.preempt is not None:
+            return False
+        return left <= WAIT_SHARE * self._lead_and_margin(times, self._seen.state.times.limit)[1]
 
     def ends_within(self, seconds: float, times: RunTimes) -> bool:
         """Whether a stop has to begin within `seconds` (fewer in a short job), or by now."""

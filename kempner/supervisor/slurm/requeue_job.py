@@ -1,57 +1,85 @@
 """Requeues the Slurm job after the ranks have exited, or says why not.
 
-Submits the batch script again, where users may not requeue.
-"""
+Submits the batch script again, where users may not requeue."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import SlurmError, submission_environment
+from kempner.cluster.slurm.directives import read_pairs, regroup
 from kempner.cluster.slurm.job import JobState, restart_count
 from kempner.cluster.slurm.scontrol import PutBack, RequeueDecision, RequeueOutcome, put_back
+from kempner.run.control.launch_env import SUPERVISED
 from kempner.run.output.logs import logger
-from kempner.run.record.events import JobHandedBack, NotRequeued, Requeued, Resubmitted
+from kempner.run.record.events import JobHandedBack, LedgerEvent, NotRequeued, Requeued, Resubmitted
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.policy.outcome import Decision
-from kempner.supervisor.policy.requeue import (
+from kempner.supervisor.policy.restart import (
     RESUMES_ELSEWHERE,
     SLURM_SILENT,
     decide_requeue,
     requeues_without_progress,
+    why_held,
 )
-from kempner.supervisor.slurm.exclusion_list import (
+from kempner.supervisor.slurm.job_monitor import JobMonitor
+from kempner.supervisor.slurm.job_nodes import (
     Exclusion,
     candidates,
     choose,
     expanded,
     of_the_user,
 )
-from kempner.supervisor.slurm.job_monitor import JobMonitor
+from kempner.supervisor.watchdog.board import WatchdogVerdict, board
 
 
 def same_again(
-    submit_line: str, arguments: Sequence[str], script: Path, without: Sequence[str] = ()
+    submit_line: str,
+    arguments: Sequence[str],
+    script: Path,
+    without: Sequence[str] = (),
+    shown: str = "",
 ) -> list[str]:
     """The command that submits `script` as `submit_line` did its own, but not to some nodes.
 
-    Slurm keeps that line without its quotes: what follows the script must be the `arguments` that
-    reached kempner. Raises `ValueError` with a sentence if it is not, or in a job array.
+    Slurm keeps that line without its quotes. What follows the script must be the `arguments` that
+    reached kempner; the script's path, and the values in which users write spaces, must agree with
+    what is `shown` of the job. Raises `ValueError` with a sentence if they do not, or in an array.
     """
     handed_on = f" {' '.join(arguments)}"
-    command = submit_line.removesuffix(handed_on).split()
-    if not submit_line.endswith(handed_on) or len(command) < 2:
+    words = submit_line.removesuffix(handed_on).split(" ")
+    if not submit_line.endswith(handed_on) or len(words) < 2:
         raise ValueError(f"`{submit_line}` does not pass its arguments to kempner unchanged")
-    if any(word.partition("=")[0] in ("-a", "--array") for word in command):
+    if any(word.partition("=")[0] in ("-a", "--array") for word in words):
         raise ValueError(f"`{submit_line}` would submit all elements of the array again")
+    path = Path(words[-1])
+    if not re.search(rf" Command=(?:\S*/)?{re.escape(path.name)}(?: |$)", shown):
+        raise ValueError(
+            f"`{submit_line}`: its script does not pass all of its arguments to kempner, or its "
+            "path has spaces"
+        )
+    options = regroup(words[1:-1])
+    for name, field, end in _WITH_SPACES:
+        said = [value for option, value in read_pairs(options) if option == name]
+        if said and not re.search(rf" {field}={re.escape(said[-1])} +{end}", f"{shown} "):
+            raise ValueError(f"`{submit_line}`: where --{name} ends cannot be seen without quotes")
     excluded = [f"--exclude={','.join(without)}"] if without else []
-    return [*command[:-1], *excluded, str(script), *arguments]
+    return [words[0], *options, *excluded, str(script), *arguments]
+
+
+_WITH_SPACES = (
+    ("job-name", "JobName", r"(?:SLUID|UserId)="),
+    ("comment", "Comment", r"(?:[A-Z][\w:/]*=|$)"),
+)
+"""Options in whose values users write spaces: where Slurm shows them, and what follows there."""
 
 
 def resubmit(job: str, arguments: Sequence[str], folder: Path, without: Sequence[str]) -> str:
@@ -60,15 +88,17 @@ def resubmit(job: str, arguments: Sequence[str], folder: Path, without: Sequence
     It will not run on the nodes `without` which it is to go on.
 
     The script is kept in the attempt's `folder`, so that an attempt does this once at most. Raises
-    `SlurmError` or `ValueError` with a sentence.
-    """
+    `SlurmError` or `ValueError` with a sentence."""
     script = folder / "batch.sh"
     if script.exists():
         raise ValueError(f"{script} was already submitted")
-    command = same_again(scontrol.submit_line(job), arguments, script, without)
+    shown = scontrol.show_whole_job(job)
+    command = same_again(scontrol.submit_line(job), arguments, script, without, shown)
     scontrol.write_script(job, script)
     # Without its own variables, which the new job would take for its own (a restart count, say).
-    return scontrol.submit(command, submission_environment(os.environ))
+    environ = submission_environment(os.environ)
+    environ.pop(SUPERVISED, None)
+    return scontrol.submit(command, environ)
 
 
 PARTITION_WITHIN = 60.0
@@ -90,15 +120,12 @@ def requeue_or_explain(
     suspect: Collection[str] = (),
     since_left: Callable[[], float] | None = None,
 ) -> None:
-    """Put the job back into the queue after an attempt, or say why not.
-
-    `at_first` is the job as it was when the attempt began, None if Slurm did not say. It is kept
-    away from the `suspect` nodes, as far as there are others. It goes back first, and is told of
-    afterwards: Slurm leaves this process some seconds, and whatever delays the telling must not
-    delay the requeue. `since_left` gives the seconds since the last rank left.
-    """
+    """Put the job back into the queue after an attempt, or say why not: away from the `suspect`
+    nodes, as far as there are others. It goes back first, and is told of afterwards: Slurm leaves
+    this process some seconds. `at_first` is the job as it was when the attempt began, None if Slurm
+    did not say; `since_left` gives the seconds since the last rank left."""
     job.close()
-    step, bad = history.refresh().last_step, decision.bad_nodes
+    step, bad = history.last_step, decision.bad_nodes  # what is read now may hang
     if decision.code not in RESUMES_ELSEWHERE and not bad:
         _as_large_as_before(job, job.state(within=0.0))
         return
@@ -106,33 +133,51 @@ def requeue_or_explain(
     scarce = bool(bad) and job.batch and not set(bad) <= set(exclusion.without)
     after = job.node_timeout() if scarce else 0.0
     fruitless = requeues_without_progress(history, job.id, step)
-
-    def decide(state: JobState | None) -> RequeueDecision:
-        return decide_requeue(decision, at_first, state, job.batch, fruitless, scarce)
-
-    end = _try(job, decide)
+    if decision.scheduler and step is not None:
+        fruitless = 0  # it has worked, and is not at fault
+    decide = partial(decide_requeue, decision, at_first, fruitless=fruitless, scarce=scarce)
+    end = _try(job, lambda state: decide(state, job.batch))
+    record = partial(ledger.record, attempt=attempt)
+    board().settle()
     if end.outcome is RequeueOutcome.DONE:
-        asked = job.ask_for_all(end.state, exclusion, after, within=0.0)
-        preempted = end.asked is not None and end.asked.times.preempt is not None
-        facts, without = job_facts(job), exclusion.without
-        requeued = Requeued(step, *facts, reason=end.reason, preempted=preempted, without=without)
-        ledger.record(requeued, attempt)
-        if since_left is not None:
-            ledger.record(JobHandedBack(round(since_left(), 1)), attempt)
-        logger().warning(end.reason)
-        tries = 0
-        while not asked and tries < LAST_TRIES:
-            tries, asked = tries + 1, job.ask_for_all(end.state, exclusion, after, LAST_WISH)
+        _tell_of_requeue(job, end, exclusion, after, step, record, since_left)
         return
     if not _was_requeued(history, attempt):  # by a rank that took this process for dead
-        ledger.record(NotRequeued(step, end.reason), attempt)
+        record(NotRequeued(step, end.reason))
     if end.outcome is RequeueOutcome.REFUSED:
-        # Only bad nodes matter: what its user has excluded, the new job is submitted with anyway.
-        again = exclusion.nodes if exclusion.without else []
-        logger().error(f"{end.reason}; {_go_on(job, run, ledger, attempt, again)}")
+        logger().error(f"{end.reason}; {_go_on(job, run, ledger, attempt, exclusion)}")
         return
     logger().warning(end.reason)
     _as_large_as_before(job, end.state)
+
+
+def _tell_of_requeue(
+    job: JobMonitor,
+    end: PutBack,
+    exclusion: Exclusion,
+    after: float,
+    step: int | None,
+    record: Callable[[LedgerEvent], None],
+    since_left: Callable[[], float] | None,
+) -> None:
+    """The job is back in the queue: it is to get all its nodes again, but for the excluded ones."""
+    asked = job.ask_for_all(end.state, exclusion, after, within=0.0)
+    preempted = end.asked is not None and end.asked.times.preempt is not None
+    facts, without = job_facts(job), exclusion.without
+    if board().verdict is not WatchdogVerdict.REQUEUED:  # then its keeper tells of it
+        record(Requeued(step, *facts, reason=end.reason, preempted=preempted, without=without))
+    if since_left is not None:
+        record(JobHandedBack(round(since_left(), 1)))
+    logger().warning(end.reason)
+    for _ in range(LAST_TRIES):
+        if asked:
+            break
+        asked = job.ask_for_all(end.state, exclusion, after, LAST_WISH)
+    seen = end.state
+    state = seen if seen is not None and seen.queued else job.state(within=0.0)
+    if state is not None and (why := why_held(state)):  # the hook is to hear of it, too
+        record(NotRequeued(step, why))
+        logger().error(why)
 
 
 STOPPED_FOR_GOOD = "stopped by kempner stop, and so not requeued: start it again to continue"
@@ -180,10 +225,12 @@ def _exclusion(
 
 
 def _go_on(
-    job: JobMonitor, run: RunDirectory, ledger: Ledger, attempt: int, without: Sequence[str]
+    job: JobMonitor, run: RunDirectory, ledger: Ledger, attempt: int, exclusion: Exclusion
 ) -> str:
     """What becomes of a run that Slurm did not take back: submitted again, or what to type."""
     if job.arguments is not None:
+        # Only bad nodes matter: what its user has excluded, the new job is submitted with anyway.
+        without = exclusion.nodes if exclusion.without else []
         try:
             new = resubmit(job.id, job.arguments, run.attempt(attempt), without)
         except (SlurmError, ValueError) as error:

@@ -1,7 +1,6 @@
 """Finds the Slurm job to train in, and prints its resources.
 
-Looks, before any rank starts, whether they can run where the configuration puts them.
-"""
+Looks, before any rank starts, whether they can run where the configuration puts them."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from math import inf
 
-from kempner.cluster.machine.job_place import JobPlace, find_place
+from kempner.cluster.machine import JobPlace, find_place
 from kempner.cluster.network.interfaces import Interface, choose, read_interfaces, route_address
 from kempner.cluster.network.ports import ExportedMaster, exported_master
 from kempner.cluster.slurm import scontrol
@@ -23,11 +22,11 @@ from kempner.cluster.slurm.command import (
     CommandAnswer,
     SlurmError,
     client_environment,
+    is_unstarted,
     judge,
-    patiently,
 )
 from kempner.cluster.slurm.hostlist import node_name
-from kempner.cluster.slurm.job import NodeShare, job_id, parse_job
+from kempner.cluster.slurm.job import JobState, NodeShare, job_id, parse_job
 from kempner.cluster.slurm.node_step import (
     IMAGE,
     NO_GPUS,
@@ -43,7 +42,7 @@ from kempner.cluster.slurm.resources import (
     inherited,
 )
 from kempner.config.sections import Config
-from kempner.run.control.protocol import PROTOCOL
+from kempner.run.link.messages import PROTOCOL
 from kempner.run.output.logs import logger, redacted
 from kempner.run.output.units import count
 from kempner.run.process.exit_codes import UsageError
@@ -63,8 +62,7 @@ ARRAY, COMPONENT = "SLURM_ARRAY_TASK_ID", "SLURM_HET_SIZE"
 def forget_other_jobs(environ: MutableMapping[str, str]) -> None:
     """Take out of `environ` what makes this job a part of the one whose shell submitted it.
 
-    Slurm is asked only if it is a part of one. Where it does not answer, they are believed.
-    """
+    Slurm is asked only if it is a part of one. Where it does not answer, they are believed."""
     job = environ.get("SLURM_JOB_ID")
     if not job or not {ARRAY, COMPONENT} & set(environ):
         return
@@ -75,7 +73,6 @@ def forget_other_jobs(environ: MutableMapping[str, str]) -> None:
 
 
 def _forget(environ: MutableMapping[str, str], fields: Mapping[str, str]) -> None:
-    """Take out what is about another job than the one with these `fields`."""
     names = inherited(environ, fields)
     for name in names:
         del environ[name]
@@ -89,8 +86,7 @@ def _forget(environ: MutableMapping[str, str], fields: Mapping[str, str]) -> Non
 def find_job(environ: Mapping[str, str], given: str | None) -> str:
     """The id of the job to train in: `given`, or the one that this process is in.
 
-    Raises `UsageError` outside of a job, and in a heterogeneous one.
-    """
+    Raises `UsageError` outside of a job, and in a heterogeneous one."""
     try:
         job = given or job_id(environ)
     except ValueError as error:
@@ -111,28 +107,21 @@ def enter(
     `given` says that the job was named by the user: then this process need not be in it, and what
     the environment says may be about another one. `per_task` says that each task is a rank. What
     was inherited from another job is taken out of `environ`. Raises `UsageError` if the job cannot
-    be used.
-    """
+    be used."""
     section, place = config.slurm, find_place(environ)
     batch = not given and place is JobPlace.BATCH_SCRIPT
     within = inf if batch else AT_A_TERMINAL
     try:
-        fields = patiently(lambda: scontrol.show_job(job, within=0.0), within, _say_once())
-        state = parse_job(fields)
-        if not state.running:
-            raise UsageError(_not_running(job, state.state, state.reason))
+        fields, shares, state = _running_job(job, within)
         nodes = scontrol.hostnames(state.nodes.held)
         # What the environment says may be about another job, or about another step of this one.
         own = not given and place is not JobPlace.STEP
         if own:
             _forget(environ, fields)
         here: Mapping[str, str] = environ if own else {}
-        resources = detect(
-            here,
-            configured=WantedResources(section.cpus, section.memory_mb, section.gpus_per_node),
-            job=fields,
-            node=scontrol.show_node(nodes[0], within),
-        )
+        wanted = WantedResources(section.cpus, section.memory_mb, section.gpus_per_node)
+        node = scontrol.show_node(nodes[0], within)
+        resources = detect(here, configured=wanted, job=fields, node=node)
         allocation = allocate(
             here,
             job=job if batch else state.id,
@@ -143,26 +132,29 @@ def enter(
             hosts=section.hosts,
             spare=config.supervise.spare_nodes,
             per_task=per_task,
-            shares=_shares(job, within),
+            shares=shares,
         )
     except (SlurmError, ValueError) as error:
         raise UsageError(str(error)) from error
-    asked = here.get("SLURM_NTASKS_PER_NODE", "1")
-    if not per_task and asked != "1":
-        logger().warning(
-            f"--ntasks-per-node={asked} is ignored: one torchrun per node starts "
-            f"{allocation.tasks_per_node} ranks there; submit with --ntasks-per-node=1"
-        )
+    if not per_task:
+        _warn_of_tasks(here.get("SLURM_NTASKS_PER_NODE", "1"), allocation.tasks_per_node)
     return allocation, resources
 
 
-def _shares(job: str, within: float) -> Mapping[str, NodeShare]:
-    """What the job has of each node; nothing where Slurm does not say, as of a single node."""
-    try:
-        return scontrol.job_shares(job, within)
-    except SlurmError as error:
-        logger().warning("Slurm does not say what the job has of each node", reason=str(error))
-        return {}
+def _running_job(job: str, within: float) -> tuple[dict[str, str], dict[str, NodeShare], JobState]:
+    fields, shares = scontrol.show_job_and_shares(job, within, _say_once())
+    state = parse_job(fields)
+    if not state.running:
+        raise UsageError(_not_running(job, state.state, state.reason))
+    return fields, shares, state
+
+
+def _warn_of_tasks(asked: str, ranks: int) -> None:
+    if asked != "1":
+        logger().warning(
+            f"--ntasks-per-node={asked} is ignored: one torchrun per node starts "
+            f"{ranks} ranks there; submit with --ntasks-per-node=1"
+        )
 
 
 def introduction(
@@ -193,8 +185,7 @@ def introduction(
 def meeting_place(allocation: Allocation, config: Config, environ: Mapping[str, str]) -> list[str]:
     """Where the ranks will meet, and over which interface where this process is on their node.
 
-    Warns of an exported address that is ignored. Raises `UsageError` if a port is none.
-    """
+    Warns of an exported address that is ignored. Raises `UsageError` if a port is none."""
     try:
         said = exported_master(environ, allocation.nodes)
     except ValueError as error:
@@ -251,7 +242,6 @@ def _per_node(allocation: Allocation) -> str:
 
 
 def _say_once() -> Callable[[SlurmError], None]:
-    """Say why there is a wait, the first time."""
     said: list[SlurmError] = []
 
     def say(error: SlurmError) -> None:
@@ -282,7 +272,7 @@ TRY_FOR, PAUSE = 300.0, 5.0
 _SAYS = "kempner-says"
 _VERSION = (
     "import os, kempner.supervisor.launchers.agents.node_agent; "
-    "from kempner.run.control.protocol import PROTOCOL; "
+    "from kempner.run.link.messages import PROTOCOL; "
     f"print('{_SAYS}', os.environ.get('SLURMD_NODENAME'), PROTOCOL)"
 )
 _STATUS = f'"$@" >&2; echo {_SAYS} setup $?'
@@ -293,8 +283,7 @@ def check_surroundings(
 ) -> None:
     """Run the set-up once, then see that kempner can be imported where the ranks will run.
 
-    Neither is waited for any more once there is a reason to `stop`. Raises `UsageError`.
-    """
+    Neither is waited for any more once there is a reason to `stop`. Raises `UsageError`."""
     if around.in_image and not knows_option(_srun_help(), IMAGE):
         raise UsageError(
             f"slurm.container.image needs srun's plugin pyxis, and this srun has no {IMAGE}; set "
@@ -353,7 +342,9 @@ def _run(
             told = run_on_nodes(nodes, outside, command, WITHIN, options)
         except OSError as error:
             told = NodeStepOutput("", f"srun: {error.strerror}")
-        silent = judge(CommandAnswer(1, "", told.complaints)) is AnswerKind.SILENCE
+        silent = is_unstarted(told.complaints) or (
+            judge(CommandAnswer(1, "", told.complaints)) is AnswerKind.SILENCE
+        )
         if _answers(told) or not silent or time.monotonic() > end:
             return told
         time.sleep(PAUSE)
@@ -366,7 +357,6 @@ def _answers(told: NodeStepOutput) -> dict[str, str]:
 
 
 def complaint(text: str) -> str:
-    """The line that says what is wrong: the last one that is not srun's account of its tasks."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     telling = [line for line in lines if not line.startswith(("srun:", "slurmstepd: error: ***"))]
     return (telling or lines or ["it says nothing"])[-1]

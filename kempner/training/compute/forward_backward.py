@@ -1,11 +1,14 @@
-"""Forward and backward over a rank's share of the global batch.
-
-Decides, once at start and on all ranks alike, when ranks send each other what.
-"""
+"""Forward and backward over a rank's share of the global batch; when ranks send each other what,
+which all decide alike at the start; random numbers as a pure function of (seed, step, micro step,
+rank)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,67 +17,125 @@ from torch import Tensor, nn
 from kempner.config.sections import Config
 from kempner.data.order.batch_slices import micro_steps
 from kempner.data.serve.loader import IGNORE, MicroBatch
-from kempner.model.loss import cross_entropy
+from kempner.model.fused import cross_entropy
 from kempner.model.sharding import compute_dtype
 from kempner.model.spec.communication import EACH_MICRO_BATCH, Choice
-from kempner.model.spec.communication_choice import Situation, choose, usable_memory
+from kempner.model.spec.memory import Situation, choose, usable_memory
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.spec.shape import Shape
 from kempner.model.transformer import Transformer
 from kempner.run.control.heartbeat import Waiting, untimed
 from kempner.run.output.logs import logger
-from kempner.training.compute.seeds import set_rng
 from kempner.training.groups.process_groups import Ranks
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
-def accumulate(
-    model: nn.Module,
-    micro_batches: Sequence[MicroBatch],
-    *,
-    device: torch.device,
-    seed: int,
-    step: int,
-    rank: int,
-    copies: int = 1,
-    choice: Choice = EACH_MICRO_BATCH,
-    waiting: Waiting = untimed,
-) -> Tensor:
-    """Add the step's gradient to the parameters; return its loss, a scalar on `device`.
 
-    The loss is the sum over all valid tokens of all ranks divided by their global count, so neither
-    loss nor gradient depends on how the batch is split. Every rank passes the same number of micro
-    batches; rows without a valid token weigh nothing. Gradients are reduced, and parameters freed,
-    as `choice` says; after the last micro batch all are reduced, and nothing stays gathered.
-    `copies` ranks at a time, those of a tensor group, pass the same samples, of which each computes
-    a part: they count once. What dropout draws follows from `rank`, of the world, since each drops
-    from its own part of the sequence. `waiting` is entered while this rank waits for others.
+class _Program:
+    """What the program has seeded torch's generator with, which steps seed anew."""
+
+    own: int | None = None
+    replaced_by: int | None = None
+
+    def seed(self) -> int:
+        """The last seed that was not a step's."""
+        now = torch.default_generator.initial_seed()
+        if self.own is None or now != self.replaced_by:
+            self.own = now
+        return self.own
+
+
+_program = _Program()
+
+
+def program_seed() -> int:
+    """What the program gave to `torch.manual_seed`; torch's default if nothing."""
+    return _program.seed()
+
+
+def given_seed() -> int | None:
+    """The same, or None if the program seems to have given nothing: torch draws 64 bits then, the
+    upper half of which is hardly ever zero."""
+    seed = program_seed()
+    return seed if seed < 1 << 32 else None
+
+
+def seed_for(seed: int, step: int, micro_step: int, rank: int) -> int:
+    """A 63-bit seed: the first bytes of BLAKE2b over the four numbers."""
+    text = f"kempner.rng.v1:{seed}:{step}:{micro_step}:{rank}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def set_rng(seed: int, step: int, micro_step: int, rank: int) -> None:
+    """Seed torch's global generators (CPU and CUDA), from which dropout draws."""
+    if torch.default_generator.initial_seed() != _program.replaced_by:
+        _program.seed()  # the program has seeded it since the last step
+    number = _program.replaced_by = seed_for(seed, step, micro_step, rank)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(number)
+    elif torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        torch.manual_seed(number)  # seeds them when they come to be
+    # Not torch.manual_seed: where there is no CUDA it formats the stack for each kind of device,
+    # which costs a step more than the vote does.
+    torch.default_generator.manual_seed(number)
+
+
+@dataclass(frozen=True)
+class StepGradient:
+    """Adds a step's gradient to the parameters of `model`.
+
+    Gradients are reduced, and parameters freed, as `choice` says; after the last micro batch all
+    are reduced, and nothing stays gathered. `copies` ranks at a time, those of a tensor group, pass
+    the same samples, of which each computes a part: they count once. What dropout draws follows
+    from `rank`, of the world, since each drops from its own part of the sequence. `waiting` is
+    entered while this rank waits for others.
     """
-    valid = _valid_tokens(micro_batches, device)
-    with waiting("the count of tokens"):
-        valid = (sum_over_ranks(valid) / copies).clamp(min=1)
-    total = torch.zeros((), device=device)
-    for micro_step, micro_batch in enumerate(micro_batches):
-        set_rng(seed, step, micro_step, rank)
-        if micro_step == 0 or micro_step + 1 == len(micro_batches):
-            _communicate(model, choice, last=micro_step + 1 == len(micro_batches))
-        loss = summed_loss(model, micro_batch, device)
-        (loss / valid).backward()  # type: ignore[no-untyped-call]
-        total += loss.detach()
-    with waiting("the sum of losses"):
-        return sum_over_ranks(total) / copies / valid
 
+    model: nn.Module
+    device: torch.device
+    seed: int
+    rank: int
+    copies: int = 1
+    choice: Choice = EACH_MICRO_BATCH
+    waiting: Waiting = untimed
 
-def _communicate(model: nn.Module, choice: Choice, last: bool) -> None:
-    """What the next backward does about gradients and parameters, `last` in its step or not."""
-    if dist.get_world_size() == 1:
-        return
-    from torch.distributed.fsdp import FSDPModule  # a rank that is alone is spared it
+    @cached_property
+    def _sharded(self) -> FSDPModule | None:
+        if dist.get_world_size() == 1:
+            return None
+        from torch.distributed.fsdp import FSDPModule  # a rank that is alone is spared it
 
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last or not choice.reduce_once)
-        # The sum of a step's shards takes no more memory than one of them.
-        model.set_requires_all_reduce(last)
-        model.set_reshard_after_backward(last or not choice.keep_parameters)
+        return self.model if isinstance(self.model, FSDPModule) else None
+
+    def add(self, micro_batches: Sequence[MicroBatch], step: int) -> Tensor:
+        """The loss of the step whose gradient is added, a scalar on `device`.
+
+        It is the sum over all valid tokens of all ranks divided by their global count, so neither
+        loss nor gradient depends on how the batch is split. Every rank passes the same number of
+        micro batches; rows without a valid token weigh nothing.
+        """
+        # Counted on the device: the host would wait while a count of its own is copied there.
+        targets = [batch.targets.to(self.device, non_blocking=True) for batch in micro_batches]
+        valid = torch.stack([(each != IGNORE).sum() for each in targets]).sum().float()
+        with self.waiting("the count of tokens"):
+            valid = (sum_over_ranks(valid) / self.copies).clamp(min=1)
+        total = torch.zeros((), device=self.device)
+        for number, micro_batch in enumerate(micro_batches, 1):
+            set_rng(self.seed, step, number - 1, self.rank)
+            last = number == len(micro_batches)
+            if self._sharded is not None and (number == 1 or last):
+                # What the next backward does about gradients and parameters.
+                self._sharded.set_requires_gradient_sync(last or not self.choice.reduce_once)
+                # The sum of a step's shards takes no more memory than one of them.
+                self._sharded.set_requires_all_reduce(last)
+                self._sharded.set_reshard_after_backward(last or not self.choice.keep_parameters)
+            loss = summed_loss(self.model, micro_batch, self.device)
+            (loss / valid).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        with self.waiting("the sum of losses"):
+            return sum_over_ranks(total) / self.copies / valid
 
 
 def weightless(micro_steps: int, micro_batch_size: int, seq_len: int) -> list[MicroBatch]:
@@ -99,12 +160,6 @@ def sum_over_ranks(value: Tensor) -> Tensor:
     if dist.get_world_size() > 1:
         dist.all_reduce(value)
     return value
-
-
-def _valid_tokens(micro_batches: Iterable[MicroBatch], device: torch.device) -> Tensor:
-    """Counted on the device: the host would wait while a count of its own is copied there."""
-    targets = [batch.targets.to(device, non_blocking=True) for batch in micro_batches]
-    return torch.stack([(each != IGNORE).sum() for each in targets]).sum().float()
 
 
 def choose_communication(config: Config, vocab_size: int, ranks: Ranks) -> Choice:

@@ -1,24 +1,14 @@
-"""Creates the optimizer, and updates the weights.
+"""Creates the optimizer, and updates the weights: AdamW, Muon or SGD on the shards of each rank.
 
-Torch's optimizers, without its compiler.
-
-Torch wraps the methods of its optimizers to keep `torch.compile` out of them, and the first call of
-a wrapped one imports the compiler: half as much work as importing torch. Nothing is compiled here,
-so these are the same methods without the wrappers.
-
-AdamW whose step each rank makes on the shards that it has.
-
-Muon for the matrices inside the blocks, sharded or not, and AdamW for the rest.
+All obey `found_inf`, as torch's fused ones do: where it is 1, on the device, a step changes
+nothing. Torch wraps the methods of its optimizers to keep `torch.compile` out of them, and the
+first call of a wrapped one imports the compiler: half as much work as importing torch. Nothing is
+compiled here, so these are the same methods without the wrappers.
 
 Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/) makes the momentum of a matrix
 orthogonal, which takes the whole matrix. `torch.optim.Muon` refuses the shards of FSDP2, so a step
 over shards is made here: of every few matrices each rank gets one whole, makes it orthogonal, and
 hands the rows back. Every matrix is worked on once, and no rank holds more than one at a time.
-
-Both optimizers obey `found_inf`, as torch's fused ones do: where it is 1, on the device, a step
-changes nothing.
-
-SGD whose step the device can skip, sharded or not.
 """
 
 from __future__ import annotations
@@ -37,7 +27,7 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from kempner.checkpoint.tensors.state import is_sharded, local_part
+from kempner.checkpoint.tensors.state import is_sharded, local_part, local_parts
 from kempner.config.sections import OptimizerSection
 from kempner.run.control.heartbeat import Waiting, untimed
 from kempner.run.process.exit_codes import UsageError
@@ -62,18 +52,17 @@ class GuardedAdamW(UncompiledOptimizer, AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step. Raises `ValueError` for a closure."""
         if closure is not None:
             raise ValueError("GuardedAdamW takes no closure")
         for group in self.param_groups:
             moved = [p for p in group["params"] if p.grad is not None]
-            states = [self._state(parameter) for parameter in moved]
+            states = [self.state[p] or self._begin_state(p) for p in moved]
             beta1, beta2 = group["betas"]
             adamw(
-                [local_part(parameter) for parameter in moved],
-                [local_part(parameter.grad) for parameter in moved],
-                [local_part(state["exp_avg"]) for state in states],
-                [local_part(state["exp_avg_sq"]) for state in states],
+                local_parts(moved),
+                local_parts(parameter.grad for parameter in moved),
+                local_parts(state["exp_avg"] for state in states),
+                local_parts(state["exp_avg_sq"] for state in states),
                 [],
                 [state["step"] for state in states],
                 fused=True,
@@ -87,13 +76,12 @@ class GuardedAdamW(UncompiledOptimizer, AdamW):
                 maximize=False,
             )
 
-    def _state(self, parameter: Tensor) -> dict[str, Any]:
+    def _begin_state(self, parameter: Tensor) -> dict[str, Any]:
         """The entries that `torch.optim.AdamW` keeps, under its names; zeros at first."""
         state: dict[str, Any] = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
+        state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
         return state
 
 
@@ -119,16 +107,12 @@ class MuonAndAdamW(UncompiledOptimizer):
 class GuardedMuon(UncompiledOptimizer, Muon):
     """`torch.optim.Muon`, bit for bit, for matrices that are whole, or sharded by rows over one
     mesh dimension, and the same along others; where `found_inf` is 1, parameters and momentum stay
-    what they are.
-
-    Every rank makes the same steps, since the ranks exchange rows in them.
-    """
+    what they are. Every rank makes the same steps, since the ranks exchange rows in them."""
 
     found_inf: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step. Raises `ValueError` for a closure."""
         if closure is not None:
             raise ValueError("GuardedMuon takes no closure")
         for group in self.param_groups:
@@ -145,7 +129,6 @@ class GuardedMuon(UncompiledOptimizer, Muon):
         group: Mapping[str, Any],
         ranks: dist.ProcessGroup | None,
     ) -> None:
-        """Update at most as many matrices as there are ranks."""
         directions = orthogonalise(
             [self._direction(matrix, group) for matrix in matrices],
             [matrix.shape for matrix in matrices],
@@ -181,10 +164,8 @@ class GuardedMuon(UncompiledOptimizer, Muon):
 
 
 def _row_group(matrix: Tensor) -> dist.ProcessGroup | None:
-    """The ranks that hold a matrix between them, by rows; None if this one has all of it.
-
-    Where there are several such groups, as in HSDP, each does the same.
-    """
+    """The ranks that hold a matrix between them, by rows; None if this one has all of it. Where
+    there are several such groups, as in HSDP, each does the same."""
     if not is_sharded(matrix):
         return None
     (cut,) = (level for level, way in enumerate(matrix.placements) if way.is_shard())
@@ -229,7 +210,6 @@ def orthogonalise(
 
 
 def _lengths(shape: torch.Size, world: int) -> list[int]:
-    """How many elements of a matrix each rank has."""
     from torch.distributed.tensor import Shard
 
     cut = (Shard.local_shard_size_and_offset(shape[0], world, rank) for rank in range(world))
@@ -238,23 +218,20 @@ def _lengths(shape: torch.Size, world: int) -> list[int]:
 
 class GuardedSGD(UncompiledOptimizer, SGD):
     """`torch.optim.SGD` with its fused kernel; where `found_inf` is 1, a step changes nothing.
-
     Elements are updated one by one, so each rank updates the shards that it has: the kernel itself
-    does not take DTensors.
-    """
+    does not take DTensors."""
 
     found_inf: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step. Raises `ValueError` for a closure."""
         if closure is not None:
             raise ValueError("GuardedSGD takes no closure")
         for group in self.param_groups:
             moved = [p for p in group["params"] if p.grad is not None]
             sgd(
-                [local_part(parameter) for parameter in moved],
-                [local_part(parameter.grad) for parameter in moved],
+                local_parts(moved),
+                local_parts(parameter.grad for parameter in moved),
                 [self._momentum(parameter, group) for parameter in moved],
                 fused=True,
                 found_inf=self.found_inf,
@@ -267,11 +244,8 @@ class GuardedSGD(UncompiledOptimizer, SGD):
             )
 
     def _momentum(self, parameter: Tensor, group: Mapping[str, Any]) -> Tensor | None:
-        """This rank's part of the momentum, None without one.
-
-        It begins as zeros: the kernel would take uninitialised memory for it after a first step
-        that was called off.
-        """
+        """This rank's part of the momentum, None without one. It begins as zeros: the kernel would
+        take uninitialised memory for it after a first step that was called off."""
         if group["momentum"] == 0:
             return None
         state = self.state[parameter]
@@ -312,10 +286,8 @@ def _adamw(parameters: Iterable[Tensor], section: OptimizerSection) -> GuardedAd
 
 def _muon(model: nn.Module, section: OptimizerSection) -> MuonAndAdamW:
     """Muon for the matrices in `model.layers`, AdamW for embedding, output projection and norms.
-
     Muon's updates are scaled to the size of AdamW's (Liu et al., "Muon is Scalable for LLM
-    Training", arXiv:2502.16982, section 2.2), so that one learning rate serves both.
-    """
+    Training", arXiv:2502.16982, section 2.2), so that one learning rate serves both."""
     hidden: list[Tensor] = []
     others: list[Tensor] = []
     for name, parameter in model.named_parameters():
@@ -351,14 +323,19 @@ def _given(value: T | None, otherwise: T) -> T:
 
 def clip_gradients(model: nn.Module, max_norm: float, waiting: Waiting = untimed) -> Tensor:
     """Scale the gradients to a global norm of at most `max_norm` (0: leave them); return the norm.
-
     The norm is over all ranks' shards, a scalar on the model's device. `waiting` is entered while
-    this rank waits for others. As `torch.nn.utils.clip_grad_norm_`, on the shards that it has.
-    """
+    this rank waits for others. As `torch.nn.utils.clip_grad_norm_`, on the shards that it has."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    own = [local_part(gradient) for gradient in gradients]
+    own = local_parts(gradients)
     if gradients and is_sharded(gradients[0]):
-        squared = _own_share(gradients)
+        # What several ranks hold, each adds a part of.
+        held: defaultdict[int, list[Tensor]] = defaultdict(list)
+        for gradient, part in zip(gradients, own, strict=True):
+            assert is_sharded(gradient)
+            sides = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+            held[math.prod(size for size, way in sides if way.is_replicate())].append(part)
+        shares = [nn.utils.get_total_norm(part).square_() / n for n, part in held.items()]
+        squared = torch.stack(shares).sum()
         with waiting("the gradient norm"):
             dist.all_reduce(squared)
         norm = squared.sqrt_()
@@ -367,22 +344,6 @@ def clip_gradients(model: nn.Module, max_norm: float, waiting: Waiting = untimed
     if max_norm > 0:
         torch._foreach_mul_(own, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
-
-
-def _own_share(gradients: Iterable[Tensor]) -> Tensor:
-    """What this rank adds to the squared norm: what several ranks hold, each adds a part of."""
-    held: defaultdict[int, list[Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        held[_holders(gradient)].append(local_part(gradient))
-    shares = [nn.utils.get_total_norm(own).square_() / ranks for ranks, own in held.items()]
-    return torch.stack(shares).sum()
-
-
-def _holders(gradient: Tensor) -> int:
-    """How many ranks hold what this one does of a DTensor."""
-    assert is_sharded(gradient)
-    sides = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
-    return math.prod(size for size, placement in sides if placement.is_replicate())
 
 
 def update(

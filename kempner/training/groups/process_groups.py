@@ -1,9 +1,4 @@
-"""Process groups of a rank, from rendezvous to the final barrier.
-
-Rendezvous: ranks meet by environment variables, and agree on the network to use.
-
-Device check: a small computation with a known result.
-"""
+"""Process groups of a rank, from rendezvous to the final barrier, and a check of its device."""
 
 from __future__ import annotations
 
@@ -25,8 +20,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from kempner.cluster.machine.limits import own_part
-from kempner.cluster.machine.rlimits import raise_open_file_limit
+from kempner.cluster.machine import own_part, raise_open_file_limit
 from kempner.cluster.network.interfaces import Interface, InterfaceChoice, disagreement
 from kempner.cluster.network.ports import (
     ExportedMaster,
@@ -38,9 +32,8 @@ from kempner.cluster.network.ports import (
     given_port,
     job_salt,
 )
-from kempner.cluster.rank_network import network_of_rank
 from kempner.cluster.slurm.scontrol import hostnames
-from kempner.cluster.world import World
+from kempner.cluster.world import World, network_of_rank
 from kempner.config.sections import Config
 from kempner.config.site import DistributedSection
 from kempner.model.spec.mesh import MeshDegrees, check_tensor_groups, resolve_mesh
@@ -85,10 +78,8 @@ def meet(
 
 
 def agree_on_network(store: Store, world: World, node: str, chosen: Interface | None) -> None:
-    """Make sure that all nodes bind to the same network, before a group hangs over it.
-
-    Raises `UsageError`, with the interface of every node, on all ranks alike.
-    """
+    """Make sure that all nodes bind to the same network, before a group hangs over it. Raises
+    `UsageError`, with the interface of every node, on all ranks alike."""
     keys = [f"kempner/network/{rank}" for rank in range(world.size)]
     told = {"node": node, "interface": None if chosen is None else asdict(chosen)}
     store.set(keys[world.rank], json.dumps(told))
@@ -116,11 +107,9 @@ _LONGEST_EVALUATION = timedelta(days=7)
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's connections: one mesh to train on, and Gloo groups to vote and to save on.
-
-    `mesh` has the dimensions of `degrees`. `store` is the rendezvous, hosted by rank 0; None where
-    another process hosts it, as torchrun does.
-    """
+    """This rank's connections: one mesh to train on, and Gloo groups to vote and to save on. `mesh`
+    has the dimensions of `degrees`. `store` is the rendezvous, hosted by rank 0; None where another
+    process hosts it, as torchrun does."""
 
     world: World
     device: torch.device
@@ -148,9 +137,7 @@ class Ranks:
 
     def agree_on(self, facts: Mapping[str, object]) -> None:
         """Make sure that all ranks know the same `facts`, on which every rank's steps depend.
-
-        Raises `UsageError`, on all ranks alike, that names each difference and who has what.
-        """
+        Raises `UsageError`, on all ranks alike, that names each difference and who has what."""
         told: list[dict[str, object]] = [{} for _ in range(self.world.size)]
         dist.all_gather_object(told, {**facts, "host": platform.node()}, group=self.votes)
         if differing := describe_disagreement(told):
@@ -198,11 +185,8 @@ def add_variables(config: Config) -> None:
 
 
 def choose_device(world: World) -> torch.device:
-    """The GPU of this local rank (or the only visible one), or the CPU.
-
-    Before CUDA is used for the first time. Raises `UsageError` if the node has fewer GPUs than
-    ranks.
-    """
+    """The GPU of this local rank (or the only visible one), or the CPU. Before CUDA is used for the
+    first time. Raises `UsageError` if the node has fewer GPUs than ranks."""
     if (own := own_part(os.environ, world.local_rank)) is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = own
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -219,11 +203,9 @@ def choose_device(world: World) -> torch.device:
 
 
 def connect(world: World, config: Config) -> Ranks:
-    """Meet the other ranks. Blocks until all are there, or `distributed.timeout` is over.
-
-    Raises `UsageError` if the network cannot be used as configured, on a node or between nodes, or
-    the ranks cannot be divided as `parallelism` says.
-    """
+    """Meet the other ranks. Blocks until all are there, or `distributed.timeout` is over. Raises
+    `UsageError` if the network cannot be used as configured, on a node or between nodes, or the
+    ranks cannot be divided as `parallelism` says."""
     degrees = resolve_mesh(config, world.size)
     address = _master_address(world)
     choice = _bind(world, config.distributed, address)
@@ -251,10 +233,8 @@ def connect(world: World, config: Config) -> Ranks:
 
 
 def adopt(world: World, device: torch.device, section: DistributedSection) -> Ranks:
-    """The connections of a rank whose program has met the others itself, or is alone.
-
-    Raises `UsageError` if it has not, or the network cannot be used as configured.
-    """
+    """The connections of a rank whose program has met the others itself, or is alone. Raises
+    `UsageError` if it has not, or the network cannot be used as configured."""
     if not dist.is_initialized():
         if world.size > 1:
             raise UsageError(
@@ -286,9 +266,7 @@ def as_in_group(world: World) -> World:
 
 def open_votes(world: World) -> dist.ProcessGroup:
     """A group to vote on, of a program that has made the process group and nothing of kempner's.
-
-    Raises `UsageError` if the network cannot be used.
-    """
+    Raises `UsageError` if the network cannot be used."""
     if world.size > 1:
         _bind(world, DistributedSection(), os.environ.get("MASTER_ADDR", ""))
     return _gloo_group(_LONGEST_EVALUATION)
@@ -400,10 +378,8 @@ class UnfitDeviceError(UnfitNodeError):
 
 def check_device(device: torch.device, node: str) -> None:
     """Multiply matrices of small integers on `device`, which is exact in float32 and in TF32.
-
     Products of numbers up to 7 sum up to less than 2^24, so that no order of addition rounds.
-    Raises `UnfitDeviceError`; whatever the device itself raises passes through.
-    """
+    Raises `UnfitDeviceError`; whatever the device itself raises passes through."""
     rows, columns = torch.arange(SIZE).unsqueeze(1), torch.arange(SIZE).unsqueeze(0)
     left, right = (3 * rows + 5 * columns) % 8, (7 * rows + columns * columns) % 8
     expected = left.to(torch.float64) @ right.to(torch.float64)

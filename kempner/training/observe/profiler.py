@@ -5,6 +5,7 @@ A step that is not traced costs one comparison: the thread that trains reads no 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Collection
 from contextlib import suppress
@@ -46,10 +47,8 @@ def due(section: ProfilingSection, rank: int, step: int) -> Span | None:
 
 
 class Profiler:
-    """Traces a rank. Call `begin` before each step, `end` after it, and `close` at the end.
-
-    What goes wrong with a trace is told, and is no concern of the training.
-    """
+    """Traces a rank. Call `begin` before each step, `end` after it, and `close` at the end. What
+    goes wrong with a trace is told, and is no concern of the training."""
 
     def __init__(
         self, section: ProfilingSection, run: RunDirectory, attempt: int, rank: int, gpu: bool
@@ -57,6 +56,10 @@ class Profiler:
         self._section, self._run, self._rank, self._gpu = section, run, rank, gpu
         self._mail = ProfileMail(run.attempt(attempt), rank)
         self._asked: ProfileRequest | None = None
+        self.begins_at = self._next_after(0)
+        """The step with which a trace may be due: before it `begin` is of no use."""
+        self.tracing = False
+        """Whether a trace is being made: only then is `end` of use."""
         self._span: Span | None = None
         self._trace: Any = None
         self._writer: threading.Thread | None = None
@@ -64,22 +67,22 @@ class Profiler:
         threading.Thread(target=self._look, name="profile-requests", daemon=True).start()
 
     def begin(self, step: int) -> None:
-        """Start a trace if one is due."""
         if self._span is not None or (self._writer is not None and self._writer.is_alive()):
             return
+        self.begins_at = self._next_after(step)
         request, self._asked = self._asked, None
         if request is not None:
             self._span = Span(step, step + min(request.steps, LONGEST) - 1, request)
         else:
             self._span = due(self._section, self._rank, step)
         if self._span is not None:
+            self.tracing = True
             self._start()
 
     def end(self, step: int) -> None:
-        """Write the trace whose last step this was."""
         if self._span is None or step < self._span.last:
             return
-        span, self._span = self._span, None
+        span, self._span, self.tracing = self._span, None, False
         trace, self._trace = self._trace, None
         if trace is None:
             return
@@ -103,6 +106,10 @@ class Profiler:
             with suppress(RuntimeError):
                 self._trace.stop()
             self._trace = None
+
+    def _next_after(self, step: int) -> float:
+        steps = self._section.steps if self._rank in self._section.ranks else ()
+        return min((later for later in steps if later > step), default=math.inf)
 
     def _start(self) -> None:
         from torch.profiler import ProfilerActivity, profile
@@ -165,13 +172,12 @@ class Profiler:
                 self._mail.answer(ProfileAnswer(span.request.id, tuple(files), error))
 
     def _look(self) -> None:
-        """Take in each new request."""
         last = ""
         while not self._over.wait(LOOK_EVERY):
             with suppress(OSError):
                 request = self._mail.asked()
                 if request is not None and request.id != last:
-                    last, self._asked = request.id, request
+                    last, self._asked, self.begins_at = request.id, request, 0
 
 
 def _lost(span: Span, error: Exception) -> str:

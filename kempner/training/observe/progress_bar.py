@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -30,20 +29,8 @@ PAUSED = 600.0
 """Seconds between two steps after which the pace before says nothing about the pace now."""
 
 
-class Display(Protocol):
-    """Shows the progress of a run."""
-
-    def step(self, step: int, loss: float, tokens_per_second: float) -> None: ...
-
-    def say(self, sentence: str) -> None:
-        """Something worth a line of its own."""
-
-    def close(self) -> None:
-        """Nothing more will come."""
-
-
-class NoDisplay:
-    """For all ranks but the first."""
+class Display:
+    """Shows the progress of a run; this one shows nothing, for all ranks but the first."""
 
     def step(self, step: int, loss: float, tokens_per_second: float) -> None: ...
 
@@ -63,7 +50,6 @@ class BarState:
     left: float | None = None
 
     def parts(self) -> tuple[str, str, str, str]:
-        """Step, loss, speed and time to go, each in words."""
         loss = "loss -" if self.loss is None else f"loss {self.loss:.4f}"
         speed = "- tokens/s" if self.speed is None else f"{self.speed:,.0f} tokens/s"
         left = "-:--:--" if self.left is None else describe_time(self.left)
@@ -80,10 +66,8 @@ class BarRow:
 
 
 def arrange(place: BarState, columns: int) -> BarRow:
-    """What of it fits into a line.
-
-    Step and time to go are kept the longest; then the loss, the speed and the bar, in this order.
-    """
+    """What of it fits into a line. Step and time to go are kept the longest; then the loss, the
+    speed and the bar, in this order."""
     step, loss, speed, left = place.parts()
     for words in ((f"{loss} {speed}", left), (loss, left), (left,), ()):
         after = " ".join(words)
@@ -108,10 +92,8 @@ class TimeLeft:
         self._seen: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)
 
     def left(self, step: int, now: float) -> float | None:
-        """Seconds to go after `step`, which was made at `now`; None while that is not known.
-
-        What was before a pause, or a rollback, does not count.
-        """
+        """Seconds to go after `step`, which was made at `now`; None while that is not known. What
+        was before a pause, or a rollback, does not count."""
         if self._seen and (step <= self._seen[-1][1] or now - self._seen[-1][0] > PAUSED):
             self._seen.clear()
         self._seen.append((now, step))
@@ -125,11 +107,10 @@ class SteadyConsole(Console):
     """Never hides the cursor: a process that is killed cannot show it again."""
 
     def show_cursor(self, show: bool = True) -> bool:
-        """Leave it as it is."""
         return False
 
 
-class Bar:
+class Bar(Display):
     """One line at the bottom of a terminal: step, bar, loss, tokens per second, time to go."""
 
     def __init__(self, done: int, steps: int) -> None:
@@ -142,16 +123,13 @@ class Bar:
         self._live.start()
 
     def step(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """Move the bar."""
         left = self._pace.left(step, time.monotonic())
         self._place = BarState(step, self._place.steps, loss, tokens_per_second, left)
 
     def say(self, sentence: str) -> None:
-        """Print above the bar."""
         self._console.print(sentence, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
         self._live.stop()
 
     def _render(self) -> Table:
@@ -165,7 +143,7 @@ class Bar:
         return line
 
 
-class ProgressLines:
+class ProgressLines(Display):
     """A line every few seconds, for files and pipes."""
 
     def __init__(self, steps: int) -> None:
@@ -173,7 +151,6 @@ class ProgressLines:
         self._printed_at = float("-inf")
 
     def step(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """Print, unless a line was printed a moment ago."""
         now = time.monotonic()
         left = self._pace.left(step, now)
         if now - self._printed_at < PLAIN_EVERY and step < self._steps:
@@ -184,11 +161,8 @@ class ProgressLines:
     def say(self, sentence: str) -> None:
         say(sentence)
 
-    def close(self) -> None: ...
-
 
 def open_display(rank: int, done: int, steps: int) -> Display:
-    """What suits this rank and where its output goes."""
     if rank != 0:
-        return NoDisplay()
+        return Display()
     return Bar(done, steps) if can_rewrite() else ProgressLines(steps)

@@ -1,22 +1,19 @@
-"""What a run will need and how fast it will be, before it is queued.
-
-What to change in a configuration whose ranks need more memory than there is, or mostly wait.
-"""
+"""What a run will need and how fast it will be, before it is queued; what to change where it does
+not fit, or mostly waits; all of it as text and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from kempner.config.sections import Config
 from kempner.model.spec.communication import (
     Choice,
     Traffic,
     ring_traffic,
-    step_buffers,
-    tensor_buffers,
 )
-from kempner.model.spec.communication_choice import USED, Situation, choose, usable_memory
+from kempner.model.spec.memory import USED, Situation, buffers_of_step, choose, usable_memory
 from kempner.model.spec.mesh import (
     MeshDegrees,
     check_tensor_degree,
@@ -35,7 +32,7 @@ from kempner.model.spec.step_time import (
     step_flops,
     step_time,
 )
-from kempner.run.output.units import size_text
+from kempner.run.output.units import count, flops_text, seconds_text, size_text
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.save_times import young_interval
 from kempner.training.compute.forward_backward import situation_of
@@ -46,11 +43,9 @@ from kempner.training.plan.trace import Step, traced
 def advise(
     config: Config, mesh: MeshDegrees, choice: Choice, memory: PeakMemory, limit: int
 ) -> str:
-    """A sentence: by how much it does not fit, what takes most, and what to change first.
-
-    Empty if it fits. What costs least comes first: what the configuration holds against its
-    default, then what trades time for memory, then more GPUs.
-    """
+    """A sentence: by how much it does not fit, what takes most, and what to change first. Empty if
+    it fits. What costs least comes first: what the configuration holds against its default, then
+    what trades time for memory, then more GPUs."""
     if memory.total <= limit:
         return ""
     most = max(KINDS, key=lambda kind: getattr(memory, kind))
@@ -123,8 +118,7 @@ class Exchange:
 @dataclass(frozen=True)
 class PlannedSaves:
     """Checkpoints: bytes of one, seconds to write it, for how many it holds up training; and the
-    interval that loses least time, by Young's formula, in seconds and in steps.
-    """
+    interval that loses least time, by Young's formula, in seconds and in steps."""
 
     bytes: int
     seconds: float
@@ -136,8 +130,7 @@ class PlannedSaves:
 @dataclass(frozen=True)
 class TrainingJob:
     """`world` ranks on `nodes`, each with a GPU; when they communicate, and why so; and what is
-    assumed of the machines.
-    """
+    assumed of the machines."""
 
     world: int
     nodes: int
@@ -148,24 +141,17 @@ class TrainingJob:
 
     @property
     def ranks_per_node(self) -> int:
-        """The number of ranks on each node."""
         return self.world // self.nodes
 
 
 @dataclass(frozen=True)
 class RankMemory:
     """Memory of the rank that needs most, at the moment at which it does, in bytes of tensors; the
-    `limit` that a GPU has for them, 0.9 of its memory; what to change if that is not enough.
-    """
+    `limit` that a GPU has for them, 0.9 of its memory; what to change if that is not enough."""
 
     memory: PeakMemory
     limit: int
     advice: str = ""
-
-    @property
-    def fits(self) -> bool:
-        """Whether the memory is enough."""
-        return self.memory.total <= self.limit
 
 
 @dataclass(frozen=True)
@@ -179,8 +165,7 @@ class Count:
 @dataclass(frozen=True)
 class Speed:
     """Seconds of a step by what they are spent on, tokens of all ranks in a second, the model FLOPs
-    utilisation, of the GPUs' peak, and what to change if ranks mostly wait for each other.
-    """
+    utilisation, of the GPUs' peak, and what to change if ranks mostly wait for each other."""
 
     time: StepTime
     tokens_per_second: float
@@ -214,8 +199,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the GPUs have enough memory."""
-        return self.room.fits
+        return self.room.memory.total <= self.room.limit
 
 
 def plan(
@@ -229,16 +213,10 @@ def plan(
 ) -> Plan:
     """Trace a training step of `world` ranks, and say what it needs and takes.
 
-    Args:
-        config: the run's configuration.
-        world: number of ranks, one for each GPU.
-        nodes: on which they are; by default as `slurm` says, or 8 ranks on each.
-        gpu: name of one that `step_time.GPUS` knows.
-        vocab_size: of the data, where the configuration does not say.
-        assumptions: on what is not traced.
-
-    Raises `UsageError` for a world that cannot be divided so, and for a model of the user's own.
-    The process must not be part of a process group.
+    There is one rank for each GPU, `gpu` of `step_time.GPUS`, on that many `nodes`; by default as
+    `slurm` says, or 8 ranks on each. `vocab_size` is that of the data, where the configuration does
+    not say; `assumptions` are on what is not traced. Raises `UsageError` for a world that cannot be
+    divided so, and for a model of the user's own. The process must not be part of a process group.
     """
     notes, config = _notes(config), _on_a_gpu(config)
     vocab_size = vocab_size or config.model.vocab_size
@@ -248,19 +226,17 @@ def plan(
     mesh, per_node, choice = situation.mesh, situation.ranks_per_node, choose(config, situation)
     job = TrainingJob(world, world // per_node, mesh, card, choice, assumptions)
     step = Step(config, vocab_size, mesh, choice, situation.micro_batches, fused_norms=True)
-    found = traced(step)
-    shape = Shape.of(config.model, vocab_size)
+    found, shape = traced(step), Shape.of(config.model, vocab_size)
     speed = _speed(config, shape, found, job)
     limit = int(USED * usable_memory(card.memory))
+    sequences = situation.micro_batches * config.train.micro_batch_size
     exchanges = _exchanges(found, job)
+    sent = sum(e.buffers for e in exchanges if e.collective.operation != "all_to_all")
     return Plan(
         job=job,
         room=RankMemory(found.memory, limit, advise(config, mesh, choice, found.memory, limit)),
-        flops=Count(found.flops, _flops_by_formula(config, shape, situation)),
-        sent=Count(
-            sum(e.buffers for e in exchanges if e.collective.operation != "all_to_all"),
-            _buffers_by_formula(config, shape, situation, choice),
-        ),
+        flops=Count(found.flops, step_flops(shape, config.train, sequences, mesh.tensor)),
+        sent=Count(sent, _buffers_by_formula(config, shape, situation, choice)),
         exchanges=exchanges,
         speed=speed,
         saves=_saves(config, found, job, speed.time.total),
@@ -305,28 +281,9 @@ def _notes(config: Config) -> list[str]:
     return notes
 
 
-def _flops_by_formula(config: Config, shape: Shape, situation: Situation) -> int:
-    sequences = situation.micro_batches * config.train.micro_batch_size
-    return step_flops(shape, config.train, sequences, situation.mesh.tensor)
-
-
 def _buffers_by_formula(config: Config, shape: Shape, situation: Situation, choice: Choice) -> int:
-    mesh, train = situation.mesh, config.train
-    number, size = situation.micro_batches, situation.compute_bytes
-    of_data = step_buffers(shape, mesh, choice, micro_batches=number, compute_bytes=size)
+    of_data, of_groups = buffers_of_step(config, situation, shape, choice)
     total = of_data.all_gather + of_data.reduce_scatter + of_data.all_reduce
-    if mesh.tensor == 1:
-        return total
-    every = train.activation_checkpointing_every or 1
-    recomputed = 0 if train.activation_checkpointing == "none" else -(-shape.n_layers // every)
-    of_groups = tensor_buffers(
-        shape,
-        choice,
-        micro_batches=number,
-        tokens=train.micro_batch_size * train.seq_len,
-        compute_bytes=size,
-        recomputed_blocks=recomputed,
-    )
     return total + of_groups.sequence + of_groups.all_reduce
 
 
@@ -379,3 +336,137 @@ def _saves(
     return PlannedSaves(
         found.state, seconds, pause, interval, max(1, round(interval / step_seconds))
     )
+
+
+_KINDS = {
+    "parameters": "parameters, this rank's shard",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "gathered": "gathered parameters",
+    "activations": "activations",
+    "loss": "logits and loss",
+    "backward": "gradients on their way",
+    "other": "other",
+}
+_PARTS = {
+    "compute": "products of matrices",
+    "memory": "reading and writing the GPU's memory",
+    "within_node": "waiting for GPUs of the node",
+    "between_nodes": "waiting for other nodes",
+}
+_BOUND = {
+    "compute": "compute",
+    "memory": "the GPU's memory rate",
+    "within_node": "the links within a node",
+    "between_nodes": "the network between nodes",
+}
+
+
+def to_text(plan: Plan) -> str:
+    parts = (_world, _memory, _exchange_lines, _time, _save_lines, _traced, _assumed, _verdict)
+    return "\n\n".join(lines for part in parts if (lines := "\n".join(part(plan))))
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """All of it, in bytes, seconds, FLOPs and per second."""
+    content, time = asdict(plan), plan.speed.time
+    content["room"]["memory"]["total"] = plan.room.memory.total
+    content["speed"]["time"] |= {"total": time.total, "bound": time.bound}
+    for exchange in content["exchanges"]:
+        operation, dimension = exchange["collective"]
+        exchange["collective"] = {"operation": operation, "dimension": dimension}
+    return {"fits": plan.fits, **content}
+
+
+def _world(plan: Plan) -> Iterator[str]:
+    world = f"{count(plan.job.world, 'rank')} on {count(plan.job.nodes, 'node')}"
+    yield f"{world}, one {plan.job.gpu.name} each: {plan.job.mesh}"
+    yield f"communication: {plan.job.choice.describe()}"
+    yield f"  {plan.job.choice.reason}"
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    room = f"{size_text(plan.room.memory.total)} of {size_text(plan.room.limit)} (0.9 of the GPU)"
+    yield f"memory of a rank at its peak: {room}"
+    for kind in KINDS:
+        if size := getattr(plan.room.memory, kind):
+            yield f"  {_KINDS[kind]:<32}{size_text(size):>12}"
+
+
+def _exchange_lines(plan: Plan) -> Iterator[str]:
+    if not plan.exchanges:
+        return
+    yield "in a step, sent by each node       within it    to others   by itself"
+    for exchange in plan.exchanges:
+        operation, dimension = exchange.collective
+        name = f"{operation.replace('_', '-')} over {dimension}"
+        within, between = size_text(exchange.traffic.within), size_text(exchange.traffic.between)
+        yield f"  {name:<30}{within:>12} {between:>12} {seconds_text(exchange.seconds):>11}"
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    time = plan.speed.time
+    speed = f"{plan.speed.tokens_per_second:,.0f} tokens/s, MFU {_share(plan.speed.mfu)}"
+    yield f"a step takes {seconds_text(time.total)}: {speed}"
+    for part, words in _PARTS.items():
+        if seconds := getattr(time, part):
+            share = _share(seconds / time.total)
+            yield f"  {words:<40}{seconds_text(seconds):>11} {share:>6}"
+    yield f"  bound by {_BOUND[time.bound]}; a rank computes {flops_text(plan.flops.traced)}"
+    if plan.speed.hint:
+        yield f"  {plan.speed.hint}"
+
+
+def _save_lines(plan: Plan) -> Iterator[str]:
+    saves = plan.saves
+    yield (
+        f"a checkpoint has {size_text(saves.bytes)}, is written in {seconds_text(saves.seconds)}, "
+        f"and holds training up for {seconds_text(saves.pause)}"
+    )
+    long = saves.interval >= 60
+    every = f"{saves.interval / 60:.3g} min" if long else seconds_text(saves.interval)
+    yield f"  save about every {every}, {count(saves.interval_steps, 'step')} (Young's formula)"
+
+
+def _traced(plan: Plan) -> Iterator[str]:
+    flops, sent = plan.flops, plan.sent
+    yield "traced: memory, operations and collectives of the step, on tensors without memory"
+    if flops.traced == flops.by_formula and sent.traced == sent.by_formula:
+        yield "  FLOPs and bytes sent equal those of the formulas in kempner/model/spec"
+    else:
+        yield (
+            f"  the formulas say {flops.by_formula:,} FLOPs instead of {flops.traced:,}, and "
+            f"{sent.by_formula:,} bytes sent instead of {sent.traced:,}: please report it"
+        )
+    for note in plan.notes:
+        yield f"  {note}"
+
+
+def _assumed(plan: Plan) -> Iterator[str]:
+    gpu, given = plan.job.gpu, plan.job.assumptions
+    yield f"assumed, of peak figures ({gpu.source}):"
+    yield f"  {_share(given.compute_share)} of {gpu.flops / 1e12:,.0f} TFLOP/s in bfloat16"
+    yield f"  {_share(given.memory_share)} of {gpu.memory_rate / 1e12:.2f} TB/s in a GPU's memory"
+    yield (
+        f"  {_share(given.network_share)} of {gpu.link_rate / 1e9:,.0f} GB/s from a GPU to others "
+        f"of its node, and of {8 * given.network / 1e9:,.0f} Gb/s from a node to others"
+    )
+    yield "  in a forward or a backward, computing hides all that is sent but in tensor groups"
+    yield "  a tenth of a GPU's memory is for CUDA, NCCL and what the allocator cannot use"
+    yield (
+        f"  checkpoints are written at {given.storage / 1e9:g} GB/s, and copied to the host at "
+        f"{given.to_host / 1e9:g} GB/s a rank"
+    )
+    yield f"  a node fails every {given.node_failure / 86_400:,.0f} days"
+
+
+def _verdict(plan: Plan) -> Iterator[str]:
+    if plan.fits:
+        left = size_text(plan.room.limit - plan.room.memory.total)
+        yield f"fits: {left} of a GPU's memory are left"
+    else:
+        yield f"does not fit: {plan.room.advice}"
+
+
+def _share(part: float) -> str:
+    return f"{100 * part:.0f} %"

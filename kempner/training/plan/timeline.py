@@ -64,10 +64,8 @@ class Segment:
 
 @dataclass(frozen=True)
 class StepPhase:
-    """A part of a step whose communication can go on while it computes, `times` in a step.
-
-    `sent` has the bytes of the collectives' whole buffers.
-    """
+    """A part of a step whose communication can go on while it computes, `times` in a step. `sent`
+    has the bytes of the collectives' whole buffers."""
 
     stage: Stage
     times: int
@@ -95,17 +93,13 @@ class PeakMemory:
 
     @property
     def total(self) -> int:
-        """The bytes of all kinds together."""
         return sum(getattr(self, kind) for kind in KINDS)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A step, and the state that it leaves.
-
-    `state` has the bytes of all ranks' parameters and optimizer state together, as a checkpoint
-    does.
-    """
+    """A step, and the state that it leaves. `state` has the bytes of all ranks' parameters and
+    optimizer state together, as a checkpoint does."""
 
     layers: int
     segments: Sequence[Segment]
@@ -113,12 +107,10 @@ class Trace:
 
 
 def peak(trace: Trace) -> PeakMemory:
-    """The moment at which most is held."""
     return _most([segment.memory for segment in trace.segments])
 
 
 def phases(trace: Trace) -> dict[tuple[Stage, int], tuple[Work, Counter[Collective]]]:
-    """What each stage of each micro step does."""
     found: dict[tuple[Stage, int], tuple[Work, Counter[Collective]]] = {}
     for segment in trace.segments:
         stage, micro_step, _ = segment.place
@@ -157,15 +149,9 @@ def whole(trace: Trace, micro_steps: int) -> TracedStep:
 
 
 def extrapolate(shorter: Trace, longer: Trace, layers: int, micro_steps: int) -> TracedStep:
-    """The same step with `layers` layers.
-
-    Args:
-        shorter: of at least `3 + 2 p` layers, p being how many more `longer` has.
-        longer: the same step otherwise.
-        layers: as many as `shorter` has and a multiple of p.
-        micro_steps: of the step; where they are more than were traced, all but the first and the
-            last are alike.
-    """
+    """The same step with `layers` layers. `shorter` has at least `3 + 2 p` layers, p being how many
+    more `longer` has, and `layers` are a multiple of p more. Where `micro_steps` are more than were
+    traced, all but the first and the last are alike."""
     period = longer.layers - shorter.layers
     times, over = divmod(layers - shorter.layers, period)
     assert over == 0

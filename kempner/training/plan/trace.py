@@ -1,9 +1,5 @@
-"""Runs a training step on tensors without memory, on one rank of a world that is not there.
-
-A world of which only one rank is there.
-
-Watches every operation of a step: the memory that it takes, what it computes, what it sends.
-"""
+"""Runs a training step on tensors without memory, on one rank of a world that is not there, and
+watches every operation: the memory that it takes, what it computes, what it sends."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ from kempner.model.sharding import assemble
 from kempner.model.spec.communication import Choice
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.transformer import Transformer
-from kempner.training.compute.forward_backward import accumulate
+from kempner.training.compute.forward_backward import StepGradient
 from kempner.training.compute.optimizer import build_optimizer, update
 from kempner.training.plan.timeline import (
     ACTIVATIONS,
@@ -65,9 +61,7 @@ from kempner.training.plan.timeline import (
 @contextmanager
 def fake_ranks(degrees: MeshDegrees) -> Iterator[DeviceMesh]:
     """A mesh whose first rank is this process; its collectives return at once, and move nothing.
-
-    The process must not be part of another process group.
-    """
+    The process must not be part of another process group."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=degrees.world)
     sizes = degrees.dimensions()
     try:
@@ -104,10 +98,8 @@ _FUNCTIONAL = "_c10d_functional"
 
 
 def sent_by(func: Any, args: tuple[Any, ...]) -> tuple[str, int, Any] | None:
-    """Operation, bytes of its whole buffer, and process group, if `func` is a collective.
-
-    None for any other function, and for the collectives of a scalar.
-    """
+    """Operation, bytes of its whole buffer, and process group, if `func` is a collective. None for
+    any other function, and for the collectives of a scalar."""
     name = func._schema.name.partition("::")[2]
     if func.namespace not in ("c10d", _FUNCTIONAL) or name not in _OPERATIONS:
         return None
@@ -128,10 +120,8 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Memory is that of storages: one exists from the operation that returned it, or from its
     `resize_`, until the last reference to it is gone or it is resized to zero. What a kernel
-    allocates only for itself is not seen.
-
-    Args:
-        dimension: to which of the mesh a process group belongs, by its name.
+    allocates only for itself is not seen. `dimension` gives that of the mesh to which a process
+    group belongs, by its name.
     """
 
     def __init__(self, dimension: Callable[[str], str]) -> None:
@@ -197,7 +187,6 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def met(self) -> int:
-        """How many storages there have been."""
         return len(self._kinds)
 
     def kind_of(self, tensor: Tensor) -> int | None:
@@ -226,7 +215,6 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._kinds[number] = GRADIENTS
 
     def segments(self) -> list[Segment]:
-        """All parts, from their marks on."""
         # The last column is what is not to be counted.
         rows = np.zeros((self._event + 2, len(KINDS) + 1), np.int64)
         events, storages, sizes = np.array(self._deltas, np.int64).T
@@ -313,11 +301,9 @@ _MICRO_STEPS = 3
 
 @dataclass(frozen=True)
 class Step:
-    """What is to be traced.
-
-    `config.train.dtype` is the type to compute in, and not "auto". `micro_steps` are those of one
-    step. `fused_norms`: count RMSNorm as the one kernel that it is on a GPU.
-    """
+    """What is to be traced. `config.train.dtype` is the type to compute in, and not "auto".
+    `micro_steps` are those of one step. `fused_norms`: count RMSNorm as the one kernel that it is
+    on a GPU."""
 
     config: Config
     vocab_size: int
@@ -328,10 +314,8 @@ class Step:
 
 
 def traced(step: Step) -> TracedStep:
-    """Memory, operations and communication of the first rank, which has the largest shards.
-
-    Of a deep model two shallow ones are traced, and the rest follows; but not with Muon.
-    """
+    """Memory, operations and communication of the first rank, which has the largest shards. Of a
+    deep model two shallow ones are traced, and the rest follows; but not with Muon."""
     layers = step.config.model.n_layers
     period = step.config.train.activation_checkpointing_every or 1
     fewest = 3 + 2 * period
@@ -345,7 +329,8 @@ def traced(step: Step) -> TracedStep:
 
 def trace(step: Step, layers: int) -> Trace:
     """The second step of a run, whose optimizer has its state, with `layers` layers."""
-    config = _with_layers(step.config, layers)
+    model_section = step.config.model.model_copy(update={"n_layers": layers})
+    config = step.config.model_copy(update={"model": model_section})
     train = config.train
     with fake_ranks(step.mesh) as mesh, _undisturbed():
         names = {str(mesh.get_group(name).group_name): name for name in mesh.mesh_dim_names or ()}
@@ -377,19 +362,12 @@ def _step(
     micro_steps: int,
     marks: _Marks | None = None,
 ) -> None:
-    """As the loop makes one."""
     if marks is not None:
         marks.begin("start", None)
-    loss = accumulate(
-        model,
-        [batch] * micro_steps,
-        device=_CPU,
-        seed=0,
-        step=1,
-        rank=0,
-        copies=step.mesh.tensor,
-        choice=step.choice,
+    gradient = StepGradient(
+        model, _CPU, seed=0, rank=0, copies=step.mesh.tensor, choice=step.choice
     )
+    loss = gradient.add([batch] * micro_steps, step=1)
     if marks is not None:
         marks.update()
     update(model, optimizer, loss, rate=1e-3, max_norm=step.config.train.clip_grad_norm)
@@ -403,7 +381,6 @@ class _Marks:
         self._micro_step = -1
 
     def attach(self, model: Transformer) -> None:
-        """Hook into the blocks, the whole and the norms."""
         model.register_forward_pre_hook(self._forward, prepend=True)
         model.register_forward_hook(self._loss)
         for number, block in enumerate(model.blocks):
@@ -414,7 +391,6 @@ class _Marks:
                 self._fuse(norm)
 
     def begin(self, stage: Any, block: int | None) -> None:
-        """A part of the step."""
         kinds = {"forward": ACTIVATIONS, "backward": BACKWARD}
         kind = kinds.get(stage, OTHER)
         if stage == "forward" and block is None:
@@ -422,7 +398,6 @@ class _Marks:
         self._recorder.mark(StepPlace(stage, max(self._micro_step, 0), block), kind)
 
     def update(self) -> None:
-        """All micro steps are done."""
         self._recorder.keep_gradients()
         self._recorder.mark(StepPlace("update"), OTHER)
 
@@ -469,11 +444,6 @@ class _Marks:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if is_sharded(tensor) else tensor
-
-
-def _with_layers(config: Config, layers: int) -> Config:
-    model = config.model.model_copy(update={"n_layers": layers})
-    return config.model_copy(update={"model": model})
 
 
 def _state_of(optimizer: Optimizer) -> Iterator[Tensor]:

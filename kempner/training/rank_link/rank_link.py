@@ -30,7 +30,7 @@ from pathlib import Path
 
 import psutil
 
-from kempner.cluster.machine.limits import MemoryGroup, memory_group
+from kempner.cluster.machine import MemoryGroup, memory_group
 from kempner.cluster.network.tcp_stalls import dead_connections
 from kempner.cluster.slurm.command import SlurmError
 from kempner.cluster.slurm.hostlist import node_name
@@ -42,17 +42,28 @@ from kempner.run.control.client import ControlClient, Reactions
 from kempner.run.control.heartbeat import Progress, describe_places
 from kempner.run.control.launch_env import Launch, forget_secret
 from kempner.run.control.protocol import Event, NodeMemory, Phase, Usage
-from kempner.run.output.background_files import LatestContent
 from kempner.run.output.console import leave
 from kempner.run.output.logs import logger, warn
-from kempner.run.process.awake_clock import AwakeClock
-from kempner.run.process.exit_codes import ExitCode, RunError, UnfitNodeError, UsageError
+from kempner.run.output.writers import LatestContent
+from kempner.run.process.exit_codes import (
+    ExitCode,
+    RunError,
+    StopReason,
+    UnfitNodeError,
+    UsageError,
+)
 from kempner.run.process.retry import StorageWait
 from kempner.run.process.signals import signal_at_end_of
-from kempner.run.process.stop_reason import StopReason
-from kempner.run.process.threads import call_at_end_of
+from kempner.run.process.threads import AwakeClock, call_at_end_of
 from kempner.run.record.attempts import Attempt, read_current
-from kempner.run.record.events import LedgerEvent, NodeSuspected, Requeued, Signalled, StorageWaited
+from kempner.run.record.events import (
+    LedgerEvent,
+    NodeSuspected,
+    Requeued,
+    Signalled,
+    StorageWaited,
+    parse_event,
+)
 from kempner.run.record.history import RunHistory
 from kempner.run.record.lease import (
     RELEASED,
@@ -64,7 +75,6 @@ from kempner.run.record.lease import (
 )
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
-from kempner.run.record.vocabulary import parse_event
 from kempner.training.rank_link.shutdown import StopListener
 
 RESUMABLE = (ExitCode.STOPPED, ExitCode.PEERS_LOST)
@@ -383,17 +393,12 @@ def open_rank_link(config: Config, shutdown: StopListener) -> RankLink:
 
 
 def join(
-    run: RunDirectory,
-    section: SuperviseSection,
-    shutdown: StopListener,
-    compiles: bool = False,
+    run: RunDirectory, section: SuperviseSection, shutdown: StopListener, compiles: bool = False
 ) -> RankLink:
     """Find this rank's place in `run`, and call its supervisor if it has one.
 
     A rank that `compiles` leaves at once where it can do nothing else for minutes, should its
-    supervisor end.
-
-    Raises `UsageError` if the launcher's variables make no sense.
+    supervisor end. Raises `UsageError` if the launcher's variables make no sense.
     """
     launch = Launch.from_environment(os.environ)
     forget_secret(os.environ)
@@ -482,7 +487,7 @@ def _measure() -> Usage | None:
 def _print_to(file: Path) -> None:
     """Hundreds of ranks say the same: the job's log gets what rank 0 prints, and early errors."""
     try:
-        output = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        output = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
         logger().warning(f"printing to the job's log, since {file} cannot be written: {error}")
         return

@@ -19,7 +19,7 @@ from functools import partial
 
 from kempner.run.output.console import leave, say
 from kempner.run.output.logs import logger
-from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.exit_codes import LEFT_EARLY, ExitCode, StopReason, reason_of_signal
 from kempner.run.process.signals import (
     LEFT_AT_ONCE,
     ReceivedSignal,
@@ -28,7 +28,6 @@ from kempner.run.process.signals import (
     insists,
     untouched_by_default,
 )
-from kempner.run.process.stop_reason import LEFT_EARLY, StopReason, reason_of_signal
 
 NEARER = 1.0
 """Seconds by which a deadline must be nearer than the one that is known to be told again."""
@@ -101,6 +100,10 @@ class StopRequest:
     deadline: float = math.inf
     sentence: str = ""
 
+    def seconds_left(self, now: float) -> float | None:
+        """Until the deadline, negative once it is over; None without one."""
+        return None if math.isinf(self.deadline) else self.deadline - now
+
     def joined_with(self, later: StopRequest) -> StopRequest:
         """This one, with what a later one adds: a reason that says more, a nearer deadline."""
         better = later if later.reason > self.reason else self
@@ -132,7 +135,8 @@ class StopListener:
         self._ignored = ExitStack()
         self._has_installed = False
         self._state = State.ALONE
-        self._request: StopRequest | None = None
+        self.request: StopRequest | None = None
+        """What is asked for by now."""
         self._grace = math.inf
         self._tell_of_signal: Callable[[str], None] = lambda sentence: None
         self._supervised = False
@@ -206,27 +210,24 @@ class StopListener:
 
     def should_shutdown(self) -> bool:
         """Whether a stop was asked for."""
-        return self._request is not None
+        return self.request is not None
 
     def reason(self) -> StopReason:
         """Why this rank wants to stop, for its vote."""
-        return StopReason.NONE if self._request is None else self._request.reason
+        return StopReason.NONE if self.request is None else self.request.reason
 
     def sentence(self, reason: StopReason) -> str:
         """What this rank was told about a stop for `reason`; empty if nothing was."""
-        request = self._request
+        request = self.request
         return request.sentence if request is not None and request.reason is reason else ""
 
     def seconds_left(self) -> float | None:
         """Until the nearest deadline, negative once it is over; None without one."""
-        request = self._request
-        if request is None or math.isinf(request.deadline):
-            return None
-        return request.deadline - time.monotonic()
+        return None if self.request is None else self.request.seconds_left(time.monotonic())
 
     def seconds_since_asked(self) -> float:
         """Since this process was first asked to stop; 0 if it was not."""
-        return 0.0 if self._request is None else time.monotonic() - self._request.asked_at
+        return 0.0 if self.request is None else time.monotonic() - self.request.asked_at
 
     def _signalled(self, received: ReceivedSignal) -> None:
         gone = self._supervisor_gone()
@@ -241,8 +242,8 @@ class StopListener:
     def _ask(self, trigger: ListenerTrigger, asked: StopRequest) -> None:
         """Keep what was asked for, and do what follows; the caller's thread may have to go on."""
         with self._lock:
-            before = self._request
-            self._request = asked if before is None else before.joined_with(asked)
+            before = self.request
+            self.request = asked if before is None else before.joined_with(asked)
             action = self._move(trigger)
         match action:
             case ListenerAction.EXIT:
@@ -259,7 +260,7 @@ class StopListener:
             case ListenerAction.REQUEST | ListenerAction.REQUEST_AND_TELL:
                 if action is ListenerAction.REQUEST_AND_TELL and before is None:
                     self._tell_of_signal(asked.sentence)
-                _log_if_news(self._request, before)
+                _log_if_news(self.request, before)
 
     def _move(self, trigger: ListenerTrigger) -> ListenerAction:
         self._state, action = TRANSITIONS[self._state, trigger]

@@ -17,7 +17,6 @@ from kempner.training.rehearsal.switch import recorder
 
 
 def main(arguments: list[str]) -> None:
-    """Run `python ARGUMENTS` in this process."""
     signal_at_end_of(os.getppid(), signal.SIGKILL)  # no rank outlives the rehearsal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     part = RehearsalPart.from_environment()

@@ -1,19 +1,12 @@
 """Writes down what a rank of a rehearsal sees in each step, and disturbs it as planned.
 
-A step is two lines of JSON: what was there when
-it began, and what came of it; what is computed between two steps is a line of its own.
-
-What a program computes, as torch tells of it: batches, losses, rates and gradients.
-
-The hooks are torch's global ones, so that nothing need be known of the program.
-
-What a rehearsed program does outside of its run: files that it opens, hosts that it calls.
-
-The program's own variables at the beginning of a step: what could have to come back.
+A step is two lines of JSON: what was there when it began, and what came of it; what is computed
+between two steps is a line of its own. Torch's global hooks tell of batches, losses, rates and
+gradients, so that nothing need be known of the program, and Python of files and hosts.
 
 Looked at are the variables of the program's functions that wait for the step to end, the globals of
 its modules, and what they lead to: modules, optimizers, schedulers, generators, numbers, containers
-and objects of the program's classes.
+and objects of the program's classes. Digests are equal if and only if all bits are.
 """
 
 from __future__ import annotations
@@ -26,7 +19,7 @@ import sys
 import sysconfig
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -35,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -49,7 +43,75 @@ from torch.utils.data import DataLoader
 
 import kempner
 from kempner.run.control.rehearsal import RehearsalPart
-from kempner.training.rehearsal.digest import of_rows, of_state, of_tensor, tensors_in
+
+ROWS = 4096
+"""Of how many samples of a batch the digests are kept one by one."""
+
+
+def of_bytes(*parts: bytes) -> str:
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def of_tensor(tensor: Tensor) -> str:
+    """Of type, shape and bits; of a sharded tensor, of this rank's part."""
+    return of_bytes(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), _bits(tensor))
+
+
+def of_rows(tensor: Tensor) -> list[str]:
+    """Of each sample of a batch, or of the whole where there are none."""
+    if tensor.dim() == 0 or not 0 < len(tensor) <= ROWS:
+        return [of_tensor(tensor)]
+    bits = _bits(tensor)
+    size = len(bits) // len(tensor)
+    return [of_bytes(bits[n * size : (n + 1) * size]) for n in range(len(tensor))]
+
+
+def of_state(value: Any) -> str:
+    """Of a state as `state_dict` returns it: numbers, tensors and containers of them."""
+    return of_bytes(*_pieces(value))
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [tensor for entry in value for tensor in tensors_in(entry)]
+    return []
+
+
+def _pieces(value: Any) -> Iterable[bytes]:
+    if isinstance(value, Tensor):
+        yield of_tensor(value).encode()
+    elif isinstance(value, np.ndarray):
+        yield f"{value.dtype}{value.shape}".encode()
+        yield value.tobytes() if value.dtype != object else repr(value).encode()
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield f"{key!r}:".encode()
+            yield from _pieces(entry)
+    elif isinstance(value, list | tuple):
+        yield f"({len(value)}".encode()
+        for entry in value:
+            yield from _pieces(entry)
+    elif isinstance(value, int | float | complex | str | bytes | type(None)):
+        yield repr(value).encode()
+    else:
+        yield type(value).__name__.encode()
+
+
+def _bits(tensor: Tensor) -> bytes:
+    local = getattr(tensor, "_local_tensor", tensor).detach()
+    if local.is_meta or local.layout is not torch.strided or local.is_quantized:
+        return str(tuple(local.shape)).encode()
+    if local.is_conj() or local.is_neg():
+        local = local.resolve_conj().resolve_neg()
+    flat = local.cpu().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy().data) if flat.numel() else b""
 
 
 @dataclass
@@ -197,22 +259,18 @@ Seen = tuple[str, str, str]
 """Its kind, a digest, and a few words for a person."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_SCHEDULERS = (torch.optim.lr_scheduler.LRScheduler,)
 
 
-def library_paths() -> tuple[str, ...]:
-    """Where the code lies that is not the program's."""
-    paths = sysconfig.get_paths()
-    names = ("stdlib", "platstdlib", "purelib", "platlib")
-    return tuple({f"{paths[name]}/" for name in names} | {f"{Path(kempner.__file__).parent}/"})
-
-
-_LIBRARIES = library_paths()
+_PATHS = sysconfig.get_paths()
+_LIBRARIES = (
+    *{f"{_PATHS[name]}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    f"{Path(kempner.__file__).parent}/",
+)
+"""Where the code lies that is not the program's."""
 
 
 @cache
 def is_programs(file: str | None) -> bool:
-    """Whether a source file is the program's own."""
     if not file:
         return False
     path = str(Path(file).absolute())  # as in `python train.py`
@@ -223,18 +281,13 @@ def is_programs(file: str | None) -> bool:
     return path.endswith(".py") and Path(path).is_file()
 
 
-def _is_programs_class(kind: type[Any]) -> bool:
-    known = _KNOWN_CLASSES.get(kind)
-    if known is None:
-        known = _KNOWN_CLASSES[kind] = _derives_from_programs(kind)
-    return known
-
-
 _KNOWN_CLASSES: dict[type[Any], bool] = {}
 
 
-def _derives_from_programs(kind: type[Any]) -> bool:
-    return any(_is_programs_own(base) for base in kind.__mro__)
+def _is_programs_class(kind: type[Any]) -> bool:
+    if kind not in _KNOWN_CLASSES:
+        _KNOWN_CLASSES[kind] = any(_is_programs_own(base) for base in kind.__mro__)
+    return _KNOWN_CLASSES[kind]
 
 
 def _is_programs_own(kind: type[Any]) -> bool:
@@ -281,13 +334,11 @@ class Walk:
         """What has a place that cannot be looked at."""
 
     def all_of(self, prefix: str, variables: Mapping[str, Any]) -> None:
-        """Visit variables that belong together."""
         for name, value in list(variables.items()):
             if not name.startswith("__") and not isinstance(value, ModuleType | type):
                 self.visit(f"{prefix}{name}", value, 0)
 
     def visit(self, name: str, value: Any, depth: int) -> None:
-        """Note what `value` is, and what it leads to."""
         if depth > DEEPEST or len(self.found) >= MOST_VARIABLES:
             return
         if isinstance(value, _PLAIN):
@@ -310,7 +361,7 @@ class Walk:
             self._object(name, value, depth)
 
     def _mapping(self, name: str, value: Mapping[Any, Any], depth: int) -> None:
-        self.found[name] = ("container", _digest_of(value), f"{len(value)} entries")
+        self.found[name] = ("container", of_state(value), f"{len(value)} entries")
         if len(value) <= MOST_OF_ONE:
             for key, entry in list(value.items()):
                 self._entry(f"{name}[{key!r}]", entry, depth)
@@ -318,7 +369,7 @@ class Walk:
     def _sequence(self, name: str, value: Any, depth: int) -> None:
         entries = list(value)
         kind = "set" if isinstance(value, set | frozenset) else "container"
-        self.found[name] = (kind, _digest_of(entries), f"{len(entries)} entries")
+        self.found[name] = (kind, of_state(entries), f"{len(entries)} entries")
         if len(entries) <= MOST_OF_ONE:
             for number, entry in enumerate(entries):
                 self._entry(f"{name}[{number}]", entry, depth)
@@ -329,7 +380,10 @@ class Walk:
             self.visit(name, value, depth + 1)
 
     def _module(self, name: str, module: nn.Module, depth: int) -> None:
-        tensors = list(_tensors_of(module))
+        tensors: list[tuple[str, str, Tensor]] = [
+            *((of, "weight", tensor) for of, tensor in module.named_parameters()),
+            *((of, "buffer", tensor) for of, tensor in module.named_buffers()),
+        ]
         self.found[f"{name}.names"] = ("names", of_state([of for of, _, _ in tensors]), "")
         for of, kind, tensor in tensors:
             self.found[f"{name}.{of}"] = (kind, of_tensor(tensor), str(tuple(tensor.shape)))
@@ -371,13 +425,6 @@ class Walk:
                 self.visit(f"{name}.{attribute}", entry, depth + 1)
 
 
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    for name, parameter in module.named_parameters():
-        yield name, "weight", parameter
-    for name, buffer in module.named_buffers():
-        yield name, "buffer", buffer
-
-
 def _leaf(value: Any) -> Seen | None:
     """What a value is that leads to nothing else; None if it may."""
     if isinstance(value, Tensor):
@@ -392,14 +439,9 @@ def _leaf(value: Any) -> Seen | None:
         return "generator", of_state(value.bit_generator.state), "numpy Generator"
     if isinstance(value, np.random.RandomState):
         return "generator", of_state(value.get_state()), "numpy RandomState"
-    if isinstance(value, _SCHEDULERS):
+    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
         return "scheduler", of_state(value.state_dict()), type(value).__name__
     return None
-
-
-def _digest_of(value: Any) -> str:
-    """Of what is plain in a container; what is not is visited by itself."""
-    return of_state(value)
 
 
 def _short(value: Any) -> str:
@@ -437,22 +479,28 @@ class Recorder:
         for optimizer in self._hooks.optimizers.values():
             self._names.setdefault(id(optimizer), type(optimizer).__name__)
         self._step, self._hooks.now = step, ComputedStep()
-        self._write({"began": step, **_facts_of(seen), "globals": _global_generators()})
+        generators = {"numpy": np.random.get_state(), "random": random.getstate()}
+        self._write(
+            {
+                "began": step,
+                "variables": seen.found,
+                "iterators": seen.iterators,
+                "files": sorted(seen.files),
+                "globals": {name: of_state(state) for name, state in generators.items()},
+            }
+        )
         if self._disturbs and not self._part.kills and step == self._part.at:
             self._stop(asked_to_stop)
 
     def end_step(self, step: int) -> None:
-        """Record the end of a step."""
         now, self._hooks.now = self._hooks.now, ComputedStep()
         self._write({"ended": step, **asdict(now), "weights": self._hooks.weights()})
         self._kill()
 
     def saved(self, step: int) -> None:
-        """The loop saves on its own account."""
         self._write({"saved": step})
 
     def left(self) -> None:
-        """Record the end of the loop."""
         self._write_between()
 
     def _write_between(self) -> None:
@@ -491,19 +539,3 @@ class Recorder:
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
-
-
-def _facts_of(seen: Walk) -> dict[str, Any]:
-    return {
-        "variables": seen.found,
-        "iterators": seen.iterators,
-        "files": sorted(seen.files),
-    }
-
-
-def _global_generators() -> dict[str, str]:
-    """Where the generators stand that belong to no object of the program."""
-    return {
-        "numpy": of_state(np.random.get_state()),
-        "random": of_state(random.getstate()),
-    }

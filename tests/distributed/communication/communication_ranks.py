@@ -21,7 +21,7 @@ from kempner.model.factory import place
 from kempner.model.sharding import build_model
 from kempner.model.spec.communication import Choice
 from kempner.model.spec.mesh import MeshDegrees
-from kempner.training.compute.forward_backward import accumulate, summed_loss
+from kempner.training.compute.forward_backward import StepGradient, summed_loss
 
 CPU = torch.device("cpu")
 VOCAB, LENGTH, MICRO_BATCHES, WORLD = 257, 16, 3, 4
@@ -100,16 +100,8 @@ def micro_batches(rank: int, world: int) -> list[MicroBatch]:
 
 
 def step(model: nn.Module, choice: Choice, rank: int, degrees: MeshDegrees) -> Tensor:
-    return accumulate(
-        model,
-        micro_batches(degrees.data_rank(rank), degrees.data_world),
-        device=CPU,
-        seed=1,
-        step=1,
-        rank=rank,
-        copies=degrees.tensor,
-        choice=choice,
-    )
+    gradient = StepGradient(model, CPU, seed=1, rank=rank, copies=degrees.tensor, choice=choice)
+    return gradient.add(micro_batches(degrees.data_rank(rank), degrees.data_world), step=1)
 
 
 def outcome(name: str, mesh: object, choice: Choice, rank: int, degrees: MeshDegrees) -> Outcome:

@@ -86,15 +86,12 @@ print(point)
 
 FROM_OUTSIDE = """
 import sys
-import typer
 from kempner.cli import prepare
 from kempner.data.prepare import sources
 
 if __name__ == "__main__":
     sources._UNIT = 20_000
-    app = typer.Typer()
-    prepare.register(app)
-    sys.exit(app(standalone_mode=False))
+    sys.exit(prepare.app(standalone_mode=False))
 """
 
 

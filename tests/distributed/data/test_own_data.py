@@ -50,10 +50,9 @@ class Program:
 
     def samples(self, attempt: int) -> dict[int, list[int]]:
         """What all ranks trained on in each step; each job has one attempt."""
-        others = self.run.attempt(attempt).glob("rank-*.out")
         found: dict[int, list[int]] = {}
-        for text in (self.jobs[attempt - 1].output(), *(file.read_text() for file in others)):
-            for step, indices in re.findall(r"step (\d+) samples \[(.*)\]\n", text):
+        for file in self.run.attempt(attempt).glob("rank-*.out"):
+            for step, indices in re.findall(r"step (\d+) samples \[(.*)\]\n", file.read_text()):
                 found.setdefault(int(step), []).extend(map(int, indices.split(", ")))
         return found
 

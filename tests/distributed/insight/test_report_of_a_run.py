@@ -9,7 +9,7 @@ import pytest
 from harness import Run
 from patience import scaled, slowed
 
-from kempner.insight.report.attempts import InterruptionKind
+from kempner.insight.attempts import InterruptionKind
 from kempner.insight.report.summary import read_run
 from kempner.run.record.ledger import read_lines
 

@@ -9,9 +9,9 @@ from typing import Any
 from harness import KEMPNER, Job, Run, rank_processes, wait_until
 from patience import scaled
 
-from kempner.insight.report.attempts import InterruptionKind
+from kempner.insight.attempts import InterruptionKind
 from kempner.insight.status.activity import Activity
-from kempner.insight.status.read import JobWatch
+from kempner.insight.status.job import JobWatch
 from kempner.insight.status.runs import RunFollower
 from kempner.insight.status.summary import Status
 

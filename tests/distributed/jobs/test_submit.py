@@ -106,7 +106,7 @@ def test_a_command_that_knows_nothing_of_kempner(
     command = [sys.executable, "-c", "raise KeyError('no batch')"]
     failed = kempner.submit(command, name="bad", cluster="local")
     assert failed.wait(scaled(60)) == "failed"
-    assert failed.reason == "rank 0 exited with code 1 (crashed)"
-    assert failed.failure == f"{failed.reason}: KeyError: 'no batch'"
+    assert failed.reason == "rank 0 exited with code 1 (crashed): KeyError: 'no batch'"
+    assert failed.failure == failed.reason
     with pytest.raises(RunError, match=r"bad has failed: .* KeyError: 'no batch'"):
         failed.wait(check=True)

@@ -14,7 +14,7 @@ from kempner.config.sections import Config
 from kempner.data.serve.loader import MicroBatch
 from kempner.model.sharding import build_model
 from kempner.model.spec.communication import Choice
-from kempner.training.compute.forward_backward import accumulate
+from kempner.training.compute.forward_backward import StepGradient
 from kempner.training.compute.optimizer import build_optimizer, update
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def two_steps(config: Config, mesh: DeviceMesh | None, choice: Choice, micro_ste
     tokens = torch.randint(0, VOCAB, (config.train.micro_batch_size, config.train.seq_len))
     batches = [MicroBatch(tokens, tokens.clone())] * micro_steps
     for step in (1, 2):
-        loss = accumulate(model, batches, device=CPU, seed=0, step=step, rank=0, choice=choice)
+        loss = StepGradient(model, CPU, seed=0, rank=0, choice=choice).add(batches, step)
         update(model, optimizer, loss, rate=1e-3, max_norm=1.0)
 
 

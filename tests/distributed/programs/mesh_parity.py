@@ -31,7 +31,7 @@ from kempner.model.spec.memory import Checkpointing
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.transformer import Transformer
 from kempner.run.record.run_dir import RunDirectory
-from kempner.training.compute.forward_backward import accumulate
+from kempner.training.compute.forward_backward import StepGradient
 from kempner.training.compute.optimizer import build_optimizer, clip_gradients, update
 
 CPU = torch.device("cpu")
@@ -103,7 +103,7 @@ def step(
     mine = batch(degrees.data_rank(rank), degrees.data_world)
     with torch.no_grad():
         logits = model(batch()[0].inputs)
-    loss = accumulate(model, mine, device=CPU, seed=seed, step=1, rank=rank, copies=degrees.tensor)
+    loss = StepGradient(model, CPU, seed, rank, degrees.tensor).add(mine, step=1)
     gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters()}
     norm = clip_gradients(model, 0.0).item()
     update(model, optimizer, loss, 1e-2, 0.5)

@@ -83,7 +83,7 @@ class Place:
 
     def losses(self) -> list[tuple[int, str]]:
         """What rank 0 has printed, in the order in which it was."""
-        found = re.findall(r"^step (\d+) loss (\S+)", self.printed, re.M)
+        found = re.findall(r"^step (\d+) loss ([\d.]+)", self.printed, re.M)
         return [(int(step), loss) for step, loss in found]
 
     def weights(self) -> Mapping[str, torch.Tensor]:

@@ -21,7 +21,7 @@ import torch
 import warm
 from harness import KEMPNER, ROOT, Job, assert_named, wait_until
 
-from kempner.run.process.stop_reason import StopReason
+from kempner.run.process.exit_codes import StopReason
 from kempner.run.record.ledger import read_lines
 from kempner.run.record.run_dir import RunDirectory
 

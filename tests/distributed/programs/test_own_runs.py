@@ -125,6 +125,38 @@ def test_a_sweep_seeds_and_projects_each_train_their_own_run(tmp_path: Path) -> 
     assert (code, trained(text)) == (0, [(0, results[2][0][1])]), text
 
 
+BESIDE = """
+import statistics
+from kempner import survive
+import secrets
+import torch
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in survive(model, optimizer, steps=2, save_every=2):
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+import statistics as again, resource
+print("of the project:", statistics.OURS, secrets.OURS, resource.OURS, again is statistics)
+"""
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_files_beside_a_script_that_are_named_as_pythons_own_are_the_scripts(
+    tmp_path: Path, supervised: bool
+) -> None:
+    for name in ("statistics", "secrets", "resource", "select"):
+        (tmp_path / f"{name}.py").write_text("OURS = True\n")
+    (tmp_path / "train.py").write_text(BESIDE)
+    before = ["-P", "-m", "kempner", "supervise", "--", sys.executable] if supervised else []
+    code, text = end(start(tmp_path, [sys.executable, *before, "train.py"]))
+    assert code == 0, text
+    assert "of the project: True True True True" in text
+    code, text = end(start(tmp_path, [*KEMPNER, "--version"]))
+    assert code == 0, text
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """Below a folder with files that must not be taken for Python's own."""
@@ -158,6 +190,10 @@ def test_a_loop_of_several_goes_on_where_it_was(project: Path, supervised: bool,
     assert [weights for _, weights in loops] == [w for _, w in trained(undisturbed[1])]
     assert not list(project.glob("runs/*/GAVE_UP"))
 
+    if supervised:
+        code, text = end(start(project, command))
+        assert (code, trained(text), "nothing is started" in text) == (0, [], True), text
+        (project / "src" / "folds.py").touch()  # it may be another program now
     code, text = end(start(project, command))
     assert (code, [steps for steps, _ in trained(text)]) == (0, [0, 0, 0]), text
 

@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,6 @@ from kempner.run.output import logs
 from kempner.run.record.attempts import SupersededError, begin_attempt
 from kempner.run.record.events import LedgerEvent
 from kempner.run.record.run_dir import RunDirectory
-from kempner.run.record.save_times import SaveSeconds
 
 logs.configure()
 dist.init_process_group("gloo")
@@ -51,7 +51,7 @@ def step() -> None:
 
 def expect(failures: int, committed: int | None) -> None:
     manager.join()
-    assert manager.settled_failures == failures, manager.settled_failures
+    assert manager.failures.count == failures, manager.failures.count
     assert manager.committed_step == committed, manager.committed_step
 
 
@@ -61,15 +61,15 @@ expect(0, 1)
 
 # The last rank finds its file's name taken: an error of its own thread.
 step()
-run_job = SaveJob.run
+write_files = SaveJob._write_files
 if rank == world - 1:
 
-    def sabotaged(job: SaveJob) -> SaveSeconds | None:
+    def sabotaged(job: SaveJob) -> Any:
         job.path.mkdir(parents=True, exist_ok=True)
         (job.path / f"__{rank}_0.distcp").touch()
-        return run_job(job)
+        return write_files(job)
 
-    SaveJob.run = sabotaged  # type: ignore[method-assign]
+    SaveJob._write_files = sabotaged  # type: ignore[method-assign]
 manager.save(TrainState(2))
 if rank == 0:  # sees the failure before it saves again, and the others while they do
     manager.settle()
@@ -80,22 +80,20 @@ if rank == 0:
     reasons = recorded[-1].to_fields()["reasons"]
     assert list(reasons) == [f"rank {world - 1}"], reasons
     assert "File exists" in reasons[f"rank {world - 1}"], reasons
-SaveJob.run = run_job  # type: ignore[method-assign]
+SaveJob._write_files = write_files  # type: ignore[method-assign]
 
-# Rank 0 cannot commit: `latest` cannot be replaced.
+# Rank 0 cannot commit: a file has the checkpoint's name.
 step()
-latest = CheckpointFolder(run.checkpoints).path / "latest"
+place = CheckpointFolder(run.checkpoints).step(3)
 if rank == 0:
-    latest.unlink()
-    (latest / "in the way").mkdir(parents=True)
+    place.touch()
 dist.barrier()
 manager.save(TrainState(3))
 expect(2, 1)
 dist.barrier()
 if rank == 0:
     assert "rank 0" in recorded[-1].to_fields()["reasons"]
-    (latest / "in the way").rmdir()
-    latest.rmdir()
+    place.unlink()
 dist.barrier()
 
 # A rank that planned something else than the others.

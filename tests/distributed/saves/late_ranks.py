@@ -32,24 +32,22 @@ from saved import open_manager
 from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.registered.groups import gather
 from kempner.cluster.world import World
-from kempner.config.fault_spec import FailPoint
+from kempner.config.resilience import FailPoint
 from kempner.config.site import DistributedSection
 from kempner.run.control.heartbeat import Progress
 from kempner.run.output import logs
-from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
+from kempner.run.process.exit_codes import ExitCode, RunError, StopReason, UsageError
 from kempner.run.process.fail_points import set_fail_point
-from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.events import CheckpointFailed, Completed, LedgerEvent, Stopped
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.groups.process_groups import adopt
-from kempner.training.homes import Claim, Home
+from kempner.training.homes import Home
 from kempner.training.main import Ownership
 from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.session import Session
-from kempner.training.survivor import LoopPlan, Survivor
-from kempner.training.watch.strangers import HeldObjects
-from kempner.training.watch.watch import Watch
+from kempner.training.survive import LoopPlan, Survivor
+from kempner.training.watch import HeldObjects, Watch
 
 LONGEST = 2.0
 """Seconds that a rank is late at most."""
@@ -133,14 +131,14 @@ def run(
     )
     session = Session(
         link,  # type: ignore[arg-type]
-        Claim(Ownership(Attempt(1, "00000000"))),
+        Ownership(Attempt(1, "00000000")),
         Home(directory, directory, 1),
         ranks,
         shutdown,
         SimpleNamespace(code=None),  # type: ignore[arg-type]
     )
     watch = Unlooking(gather(model, optimizer, {}, {}), HeldObjects(model, optimizer, {}, {}))
-    survivor = Survivor[int](LoopPlan(steps, save_every, seed=0), session, checkpoints, None, watch)
+    survivor = Survivor(LoopPlan(steps, save_every, seed=0), session, checkpoints, None, watch)
     try:
         for step in survivor:
             in_step(step, checkpoints)
@@ -203,7 +201,7 @@ def see_the_failure(step: int, checkpoints: CheckpointEngine) -> None:
     """Rank 0 votes for the fourth time when the save of step 2 has failed."""
     if rank == 0 and step == 3:
         checkpoints.settle(scaled(60.0))
-        assert checkpoints.settled_failures == 1
+        assert checkpoints.failures.count == 1
 
 
 ranks.agree_on({"steps": 6, "seed": 0})

@@ -121,7 +121,7 @@ def test_checkpoints_that_are_away_at_a_start_are_waited_for(
     run.checkpoints.rename(away)
     run.checkpoints.mkdir()
     job = run.supervise(WORLD)
-    wait_until(lambda: waits(run, 2), "rank 0 to wait", job=job)
+    wait_until(lambda: "waiting for storage" in job.output(), "the start to wait", job=job)
     stay_away()
     run.checkpoints.rmdir()
     away.rename(run.checkpoints)

@@ -119,7 +119,7 @@ assert manager.committed_step == 1
 later.module.get_buffer("1.running_mean").add_(float(rank == 2))
 manager.save(TrainState(2))
 manager.join()
-assert (manager.committed_step, manager.settled_failures) == (1, 1)
+assert (manager.committed_step, manager.failures.count) == (1, 1)
 refused(lambda: manager.save(TrainState(3)), r"^model\.1\.running_mean .* rank 0 and rank 2")
 print(f"rank {rank} has seen it all", flush=True)
 dist.barrier()

@@ -16,7 +16,6 @@ from kempner.config.loading import load
 from kempner.run.output.logs import configure
 from kempner.run.record.attempts import Attempt, begin_attempt
 from kempner.training.build import build
-from kempner.training.compute.forward_backward import accumulate
 from kempner.training.fault_injection import arm
 from kempner.training.groups.process_groups import connect
 from kempner.training.rank_link.rank_link import open_rank_link
@@ -33,14 +32,7 @@ assert isinstance(attempt, Attempt)
 training = build(config, rank_link, ranks, attempt, shutdown, faults)
 batch = training.tools.data.feed.take(give_up=lambda: False)
 assert batch is not None
-loss = accumulate(
-    training.model,
-    batch.micro,
-    device=ranks.device,
-    seed=config.train.seed,
-    step=training.train_state.step + 1,
-    rank=ranks.world.rank,
-)
+loss = training.gradient.add(batch.micro, training.train_state.step + 1)
 gradient = {}
 for name, parameter in training.model.named_parameters():
     assert parameter.grad is not None

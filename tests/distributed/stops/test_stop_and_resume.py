@@ -12,7 +12,7 @@ import psutil
 import pytest
 from harness import KEMPNER, Job, Run, assert_named, drills, manifest, rank_processes, wait_until
 
-from kempner.run.process.stop_reason import StopReason, reason_of_signal
+from kempner.run.process.exit_codes import StopReason, reason_of_signal
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -19,12 +19,13 @@ from callers import SIZE, Supervisor
 from harness import wait_until
 
 from kempner.config.sections import Config
+from kempner.probe.activity import Stillness
 from kempner.run.control.protocol import Phase
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.ledger import Ledger
 from kempner.supervisor.attempt import AttemptFollower
 from kempner.supervisor.control.rank_roster import AWAY, RankRoster
-from kempner.supervisor.monitors.run_times import RunTimes
+from kempner.supervisor.monitors.base import RunTimes
 from kempner.supervisor.slurm.job_monitor import JobView
 
 FRESH = 3.0
@@ -42,6 +43,9 @@ class Launcher:
 
     def waits(self) -> bool:
         return False
+
+    def still(self) -> dict[int, Stillness]:
+        return {}
 
     def kill(self) -> None:
         raise AssertionError("the ranks are to be killed")
@@ -65,7 +69,7 @@ class Crew:
         """A look of the supervisor, and a moment of the ranks' training."""
         for rank in self.ranks:
             rank.progress.phase = Phase.STEP
-            rank.progress.step = 1 + int((time.monotonic() - self.began) / self.step)
+            rank.progress.made(1 + int((time.monotonic() - self.began) / self.step))
         self.follower.take_in(self.supervisor.news, wait=False)
         self.follower.enforce()
         assert self.follower.ends == [], self.follower.ends

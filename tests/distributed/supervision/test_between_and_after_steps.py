@@ -12,7 +12,7 @@ import warm
 from harness import KEMPNER, Job, Run, wait_until
 from patience import slowed
 
-from kempner.insight.status.facts import LiveState, RunFacts
+from kempner.insight.run_reader import LiveState, RunFacts
 from kempner.insight.status.summary import summarise
 from kempner.run.record.history import RunHistory
 
@@ -56,6 +56,11 @@ for step in steps:
             with steps.evaluation() if sys.argv[1] == "evaluates" else nullcontext():
                 work()
         dist.barrier()
+    if step == 8 and sys.argv[1] == "crosses":
+        if rank == 0:
+            dist.broadcast(torch.ones(1), 0)
+        else:
+            dist.all_reduce(torch.ones(1))
 if sys.argv[1] == "waits" and rank == 0:
     dist.barrier(async_op=False)
 if sys.argv[1] == "fails" and rank == 1:
@@ -159,3 +164,18 @@ def test_a_loop_that_is_left_early_is_not_called_complete(run: Run) -> None:
     assert summarise(facts).state == f"stopped ({ended['reason']})"
     assert "not complete" in ended["reason"]
     assert "not complete" in job.output()
+
+
+def test_ranks_in_different_collectives_are_named_at_once_and_the_second_time_it_is_final(
+    run: Run,
+) -> None:
+    job = start(run, "crosses")
+    assert job.wait() == 77, job.output()
+    first, second = run.events("hang")
+    places = f"broadcast at {line_of('broadcast')}", f"all_reduce at {line_of('all_reduce')}"
+    said = f"deadlock: rank 0 waits in {places[0]}, rank 1 waits in {places[1]}"
+    assert first["reason"] == second["reason"] == said
+    (gave_up,) = run.events("gave_up")
+    assert said in gave_up["reason"]
+    assert "every time: a restart would not help" in gave_up["reason"]
+    assert gave_up["advice"].startswith("have all ranks of a process group call the same")

@@ -17,19 +17,21 @@ import pytest
 from harness import Run, assert_named, wait_until
 from patience import scaled, slowed
 
-from kempner.insight.status.read import RunReader
+from kempner.insight.run_reader import RunReader
 from kempner.insight.status.summary import summarise
-from kempner.run.control.protocol import (
+from kempner.run.link.auth import Door, Secret, ranks_at
+from kempner.run.link.messages import (
     LINE_LIMIT,
     OPENING_LIMIT,
+    Caller,
     Challenge,
     Hello,
-    Secret,
-    decode_from_supervisor,
+    Role,
+    decoder,
     encode,
 )
-from kempner.run.control.transport import Connection
-from kempner.run.process.stop_reason import StopReason
+from kempner.run.link.wire import Connection, connect_here
+from kempner.run.process.exit_codes import StopReason
 from kempner.run.record.ledger import read_lines
 
 pytestmark = pytest.mark.timeout(300)
@@ -191,13 +193,13 @@ def test_the_token_stays_secret_and_strangers_change_nothing(
     job = run.supervise(2, *own, steps, KEMPNER_FAULTS=slow)
     ranks = [run.ready_pid(1, rank, job) for rank in range(2)]
     variables = environment_of(ranks[1])
-    token, port = variables["KEMPNER_CONTROL_TOKEN"], int(variables["KEMPNER_CONTROL_PORT"])
+    token, name = variables["KEMPNER_CONTROL_TOKEN"], variables["KEMPNER_CONTROL_SOCKET"]
     processes = psutil.Process(job.process.pid).children(recursive=True)
     workers = [p for p in processes if p.pid not in ranks]
     assert workers
     assert not any(token in " ".join(p.cmdline()) for p in processes)
     assert not any(token in environment_of(worker.pid).values() for worker in workers)
-    molest(port)
+    molest(name)
     assert job.wait(200) == 0, job.output()
     files = [path for path in run.folder.rglob("*") if path.is_file()]
     assert run.record.ledger in files
@@ -216,25 +218,24 @@ def test_the_token_stays_secret_and_strangers_change_nothing(
     assert run.steps() == undisturbed(2, steps).steps()
 
 
-def molest(port: int) -> None:
+def molest(name: str) -> None:
     """Wrong proofs, endless lines, garbage, silence, and a byte now and then, under a flood."""
-    dripping = [knock(port) for _ in range(50)]
+    dripping = [knock(name) for _ in range(50)]
     for rank in range(4):
-        with knock(port) as stranger:
+        with knock(name) as stranger:
             (line,) = Connection(stranger).lines()
-            challenge = decode_from_supervisor(line)
-            assert isinstance(challenge, Challenge)
-            nonce = secrets.token_hex(16)
-            proof = Secret.new().proof_of_rank(challenge.nonce, nonce, 1, rank % 2)
-            stranger.send(encode(Hello(nonce, proof, 1, rank % 2, "x", 1)))
+            challenge: Challenge = decoder(Challenge)(line)
+            caller = Caller(Role.RANK, 1, rank % 2, "x", 1)
+            door = Door(Secret.new(), ranks_at(name))
+            stranger.send(encode(door.introduce(caller, challenge.nonce)))
             assert hung_up(stranger)
     endless, garbage = b"x" * 4 * LINE_LIMIT, secrets.token_bytes(LINE_LIMIT)
-    forged = encode(Hello("0" * 32, "0" * 64, 1, 0, "x", 1))
-    with knock(port) as stranger, suppress(OSError):
+    forged = encode(Hello("0" * 32, "0" * 64, Caller(Role.RANK, 1, 0, "x", 1)))
+    with knock(name) as stranger, suppress(OSError):
         stranger.sendall(endless)
         assert hung_up(stranger)
     for position, content in enumerate((endless, garbage, b"", forged)):
-        strangers = [knock(port) for _ in range(200)]
+        strangers = [knock(name) for _ in range(200)]
         for stranger in strangers:
             with suppress(OSError):  # hung up on already
                 stranger.sendall(content)
@@ -247,9 +248,9 @@ def molest(port: int) -> None:
         stranger.close()
 
 
-def knock(port: int) -> socket.socket:
+def knock(name: str) -> socket.socket:
     """A connection of which nobody knows anything yet; its challenge has come."""
-    stranger = socket.create_connection(("127.0.0.1", port))
+    stranger = connect_here(name)
     stranger.settimeout(scaled(10))
     with suppress(OSError):  # one of too many
         stranger.recv(1, socket.MSG_PEEK)

@@ -8,7 +8,7 @@ import pytest
 from harness import Run
 from patience import slowed
 
-from kempner.config.fault_spec import parse_faults
+from kempner.config.resilience import parse_faults
 
 pytestmark = pytest.mark.timeout(400)
 

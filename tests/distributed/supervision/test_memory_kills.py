@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from harness import Run
 
-from kempner.cluster.machine.limits import MemoryGroup
+from kempner.cluster.machine import MemoryGroup
 from kempner.run.record.ledger import read_lines
 
 pytestmark = pytest.mark.timeout(200)

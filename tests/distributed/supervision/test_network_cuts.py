@@ -18,9 +18,9 @@ PROGRAM = Path(__file__).with_name("cut_off.py")
     os.geteuid() != 0 or shutil.which("tc") is None, reason="a network of its own needs root, tc"
 )
 def test_no_rank_is_given_up_that_is_cut_off_for_some_seconds(tmp_path: Path) -> None:
-    """By its connection after 15 s, and for longer by the files that it then writes."""
+    """Nor by one for which nothing is heard: a switch that starts anew takes half a minute."""
     cuts = {}
-    for seconds in (1, 5, 15, 30):
+    for seconds in (1, 15, 45):
         folder = tmp_path / str(seconds)
         folder.mkdir()
         command = ["unshare", "--net", sys.executable, PROGRAM, str(seconds), folder]

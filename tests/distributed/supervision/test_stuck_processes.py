@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness import Run, wait_until
 
-from kempner.supervisor.nodes.presence import still_runs
+from kempner.probe.processes import still_runs
 
 
 @pytest.fixture

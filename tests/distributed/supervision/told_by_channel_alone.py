@@ -14,20 +14,28 @@ from kempner.run.control.launch_env import Launch
 from kempner.run.output import logs
 from kempner.run.process.signals import inbox
 from kempner.run.record.run_dir import RunDirectory
+from kempner.supervisor.control.channel import RankChannel
 from kempner.supervisor.daemon import supervise
 from kempner.supervisor.launchers.base import Program
-from kempner.supervisor.launchers.local import LocalLauncher
+from kempner.supervisor.launchers.launcher import Launcher
+from kempner.supervisor.launchers.local import this_machine
 from kempner.supervisor.policy.outcome import RankExit
 
 SIZE = 2
 
 
-class Elsewhere(LocalLauncher):
+class Elsewhere(Launcher):
     """As where a scheduler stands between, that forwards nothing and never gets ready."""
 
-    def start(self, launch: Launch, program: Program, post: Callable[[RankExit], None]) -> None:
+    def start(
+        self,
+        launch: Launch,
+        program: Program,
+        post: Callable[[RankExit], None],
+        channel: RankChannel | None = None,
+    ) -> None:
         """Start the ranks and look away."""
-        super().start(launch, program, post=lambda end: None)
+        super().start(launch, program, lambda end: None, channel)
 
     def ask_to_stop(self) -> None:
         """Say nothing."""
@@ -42,5 +50,5 @@ if __name__ == "__main__":
     logs.configure()
     config = load(Path(sys.argv[1]), sys.argv[2:])
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
-    launcher = Elsewhere(run, SIZE)
+    launcher = Elsewhere(*this_machine(run, SIZE))
     sys.exit(supervise(run, launcher, Program.train(sys.argv[1:]), config, inbox()))

@@ -13,7 +13,7 @@ import pytest
 from drilling import ALL, SEED, note
 from rehearsed import HERE, MISTAKES, SOUND, rehearse
 
-from kempner.rehearse.stage import Stage
+from kempner.rehearse.rehearsal import Stage
 
 DRAWN = 3
 

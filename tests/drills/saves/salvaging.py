@@ -30,7 +30,7 @@ from kempner.run.record.attempts import Attempt, begin_attempt, read_current
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor import salvage
+from kempner.supervisor import recovery
 
 WORLD, IMAGE = 2, bytes(range(256)) * 4096  # a MiB each: two blocks of sums would be more
 
@@ -69,7 +69,7 @@ def salvage_step(run: RunDirectory, attempt: Attempt, step: int) -> None:
     """As after the death of both ranks in the step after that."""
     holder = SlotHolder()
     hold(holder, attempt, step)
-    salvage._salvage(cast(Any, context_of(run, holder)), attempt)
+    recovery._salvage(cast(Any, context_of(run, holder)), attempt)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from harness import Run, end_jobs, wait_until
 
 from kempner.insight.report.summary import read_run
 from kempner.insight.status.activity import Activity
-from kempner.insight.status.read import JobWatch
+from kempner.insight.status.job import JobWatch
 from kempner.insight.status.runs import RunFollower
 
 FAULT = Rule("stale", "ESTALE", Match(("tokens/*.tokens",), ("open", "read")))

@@ -19,8 +19,8 @@ from kempner.checkpoint.store import commit, retention, selection
 from kempner.cluster.slurm import allocation, job
 from kempner.run.record import attempts
 from kempner.supervisor.monitors import hangs
-from kempner.supervisor.policy import outcome, requeue, restart, stop
-from kempner.training.policy import anomalies, final_save
+from kempner.supervisor.policy import outcome, restart, stop
+from kempner.training import policy
 from kempner.training.rank_link import rank_link
 from simulated import daemon
 from simulated.checks.oracle import Invariant
@@ -92,7 +92,7 @@ LOST, WRITERS, REVIVED = Invariant.LOST, Invariant.WRITERS, Invariant.REVIVED
 ENDLESS, UNFINISHED = Invariant.ENDLESS, Invariant.UNFINISHED
 
 MUTANTS = (
-    _mutant("a job is requeued whatever its state", requeue, "decide_requeue",
+    _mutant("a job is requeued whatever its state", restart, "_refusal",
             "if not job.running:", "if False:", REVIVED),
     _mutant("a job that completes counts as running", job.JobState, "running",
             '{"COMPLETING", "STAGE_OUT"', '{"STAGE_OUT"', REVIVED),
@@ -102,7 +102,7 @@ MUTANTS = (
     _mutant("orphaned ranks never requeue", rank_link, "decide_orphan_requeue",
             "return RequeueDecision(True,", "return RequeueDecision(False,", UNFINISHED,
             kinds=(Kind.BATCH_HOST_LOST,)),
-    _mutant("a stop is no reason to requeue", requeue, "decide_requeue",
+    _mutant("a stop is no reason to requeue", restart, "decide_requeue",
             "decision.code not in RESUMES_ELSEWHERE", "decision.code != ExitCode.COMPLETED",
             UNFINISHED),
     _mutant("the budget never counts", restart, "decide_restart",
@@ -120,11 +120,11 @@ MUTANTS = (
     _mutant("a lost rank is not started again", restart, "decide_restart",
             "if decision.code not in HEALED_BY_A_RESTART:", "if decision.culprit is not None:",
             UNFINISHED),
-    _mutant("requeues in vain are not counted", requeue, "decide_requeue",
+    _mutant("requeues in vain are not counted", restart, "_refusal",
             "fruitless >= MAX_REQUEUES_WITHOUT_PROGRESS", "fruitless < 0", ENDLESS),
-    _mutant("requeues that helped are counted", requeue, "requeues_without_progress",
+    _mutant("requeues that helped are counted", restart, "requeues_without_progress",
             "before == step", "before != step", UNFINISHED, ENDLESS),
-    _mutant("preemptions are counted", requeue, "requeues_without_progress",
+    _mutant("preemptions are counted", restart, "requeues_without_progress",
             " and not event.preempted", "", UNFINISHED, kinds=(Kind.PREEMPT,)),
     _mutant("the end of the job is noticed when it is there", stop, "decide_stop",
             "left <= lead", "left < 0", UNFINISHED),
@@ -144,7 +144,7 @@ MUTANTS = (
             "if still <= limit:", "if True:", UNFINISHED, kinds=(Kind.HANG,)),
     _mutant("every pause is a hang", hangs.HangDetector, "_patience",
             "patience(section.hang_timeout_min, ceiling, long)",
-            "patience(0.0, ceiling, long and 0.1 * usual[phase].long)", UNFINISHED, ENDLESS),
+            "patience(0.0, ceiling, long and 0.1 * usual.long)", UNFINISHED, ENDLESS),
     _mutant("a lost node stays in the allocation", allocation, "without",
             "nodes = (*left, *spare[:missing])", "nodes = allocation.nodes", UNFINISHED, ENDLESS,
             users=(daemon,)),
@@ -153,25 +153,14 @@ MUTANTS = (
     _mutant("an older attempt passes the fence", attempts.Fence, "check",
             "if current != self.attempt:",
             "if current and current.number < self.attempt.number:", WRITERS),
-    _mutant("only the first of two checks of the fence", commit, "commit",
-            "fsync_directory(folder.path)\n    fence.check()", "fsync_directory(folder.path)",
-            WRITERS),
+    _mutant("only the first of two checks of the fence", commit, "catch_up",
+            "fence.check()", "pass", WRITERS),
     _mutant("an attempt does not become the live one", attempts, "_begin",
             "replace_durable(run.attempts / CURRENT, content.encode(), unique=attempt.nonce)",
             "run.attempts / CURRENT", UNFINISHED),
-    _mutant("`latest` is not moved", commit, "commit",
-            "folder.point_latest(step, unique=f\"a{attempt.number}-{attempt.nonce}\")", "pass",
-            UNFINISHED, ENDLESS),
-    _mutant("what another branch left is not set aside", selection, "left_behind",
-            "s == step or (s < step and (latest is None or s > latest))", "s == step",
-            LOST, users=(commit,)),
-    _mutant("a step that was made before cannot be made again", selection, "left_behind",
-            "s == step or ", "", UNFINISHED, users=(commit,),
-            kinds=(Kind.SPIKES, Kind.NAN)),
-    _mutant("a resume takes the highest step", selection, "choose",
-            "return max(on_branch, default=max(committed, default=None))",
-            "return max(committed, default=None)", LOST,
-            kinds=(Kind.SPIKES, Kind.KILL, Kind.TORN)),
+    _mutant("a resume takes the highest step", selection, "newest",
+            "step = choose(committed, folder.latest())", "step = max(committed, default=None)",
+            LOST, UNFINISHED, kinds=(Kind.SPIKES, Kind.KILL, Kind.TORN)),
     _mutant("a damaged checkpoint is not set aside", names.CheckpointFolder, "set_aside",
             "rename(self.step(step), target, arrived=target.exists)", "pass",
             ENDLESS, UNFINISHED),
@@ -179,11 +168,11 @@ MUTANTS = (
             "len(branch) - keep.last", "len(branch) - keep.last + 1", LOST),
     _mutant("retention counts what a rollback left", retention, "expendable",
             "if step <= latest", "", LOST),
-    _mutant("a rollback costs nothing", anomalies, "plan_rollback",
+    _mutant("a rollback costs nothing", policy, "plan_rollback",
             "len(in_vain) >= budget", "len(in_vain) > 10 * budget", ENDLESS,
             kinds=(Kind.NAN, Kind.SPIKES)),
-    _mutant("the last steps need no save", final_save, "decide_final_save",
+    _mutant("the last steps need no save", policy, "decide_final_save",
             "if lost == 0:", "if lost < 100:", UNFINISHED),
-    _mutant("a save is begun that cannot fit", final_save, "_save_or_pause",
+    _mutant("a save is begun that cannot fit", policy, "_save_or_pause",
             "if usual <= time:", "if usual >= time:", UNFINISHED),
 )  # fmt: skip

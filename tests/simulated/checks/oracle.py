@@ -10,8 +10,7 @@ from itertools import takewhile
 from kempner.cluster.slurm.job import JobState
 from kempner.run.process.exit_codes import ExitCode
 from kempner.supervisor.policy.outcome import Decision
-from kempner.supervisor.policy.requeue import MAX_REQUEUES_WITHOUT_PROGRESS
-from kempner.supervisor.policy.restart import HEALED_BY_A_RESTART
+from kempner.supervisor.policy.restart import HEALED_BY_A_RESTART, MAX_REQUEUES_WITHOUT_PROGRESS
 
 
 class Invariant(Enum):

@@ -21,23 +21,22 @@ from torch.optim import optimizer as optimizers
 
 from kempner.checkpoint import manager
 from kempner.checkpoint.format.manifest import FileSums, Manifest, TrainState
-from kempner.checkpoint.format.names import parse_step, step_name
+from kempner.checkpoint.format.names import Tip, parse_step, step_name
 from kempner.checkpoint.store import retention, selection
 from kempner.checkpoint.tensors import restore, save, staging
 from kempner.checkpoint.tensors.load import LoadedBytes
-from kempner.config.fault_spec import FailPoint
+from kempner.config.resilience import FailPoint
 from kempner.data.serve.loader import StepBatch
 from kempner.run.control import heartbeat
+from kempner.run.process.durable_io import FileSystem
 from kempner.run.process.exit_codes import DataError
 from kempner.run.process.fail_points import set_fail_point
 from kempner.run.record.attempts import Attempt, SupersededError
-from kempner.training import loop, session
+from kempner.training import loop, session, vote
 from kempner.training.compute.forward_backward import sum_over_ranks
 from kempner.training.groups import process_groups
-from kempner.training.observe import evaluation
-from kempner.training.policy.anomalies import Numbers
+from kempner.training.policy import Numbers
 from kempner.training.rank_link import shutdown
-from kempner.training.vote import final_save
 from simulated.rank_order.collectives import Distributed, Fabric
 from simulated.rank_order.futures import Futures
 from simulated.rank_order.plan import BATCH, Plan
@@ -65,6 +64,7 @@ class Folder:
     def __init__(self) -> None:
         self.manifests: dict[int, Manifest] = {}
         self.link: int | None = None
+        self.tip = Tip()
 
     def step(self, step: int) -> Place:
         return self.path / step_name(step)
@@ -77,6 +77,9 @@ class Folder:
 
     def leftovers(self, before_attempt: int) -> list[Place]:
         return []
+
+    def prepared(self) -> dict[Place, int]:
+        return {}
 
     def point_latest(self, step: int, unique: str) -> None:
         self.link = step
@@ -151,27 +154,23 @@ class Feed:
 class Metrics:
     """What steps came to, told at once or one step late."""
 
+    log_samples = False
+
     def __init__(self, late: bool) -> None:
-        self._late = late
+        self._late, self.recent = late, self
         self._pending: deque[Numbers] = deque()
 
     def start(self, train_state: TrainState) -> None:
         self._pending.clear()
 
-    def record(
-        self,
-        train_state: TrainState,
-        loss: Tensor,
-        norm: Tensor,
-        rate: float,
-        positions: object,
-        saving: float,
-    ) -> None:
+    def send(self, train_state: TrainState, loss: Tensor, norm: Tensor, rate: float) -> None:
         self._pending.append(Numbers(train_state, loss.item(), norm.item(), rate))
 
     def arrivals(self, everything: bool) -> Iterator[Numbers]:
         while len(self._pending) > (self._late and not everything):
             yield self._pending.popleft()
+
+    def tell(self, numbers: Numbers) -> None: ...
 
     def say(self, sentence: str) -> None: ...
 
@@ -204,7 +203,7 @@ class Edges:
         assert self.scene is not None
         return self.scene
 
-    def accumulate(self, model: object, micro: Sequence[int], **options: Any) -> Tensor:
+    def add_gradient(self, micro: Sequence[int], step: int) -> Tensor:
         plan, rank = self._now.plan, self._now.scheduler.rank
         self._now.scheduler.sleep(plan.step_seconds)
         sum_over_ranks(torch.ones(()))
@@ -317,6 +316,9 @@ class Edges:
             (manager, {"wait": self.futures.wait}),
             (retention, {"wait": self.futures.wait, "ThreadPoolExecutor": self.futures.executor}),
             (retention, {"prune": self.prune, "discard": lambda path: None}),
+            (retention, {"bound": lambda *arguments: {}, "counted": lambda *arguments: []}),
+            (retention, {"catch_up": lambda *arguments: None}),
+            (retention, {"sweep": lambda folder, attempt: []}),
             (save, {"ThreadPoolExecutor": self.futures.executor}),
             (save, {"capture": lambda model, optimizer: {}}),
             (save.Routes, {"find": lambda routes: self.route}),
@@ -326,16 +328,23 @@ class Edges:
             (save, {"wait": self.futures.wait, "join_directory": self.join_directory}),
             (save, {"write_stream": _write_stream, "write_durable": lambda path, content: None}),
             (save, {"commit": SimpleNamespace(commit=self.commit)}),
+            (restore, {"probe_file_system": lambda folder: FileSystem()}),
             (restore, {"read": self.read, "reading": lambda folder, step: nullcontext()}),
             (restore, {"state": _STATE, "open_contents": self.open_contents, "fill": self.fill}),
-            (loop, {"accumulate": self.accumulate, "update": self.update}),
+            (
+                loop,
+                {
+                    "StepGradient": lambda *_: SimpleNamespace(add=self.add_gradient),
+                    "update": self.update,
+                },
+            ),
             (loop, {"weightless": lambda *sizes: []}),
-            (evaluation, {"eval_batches": self.eval_batches}),
-            (evaluation, {"summed_loss": lambda *arguments: _ONE}),
+            (loop, {"eval_batches": self.eval_batches}),
+            (loop, {"summed_loss": lambda *arguments: _ONE}),
             (session, {"set_rng": lambda *seeds: None}),
             (process_groups, {"say": lambda words: None}),
         ]
-        timed = [loop, final_save, shutdown, heartbeat, manager, save, save]
+        timed = [loop, vote, shutdown, heartbeat, manager, save, save]
         exchanged += [(module, {"time": self.clock}) for module in timed]
         with ExitStack() as stack:
             for owner, names in exchanged:

@@ -13,9 +13,8 @@ from unittest.mock import patch
 
 from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.tensors.step_slots import Pins, StepSlots
-from kempner.training import loop
-from kempner.training.observe.evaluation import Evaluation
-from kempner.training.vote import final_save
+from kempner.training import loop, vote
+from kempner.training.loop import Evaluation
 from simulated.checks.mutants import rewrite
 
 
@@ -43,12 +42,12 @@ KNOWN_BEFORE = "run.checkpoints._failed.count"
 MUTANTS = (
     Mutant("a save is left out by what this rank has counted", loop, "save_unless_suspicious",
            "agreed.failed_saves", KNOWN_BEFORE),
-    Mutant("the final save is left out by what this rank has counted", final_save,
+    Mutant("the final save is left out by what this rank has counted", vote,
            "secure_last_step", "agreed.failed_saves", KNOWN_BEFORE),
     Mutant("a look at the save raises what it finds", CheckpointEngine, "poll",
            "self.settle(timeout=0)",
            "self._in_flight is not None and self._in_flight.done.done() and self.join()"),
-    Mutant("each rank chooses its final save", final_save, "agree_on_next_decision",
+    Mutant("each rank chooses its final save", vote, "agree_on_next_decision",
            "told = run.ranks.broadcast(move)", "told = move"),
     Mutant("a rank without data leaves alone", loop, "train",
            "agreed.void or (", "batch is None or ("),
@@ -62,8 +61,8 @@ MUTANTS = (
            "return due and", "return due and run.checkpoints.in_flight is None and"),
     Mutant("a rank gives up by what it has counted", loop, "refuse_to_go_on_unsaved",
            "if agreed.failed_saves >= max_failures",
-           "if checkpoints.settled_failures >= max_failures"),
-    Mutant("the final save is tried again by what this rank has counted", final_save,
+           "if checkpoints.failures.count >= max_failures"),
+    Mutant("the final save is tried again by what this rank has counted", vote,
            "secure_last_step", "case Action.PAUSE:",
            "case Action.PAUSE if run.checkpoints.in_flight is None:"),
     Mutant("a step is agreed on that any of the ranks holds", StepSlots, "ask",

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from kempner.config.fault_spec import FailPoint
-from kempner.config.resilience import ResilienceSection
+from kempner.config.resilience import FailPoint, ResilienceSection
 from kempner.config.sections import CheckpointSection, Config, EvalSection, TrainSection
-from kempner.run.process.stop_reason import StopReason
+from kempner.run.process.exit_codes import StopReason
 
 BATCH = 4
 """Samples of a step."""

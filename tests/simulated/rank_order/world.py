@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -35,17 +36,15 @@ from kempner.training import loop
 from kempner.training.build import _resume
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks
-from kempner.training.homes import Claim, Home
-from kempner.training.loop import Data, LoopState, Tools, Training
+from kempner.training.homes import Home
+from kempner.training.loop import Data, Evaluation, Tools, Training
 from kempner.training.main import Ownership
-from kempner.training.observe.evaluation import Evaluation
-from kempner.training.policy.anomalies import Health
+from kempner.training.policy import Health
 from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.session import Session
-from kempner.training.survivor import LoopPlan as LoopPlan
-from kempner.training.survivor import Survivor
-from kempner.training.watch.strangers import HeldObjects
-from kempner.training.watch.watch import LOOKS, Watch
+from kempner.training.survive import LoopPlan as LoopPlan
+from kempner.training.survive import Survivor
+from kempner.training.watch import LOOKS, HeldObjects, Watch
 from simulated.rank_order.edges import ATTEMPT, BATCH, MODEL, OPTIMIZER, Edges, Feed, Metrics, Scene
 from simulated.rank_order.plan import Plan, Stop
 from simulated.rank_order.slots import give_slots
@@ -175,11 +174,12 @@ class Rank:
                 step_metrics=Metrics(scene.plan.late_numbers),  # type: ignore[arg-type]
                 evaluation=Evaluation(config, SimpleNamespace()),  # type: ignore[arg-type]
                 faults=FaultInjector((), self.number, attempt=1),
-                profiler=SimpleNamespace(begin=lambda step: None, end=lambda step: None),
+                profiler=SimpleNamespace(begins_at=math.inf, tracing=False),  # type: ignore[arg-type]
                 progress=Progress(),
                 record=self.record,
             ),
-            state=LoopState(state, Health(state.losses)),
+            train_state=state,
+            health=Health(state.losses),
         )
         try:
             return loop.train(training).name
@@ -195,7 +195,7 @@ class Rank:
         todo, here = LoopPlan(steps, config.checkpoint.interval, seed=0), RunDirectory(NOWHERE)
         session = Session(
             rank_link,  # type: ignore[arg-type]
-            Claim(Ownership(ATTEMPT)),
+            Ownership(ATTEMPT),
             Home(here, here),
             ranks,
             self.shutdown,
@@ -203,7 +203,7 @@ class Rank:
         )
         session.standing = STANDING  # type: ignore[assignment]
         watch = Looks(gather(MODEL, OPTIMIZER, {}, {}), HeldObjects(MODEL, OPTIMIZER, {}, {}))
-        survivor = Survivor[int](todo, session, checkpoints, None, watch)
+        survivor = Survivor(todo, session, checkpoints, None, watch)
         try:
             for _ in survivor:
                 dist.all_reduce(torch.ones(()))

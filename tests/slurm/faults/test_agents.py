@@ -11,7 +11,7 @@ from harness import Run, wait_until
 from lab import SERVICES, Cluster
 from submitting import LONG, Project, assert_like
 
-from kempner.cluster.machine.limits import MemoryGroup
+from kempner.cluster.machine import MemoryGroup
 from kempner.run.record.ledger import read_lines
 
 pytestmark = pytest.mark.timeout(300)

@@ -12,6 +12,7 @@ import pytest
 from drilling import note
 from harness import Run
 from lab import Cluster
+from neighbours import Neighbours
 from submitting import LONG, STEPS, Project, assert_like
 
 from kempner.cluster.slurm.hostlist import expand_hosts
@@ -27,13 +28,24 @@ def patient(cluster: Cluster) -> Cluster:
     return cluster
 
 
-def lose(project: Project, job: str, loss: str, node: str) -> None:
-    """Lose a node after some commits, and wait for the first step after that."""
+def lose(
+    project: Project, job: str, loss: str, node: str, neighbours: Neighbours | None = None
+) -> None:
+    """Lose a node after some commits, and wait for the first step after that. Neighbours wait for
+    nodes meanwhile, and if the job is requeued leave, or it would wait for them."""
     project.reach(job, 31)
+    if neighbours is not None:
+        neighbours.arrive()
     started = len(project.events("attempt_started"))
     getattr(project.cluster, loss)(node)
     lost_at = time.time()
-    project.attempt(job, started + 1)
+
+    def again() -> bool:
+        if neighbours is not None and project.events("requeued"):
+            neighbours.leave()
+        return project.run.attempt() > started
+
+    project.wait_until(job, again, "another attempt", 180)
     reached = max(project.run.steps())
     project.reach(job, reached + 1)
     (suspect,) = project.events("suspect")
@@ -49,10 +61,17 @@ def assert_each_sample_once(project: Project) -> None:
 @pytest.mark.every_slurm
 @pytest.mark.parametrize("loss", [pytest.param("crash", marks=pytest.mark.drill), "power_off"])
 def test_a_spare_node_takes_its_place(
-    patient: Cluster, project: Project, undisturbed: Run, loss: str
+    patient: Cluster, project: Project, undisturbed: Run, neighbours: Neighbours, loss: str
 ) -> None:
+    """It is kept until Slurm, too, sees that it is gone: it would be the next one's in line."""
+    project.slow("node1", "node2", "node3")
     job = project.train(*LONG, "--supervise.spare_nodes=1", nodes=3)
-    lose(project, job, loss, "node2")
+    lose(project, job, loss, "node2", neighbours)
+    project.wait_until(job, lambda: project.events("nodes_given_back"), "node2 to be given back")
+    shown = patient.run("login1", "scontrol", "show", "node", "-o", "node2").stdout
+    assert "NOT_RESPONDING" in shown or "DOWN" in shown
+    assert set(expand_hosts(patient.job(job)["NodeList"])) == {"node1", "node3"}
+    project.hurry()
     project.end(job)
     assert patient.job(job)["Restarts"] == "0"
     assert [e["ranks"] for e in project.events("attempt_started")] == [2, 2]
@@ -75,10 +94,12 @@ def test_without_a_spare_the_run_goes_on_smaller(
 @pytest.mark.every_slurm
 @pytest.mark.parametrize("loss", ["crash", pytest.param("power_off", marks=pytest.mark.drill)])
 def test_with_neither_the_job_is_requeued_without_the_node(
-    patient: Cluster, project: Project, undisturbed: Run, loss: str
+    patient: Cluster, project: Project, undisturbed: Run, neighbours: Neighbours, loss: str
 ) -> None:
+    project.slow()
     job = project.train(*LONG, nodes=2, options=("--exclude=node8",))
-    lose(project, job, loss, "node2")
+    lose(project, job, loss, "node2", neighbours)
+    project.hurry()
     project.end(job)
     (requeued,) = project.events("requeued")
     assert "without node2" in requeued["reason"]

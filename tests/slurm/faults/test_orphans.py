@@ -44,7 +44,7 @@ def test_a_job_without_its_supervisor_is_requeued_once(
     assert sorted(taken) == list(range(8 * STEPS))
 
 
-# Slurm kills srun with it, which may end the ranks before they save.
+# `make check` kills one in test_supervisor_kills.py.
 @pytest.mark.drill
 @pytest.mark.every_slurm
 def test_a_job_whose_supervisor_is_killed_is_requeued_with_all_that_it_has_done(
@@ -59,7 +59,7 @@ def test_a_job_whose_supervisor_is_killed_is_requeued_with_all_that_it_has_done(
     _wait_for_requeue(project, job)
     (stopped,) = project.events("stopped")
     (requeued,) = project.events("requeued")
-    assert requeued["by_rank"] == 0
+    assert requeued["by_rank"] in (0, None)  # the watchdog asks once no rank is left
     assert requeued["step"] == stopped["step"]
     assert stopped["lost_steps"] == 0
     project.end(job)

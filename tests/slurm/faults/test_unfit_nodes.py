@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import ROOT, Run
@@ -141,3 +145,66 @@ def test_a_node_whose_ranks_fail_first_twice_in_a_row_is_left_out(
     third = project.run.record.log(3, 1)
     assert [e["host"] for e in read_lines(third) if e["event"] == "ready"] == ["node3"]
     assert_like(project.run, undisturbed)
+
+
+SLOW_CLOCK = """
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+#include <sys/syscall.h>
+int clock_gettime(clockid_t id, struct timespec *at) {
+    int failed = syscall(SYS_clock_gettime, id, at);
+    if (!failed && id == CLOCK_REALTIME) at->tv_sec -= 300;
+    return failed;
+}
+int gettimeofday(struct timeval *at, void *zone) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    at->tv_sec = now.tv_sec, at->tv_usec = now.tv_nsec / 1000;
+    return 0;
+}
+time_t time(time_t *at) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return at ? (*at = now.tv_sec) : now.tv_sec;
+}
+"""
+"""A C library in which it is five minutes earlier."""
+
+
+@contextmanager
+def slow_clock(cluster: Cluster, node: str, folder: Path) -> Iterator[dict[str, str]]:
+    """The environment in which programs on this node read a clock that is 300 s slow."""
+    library, slow = folder / "clock.so", folder / "slow.so"
+    for file, text in ((library, ""), (slow, SLOW_CLOCK)):
+        command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(file)]
+        subprocess.run(command, input=text, text=True, check=True)
+    cluster.run(node, "mount", "--bind", str(slow), str(library))
+    try:
+        yield {"LD_PRELOAD": str(library)}
+    finally:
+        cluster.run(node, "umount", str(library))
+
+
+@pytest.mark.every_slurm
+@pytest.mark.skipif(shutil.which("cc") is None, reason="a slow clock needs a C compiler")
+def test_a_batch_host_whose_clock_is_slow_makes_no_other_node_suspect(
+    cluster: Cluster, project: Project
+) -> None:
+    """The controller's clock says which is wrong: the ranks run on all others."""
+    with slow_clock(cluster, "node1", project.folder) as environ:
+        job = project.train("--supervise.spare_nodes=1", "--train.max_steps=5", nodes=3, **environ)
+        project.end(job)
+    (suspect,) = project.events("suspect")
+    assert suspect["node"] == "node1"
+    late = re.fullmatch(r"its clock is (\d+) s behind", suspect["reason"])
+    assert late is not None
+    assert 290 < int(late[1]) <= 302
+    hosts = [e["host"] for rank in (0, 1) for e in ready(project, rank)]
+    assert hosts == ["node2", "node3"]
+
+
+def ready(project: Project, rank: int) -> list[dict[str, Any]]:
+    """What a rank of the first attempt says when it is ready."""
+    log = project.run.record.log(1, rank)
+    return [event for event in read_lines(log) if event["event"] == "ready"]

@@ -12,7 +12,7 @@ import pytest
 from harness import ROOT, TINY, wait_until
 from lab import Cluster
 
-from kempner.insight.status.facts import RunFacts
+from kempner.insight.run_reader import RunFacts
 from kempner.insight.status.summary import summarise
 from kempner.run.record.history import RunHistory
 from kempner.run.record.run_dir import RunDirectory

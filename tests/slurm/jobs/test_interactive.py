@@ -136,7 +136,7 @@ def test_a_shell_of_salloc_trains_in_its_own_allocation(project: Project) -> Non
     ("submitted", "sentence"),
     [
         (True, "kempner: job {job} is still in the queue (BeginTime): try again when "),
-        (False, "kempner: `scontrol show job -o {job}` was refused: "),
+        (False, "kempner: `scontrol show job -d -o {job}` was refused: "),
     ],
 )
 def test_a_job_without_nodes_is_refused(project: Project, submitted: bool, sentence: str) -> None:

@@ -102,9 +102,12 @@ class Onlooker:
         self.sees("queued", lambda told: told["state"] == "queued")
 
 
+HANG = min(slowed(25.0), 45.0)
+"""Seconds: long enough to be looked at meanwhile, and shorter than a rank may be cut off."""
+
 PATIENCE = (
-    f"--resilience.hang_timeout_min={slowed(15)}",
-    f"--resilience.hang_timeout_max={slowed(15)}",
+    f"--resilience.hang_timeout_min={HANG}",
+    f"--resilience.hang_timeout_max={HANG}",
     f"--resilience.hang_timeout_max_of.start={slowed(120)}",
 )
 NEAR = scaled(2.0)
@@ -145,8 +148,8 @@ def test_status_agrees_with_what_is_done_to_a_run(project: Project, cluster: Clu
     project.reach(job, max(project.run.steps()) + 8)
     cut_at = time.time()
     cluster.cut("node2", "ib0", "silent")
-    told = login.sees("that nothing moves", lambda told: told["reason"].startswith("no step for"))
-    assert told["state"] == "training"
+    told = login.sees("that nothing moves", lambda told: "no step for" in told["reason"])
+    assert told["state"] in ("training", "saving")  # a save may have been under way
     project.wait_until(job, lambda: project.events("hang"), "the hang is noticed")
     cluster.heal("node2", "ib0")
     project.slow(*nodes, rate="16mbit")
@@ -196,7 +199,8 @@ def test_status_agrees_with_what_is_done_to_a_run(project: Project, cluster: Clu
     assert spent["seconds"]["unaccounted"] <= 0.01 * wall
     assert sum(spent["seconds"].values()) == pytest.approx(wall)
     queued = times_in_queue(cluster, job)
-    away = [one["cost"]["away_seconds"] for one in found if one["kind"] == "stop"]
+    # After the hang, too: a node that is cut off is left out by a requeue.
+    away = [one["cost"]["away_seconds"] for one in found if one["cost"]["away_seconds"]]
     assert away == pytest.approx(queued, abs=NEAR, rel=0.05)
     assert spent["seconds"]["queue"] == pytest.approx(sum(queued), abs=NEAR, rel=0.05)
 

@@ -77,7 +77,7 @@ def person(request: pytest.FixtureRequest) -> Iterator[Person]:
     shutil.chown(folder, request.param)
     (folder / "job.sh").write_text(JOB)
     person = Person(request.param, folder)
-    check = [*person.become(), sys.executable, "-c", "from kempner.lab import needs; needs.check()"]
+    check = [*person.become(), sys.executable, "-c", "from kempner.lab import place; place.check()"]
     tried = subprocess.run(check, capture_output=True, text=True, check=False)
     if "may not make namespaces" in tried.stderr:
         pytest.skip(tried.stderr.splitlines()[-1])

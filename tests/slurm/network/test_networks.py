@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lab import Cluster
@@ -51,13 +52,21 @@ def test_two_jobs_share_nodes_and_keep_to_their_networks(
         (pid,) = (e["pid"] for e in read_lines(each.run.record.log(1, 1)) if e["event"] == "ready")
         found = connections(cluster, "node2", pid)
         told = Counter((network(cluster, *ends), port == CONTROL) for *ends, port in found)
-        assert told.pop((control, True)) == 1
         # Two groups to vote and to save, the one that trains, and the store.
         assert told == {("ib0", False): 4}
+        (agent,) = (e["pid"] for e in agents(each) if e["node"] == "node2")
+        found = connections(cluster, "node2", agent)
+        assert [(network(cluster, *ends), port) for *ends, port in found] == [(control, CONTROL)]
     assert not any(each.events("attempt_ended") for each, _, _ in jobs)  # all at the same time
     for each, _, job in jobs:
         each.end(job)
     assert project.run.steps() == other.run.steps()
+
+
+def agents(project: Project) -> list[dict[str, Any]]:
+    """Each of a run that has connected."""
+    log = read_lines(project.run.record.supervisor_log(1))
+    return [line for line in log if line["event"] == "agent connected"]
 
 
 def network(cluster: Cluster, near: str, far: str) -> str:

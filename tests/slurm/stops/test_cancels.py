@@ -10,7 +10,7 @@ from patience import slowed
 from submitting import LONG, Project, assert_like
 
 from kempner.lab.slurm_conf import KILL_WAIT
-from kempner.run.process.stop_reason import StopReason
+from kempner.run.process.exit_codes import StopReason
 
 pytestmark = pytest.mark.timeout(400)
 

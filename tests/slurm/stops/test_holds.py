@@ -35,7 +35,7 @@ def test_a_job_whose_steps_are_stopped_for_a_while_trains_on(project: Project) -
     project.cluster.run("login1", "scancel", "--signal=STOP", job)
     project.cluster.wait_for(job, "STOPPED")
     begin = _run_time(project, job)
-    looked = lambda: _run_time(project, job) > begin + 2 * LOOK_EVERY  # noqa: E731
+    looked = lambda: _run_time(project, job) > begin + 3 * LOOK_EVERY  # noqa: E731
     project.wait_until(job, looked, "a look of the supervisor")
     project.cluster.run("login1", "scancel", "--signal=CONT", job)
     project.end(job)

@@ -9,7 +9,7 @@ from harness import Run, assert_named
 from lab import Cluster
 from submitting import LONG, Project, assert_like
 
-from kempner.run.process.stop_reason import StopReason
+from kempner.run.process.exit_codes import StopReason
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -13,7 +13,7 @@ from submitting import Project
 from kempner.run.record.ledger import read_lines
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.policy.outcome import STARTED
-from kempner.supervisor.policy.requeue import MAX_REQUEUES_WITHOUT_PROGRESS
+from kempner.supervisor.policy.restart import MAX_REQUEUES_WITHOUT_PROGRESS
 
 pytestmark = pytest.mark.timeout(400)
 

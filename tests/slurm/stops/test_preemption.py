@@ -8,7 +8,7 @@ import pytest
 from harness import Run, assert_named, drills
 from submitting import LONG, Project, assert_like
 
-from kempner.run.process.stop_reason import StopReason
+from kempner.run.process.exit_codes import StopReason
 
 pytestmark = pytest.mark.timeout(400)
 

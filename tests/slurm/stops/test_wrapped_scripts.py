@@ -345,6 +345,7 @@ def test_a_job_that_is_stopped_does_not_come_back(project: Project) -> None:
     assert [lines[-1].split()[0] for lines in job.told()] == ["stopped", "stopped"]
     assert not job.events("requeued")
     assert "stopped by kempner stop" in job.events("not_requeued")[0]
-    ended = project.cluster.wait_for(job.job, "COMPLETED", "FAILED", "PENDING", "RUNNING")
+    # Slurm holds a job that it has requeued back for a while: it would be seen to be pending.
+    ended = project.cluster.wait_for(job.job, "COMPLETED", "FAILED", "PENDING")
     assert ended == "FAILED"
     assert project.cluster.job(job.job)["ExitCode"] == "75:0"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kempner.cli.entry import main
-from kempner.model.spec.experts import ExpertModel, divide_experts
+from kempner.training.plan.experts import ExpertModel, divide_experts
 
 ROOT = Path(__file__).parents[3]
 Captured = pytest.CaptureFixture[str]

@@ -9,8 +9,11 @@ import pytest
 
 from kempner.cli.entry import main
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.record.attempt_logs import AttemptLogs, NeededAttempts, Rule, decide_fates
-from kempner.run.record.attempts import begin_attempt
+from kempner.run.record.attempts import (
+    AttemptLogs,
+    begin_attempt,
+    decide_fates,
+)
 from kempner.run.record.gave_up import GaveUp, write
 from kempner.run.record.run_dir import RunDirectory
 
@@ -18,24 +21,27 @@ Captured = pytest.CaptureFixture[str]
 
 DAY = 24 * 3600
 NOW = 100 * DAY
+LIVE = "the live attempt, or the last one"
 FIVE = [AttemptLogs(number, 1000, (90 + number) * DAY) for number in (3, 1, 2, 5, 4)]
 
 
 @pytest.mark.parametrize(
-    ("rule", "needed", "going"),
+    ("keep_last", "older_than", "needed", "going"),
     [
-        (Rule(keep_last=2), NeededAttempts(live=5), [1, 2, 3]),
-        (Rule(keep_last=2), NeededAttempts(live=2), [1, 3]),
-        (Rule(keep_last=2), NeededAttempts(live=5, given_up=3), [1, 2]),
-        (Rule(older_than=7 * DAY), NeededAttempts(live=5), [1, 2, 3]),
-        (Rule(older_than=7 * DAY + 1), NeededAttempts(live=5), [1, 2]),
-        (Rule(keep_last=4, older_than=7 * DAY), NeededAttempts(live=5), [1]),
-        (Rule(older_than=0), NeededAttempts(), [1, 2, 3, 4]),
-        (Rule(keep_last=9), NeededAttempts(), []),
+        (2, 0, {5: LIVE}, [1, 2, 3]),
+        (2, 0, {2: LIVE}, [1, 3]),
+        (2, 0, {5: LIVE, 3: "GAVE_UP names it"}, [1, 2]),
+        (1, 7 * DAY, {5: LIVE}, [1, 2, 3]),
+        (1, 7 * DAY + 1, {5: LIVE}, [1, 2]),
+        (4, 7 * DAY, {5: LIVE}, [1]),
+        (1, 0, {}, [1, 2, 3, 4]),
+        (9, 0, {}, []),
     ],
 )
-def test_what_goes(rule: Rule, needed: NeededAttempts, going: list[int]) -> None:
-    fates = decide_fates(FIVE, rule, needed, NOW)
+def test_what_goes(
+    keep_last: int, older_than: float, needed: dict[int, str], going: list[int]
+) -> None:
+    fates = decide_fates(FIVE, needed, NOW, keep_last, older_than)
     assert [fate.logs.number for fate in fates] == [1, 2, 3, 4, 5]
     assert [fate.logs.number for fate in fates if fate.goes] == going
     assert all(fate.goes == (fate.why == "") for fate in fates)

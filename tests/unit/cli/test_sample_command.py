@@ -9,8 +9,8 @@ import pytest
 from saved import commit_state, small_state
 from text_run import SEQ_LEN, make_text_run, make_tokenizer
 
+from kempner.cli.checkpoint.trained_on import _harmless
 from kempner.cli.entry import main
-from kempner.cli.sample import _harmless
 from kempner.run.record.run_dir import RunDirectory
 
 Captured = pytest.CaptureFixture[str]

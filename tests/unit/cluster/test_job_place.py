@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from kempner.cluster.machine.job_place import (
+from kempner.cluster.machine import (
     JobPlace,
     Process,
     find_place,

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from harness import PYTHON
 
-from kempner.cluster.machine.job_place import process_began
+from kempner.cluster.machine import process_began
 
-TELL = "from kempner.cluster.machine.job_place import process_began; print(process_began())"
+TELL = "from kempner.cluster.machine import process_began; print(process_began())"
 
 
 def test_a_process_began_before_it_became_what_it_is() -> None:

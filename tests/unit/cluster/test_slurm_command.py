@@ -355,7 +355,31 @@ AWAY_FROM_SRUN = "srun: error: Unable to confirm allocation for job 2: Unable to
     [
         (f"{AWAY_FROM_SRUN} controller (connect failure)", 1, SlurmSilentError),
         ("srun: error: Unable to create step for job 1: Memory required", 1, SlurmUnclearError),
-        ("srun: error: Unable to create step for job 1: Invalid job id", 1, SlurmRefusedError),
+        ("srun: error: Unable to create step for job 1: Invalid job id", 1, SlurmUnclearError),
+        (
+            "srun: error: Unable to create step for job 1: Invalid generic resource (gres) "
+            "specification",
+            1,
+            SlurmUnclearError,
+        ),
+        (
+            "srun: error: Unable to create step for job 1: Job/step already completing or "
+            "completed",
+            1,
+            SlurmUnclearError,
+        ),
+        (
+            "srun: error: Unable to create step for job 1: More processors requested than "
+            "permitted",
+            1,
+            SlurmUnclearError,
+        ),
+        (
+            "srun: error: Unable to create step for job 1: Requested node configuration is not "
+            "available",
+            1,
+            SlurmUnclearError,
+        ),
         ("srun: error: node2: task 1: Exited with exit code 75", 75, None),
         ("srun: Job 1 step creation temporarily disabled, retrying", 0, None),
     ],

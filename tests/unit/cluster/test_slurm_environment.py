@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner.cluster.machine.job_place import JobPlace
+from kempner.cluster.machine import JobPlace
 from kempner.cluster.slurm.hostlist import expand_counts, expand_hosts
 from kempner.cluster.slurm.resources import (
     Amount,

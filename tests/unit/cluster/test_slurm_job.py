@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -222,7 +224,7 @@ def test_a_state_that_is_not_known_to_be_an_end_is_none(state: str) -> None:
     before = parse_job(job_fields(JOBS["running"]))
     now = replace(before, state=state)
     assert classify(before, now) is JobEvent.NOTHING
-    assert now.running is (state not in ("SUSPENDED", "STAGE_OUT"))
+    assert now.running is (state != "STAGE_OUT")
 
 
 @pytest.mark.parametrize("state", sorted(FINAL | QUEUED))
@@ -255,6 +257,63 @@ def test_a_job_that_is_over_or_waits_does_not_run(state: str) -> None:
 )
 def test_a_held_job_waits_for_its_release(state: str, reason: str, held: bool) -> None:
     assert replace(parse_job(job_fields(JOBS["running"])), state=state, reason=reason).held is held
+
+
+BASES = ("PENDING", "RUNNING", "SUSPENDED", *sorted(FINAL))
+FLAGS = {
+    "22.05": (
+        *("LAUNCH_FAILED", "UPDATE_DB", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESIZING"),
+        *("CONFIGURING", "COMPLETING", "STOPPED", "RECONFIG_FAIL", "POWER_UP_NODE", "REVOKED"),
+        *("REQUEUE_FED", "RESV_DEL_HOLD", "SIGNALING", "STAGE_OUT"),
+    ),
+}  # fmt: skip
+FLAGS["24.11"] = FLAGS["22.05"]
+FLAGS["26.05"] = (*FLAGS["24.11"], "EXPEDITING")
+"""The flags of a job's state: slurm.h's JOB_*, as `job_state_string_complete` writes them."""
+
+ENDS = (JobEvent.ENDED, JobEvent.CANCEL, JobEvent.TIME_LIMIT_REACHED)
+
+
+def told_states() -> Iterator[str]:
+    """All that a JobState of the three versions may be, and words of versions to come."""
+    unknown = ("SOMETHING_NEW", "ANOTHER")
+    for base in BASES:
+        for version in FLAGS:
+            flags = (*FLAGS[version], *unknown)
+            yield from (base, *flags)
+            for some in (*((flag,) for flag in flags), *combinations(flags, 2)):
+                yield from (
+                    joint.join(words) for joint in "+," for words in permutations_of(some, base)
+                )
+
+
+def permutations_of(flags: tuple[str, ...], base: str) -> Iterator[tuple[str, ...]]:
+    yield (base, *flags)
+    yield (*flags, base)
+
+
+@pytest.mark.parametrize("warned", [False, True])
+@pytest.mark.parametrize("reason", ["", "Prolog", "A_reason_to_come"])
+def test_only_a_word_that_is_known_to_be_an_end_ends_a_job(warned: bool, reason: str) -> None:
+    before = parse_job(job_fields(JOBS["running"]))
+    seen = 0
+    for told in set(told_states()):
+        words = set(told.replace("+", ",").split(","))
+        now = replace(before, state=telling_state(told), reason=reason)
+        event = classify(before, now, warned)
+        if event in ENDS:
+            assert words & (FINAL | {"COMPLETING"}), told
+        if event is JobEvent.REQUEUE or now.queued:
+            assert words & QUEUED, told
+        if not now.running:
+            assert words & (FINAL | QUEUED | {"COMPLETING", "STAGE_OUT"}), told
+        if not words & (FINAL | QUEUED | set(FLAGS["26.05"])):
+            assert now.running, told
+            assert event in (JobEvent.NOTHING, JobEvent.TIME_LIMIT), told
+        if words == {told} and told in FINAL:
+            assert event in ENDS, told
+        seen += 1
+    assert seen > 5000
 
 
 @pytest.mark.parametrize("joint", ["+", ","])

@@ -22,7 +22,7 @@ from kempner.model.spec.communication import Buffers, Choice, step_buffers, tens
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.spec.shape import Shape
 from kempner.model.transformer import Transformer
-from kempner.training.compute.forward_backward import accumulate
+from kempner.training.compute.forward_backward import StepGradient
 from kempner.training.plan.trace import fake_ranks, sent_by
 
 CONFIG_7B = Path(__file__).parents[3] / "configs/train/7b.toml"
@@ -110,7 +110,8 @@ def sent(
     is gathered and scattered over a tensor group.
     """
     with Collectives() as collectives:
-        accumulate(model, batches, device=CPU, seed=1, step=1, rank=0, copies=tensor, choice=choice)
+        gradient = StepGradient(model, CPU, seed=1, rank=0, copies=tensor, choice=choice)
+        gradient.add(batches, step=1)
     found = collectives.bytes
     layers = "_c10d_functional"
     buffers = Buffers(

@@ -18,7 +18,7 @@ from kempner.model.spec.communication import (
     node_traffic,
     step_buffers,
 )
-from kempner.model.spec.communication_choice import (
+from kempner.model.spec.memory import (
     USUAL_GPU,
     Situation,
     choose,

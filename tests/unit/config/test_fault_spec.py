@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from kempner.config.fault_spec import KINDS, Fault, parse_faults
+from kempner.config.resilience import KINDS, Fault, parse_faults
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,7 @@ def test_plain_words(text: str, expected: tuple[object, ...]) -> None:
         ("hang rank 1 in save", "save needs a step; name one"),
         ("kill rank 1 at step 3 in load", "load comes before any step; remove the step"),
         ("kill rank 1 by 3 at step 2", "`by` has no effect on kill"),
+        ("slow rank 1 by 0.2 from step 2", "`by` must be at least 1"),
     ],
 )
 def test_what_is_none_is_quoted_in_one_sentence(text: str, complaint: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from kempner.cli.config import PlannedJob
 from kempner.config.loading import load
 from kempner.data.order.batch_slices import micro_steps
-from kempner.model.spec.communication_choice import Situation, choose, needed_memory, step_traffic
+from kempner.model.spec.memory import Situation, choose, estimate_memory, step_traffic
 from kempner.model.spec.mesh import resolve_mesh
 from kempner.model.spec.shape import Shape
 
@@ -50,7 +50,7 @@ def test_it_fits_and_sends_what_its_header_says(name: str) -> None:
     situation = Situation(shape, mesh, job.ranks_per_node, passes, 2, job.gpu_memory)
     choice = choose(config, situation)
 
-    memory = needed_memory(config, situation, shape, choice).total
+    memory = estimate_memory(config, shape, mesh, situation.compute_bytes, choice).total
     assert memory <= USED * GPU
     assert round(memory / 1e9) == int(meant["memory"])
 

@@ -184,17 +184,17 @@ VIOLATIONS = [
     ),
     Planted(
         "a policy that acts",
-        "kempner/supervisor/policy/requeue.py",
+        "kempner/supervisor/policy/restart.py",
         "from kempner.supervisor.slurm import requeue_job",
         "supervisor",
-        "kempner.supervisor.policy.requeue -> kempner.supervisor.slurm.requeue_job",
+        "kempner.supervisor.policy.restart -> kempner.supervisor.slurm.requeue_job",
     ),
     Planted(
         "a vote that loops",
-        "kempner/training/vote/vote.py",
+        "kempner/training/vote.py",
         "from kempner.training import loop",
         "training",
-        "kempner.training.vote.vote -> kempner.training.loop",
+        "kempner.training.vote -> kempner.training.loop",
     ),
 ]
 

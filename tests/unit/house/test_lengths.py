@@ -9,7 +9,7 @@ import lengths
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lengths import choose, dear, nearest, read_chosen, read_costs, read_tests_of_bugs, witnesses
+from lengths import choose, dear, nearest, read_chosen, read_costs, witnesses
 from promises_kept import read_promises
 
 pytest_plugins = ["pytester"]
@@ -17,7 +17,7 @@ pytest_plugins = ["pytester"]
 
 def test_the_choice_that_is_committed_is_the_one_that_is_computed() -> None:
     """If this fails: python tests/lengths.py."""
-    assert read_chosen() == choose(read_promises(), read_costs(), read_tests_of_bugs())
+    assert read_chosen() == lengths.chosen_now()
 
 
 def test_every_promise_is_exercised_on_ranks_or_on_slurm_where_it_can_be() -> None:
@@ -124,3 +124,10 @@ def test_what_has_passed_at_this_commit_is_left_out_and_what_has_no_time_is_name
     late.assert_outcomes(skipped=4)
     late.stdout.fnmatch_lines(["*no time was left for*", "test_bad.py", "test_good.py"])
     assert len(record.read_text().splitlines()) == 1
+
+
+def test_a_test_on_ranks_counts_as_dear_until_it_is_measured() -> None:
+    new, cheap = "tests/slurm/t.py::test_that_is_new", "tests/unit/t.py::test_that_is_new"
+    costs = read_costs([new, cheap])
+    assert costs[new] == lengths.UNMEASURED
+    assert cheap not in costs

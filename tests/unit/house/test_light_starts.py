@@ -14,8 +14,9 @@ LIBRARIES = ("numpy", "pydantic", "structlog", "torch")
 ALONE = [
     "kempner.cli.program.heartbeat",
     "kempner.run.process.worker_process",
-    "kempner.supervisor.nodes.presence",
-    "kempner.supervisor.nodes.process_look",
+    "kempner.probe.processes",
+    "kempner.supervisor.watchdog.keeper",
+    "kempner.supervisor.watchdog.watch",
     "kempner.training.rehearsal.rank",
 ]
 DRAWS_CURVES = "kempner.cli.insight.report"

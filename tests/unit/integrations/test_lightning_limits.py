@@ -12,8 +12,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from kempner.integrations.lightning import KempnerEnvironment, Survive
-from kempner.integrations.lightning_data import hold
-from kempner.integrations.lightning_loop import FitProgress
+from kempner.integrations.lightning_loop import FitProgress, hold
 from kempner.run.process.exit_codes import UsageError
 
 

@@ -14,7 +14,7 @@ from kempner.run.process.exit_codes import UsageError
 
 def trainer(**settings: object) -> Any:
     """With nothing that is refused, but for these settings."""
-    names = [limit.name for limit in LIMITS]
+    names = list(LIMITS)
     chosen = {name: settings.get(name, False) for name in names}
     engines = {f"is_{name.lower()}_enabled": chosen.pop(name) for name in ("DeepSpeed", "FSDP")}
     return SimpleNamespace(args=SimpleNamespace(**chosen), **engines)
@@ -24,7 +24,7 @@ def test_a_trainer_without_them_is_taken() -> None:
     refuse_inexact(trainer())
 
 
-@pytest.mark.parametrize("name", [limit.name for limit in LIMITS])
+@pytest.mark.parametrize("name", list(LIMITS))
 def test_each_is_refused_by_its_name(name: str) -> None:
     with pytest.raises(UsageError, match=f"{name} cannot be resumed exactly: ") as refused:
         refuse_inexact(trainer(**{name: True}))
@@ -34,4 +34,4 @@ def test_each_is_refused_by_its_name(name: str) -> None:
 def test_the_page_lists_them_all() -> None:
     page = (ROOT / "docs" / "trainer.md").read_text()
     listed = page[page.index("## What is refused") : page.index("## Evidence")]
-    assert [limit.name for limit in LIMITS if limit.name not in listed] == []
+    assert [name for name in LIMITS if name not in listed] == []

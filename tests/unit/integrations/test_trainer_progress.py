@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kempner.integrations.trainer.place import TrainerPlace
-from kempner.integrations.trainer.progress import TrainerProgress
+from kempner.integrations.trainer.place import TrainerPlace, TrainerProgress
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import pytest
 
-from kempner.lab import needs
+from kempner.lab import place
 from kempner.run.process.exit_codes import UsageError
 
 APPARMOR = {"kernel.apparmor_restrict_unprivileged_userns": "1"}
-PACKAGES = f"on Debian and Ubuntu: {needs.INSTALL}"
+PACKAGES = f"on Debian and Ubuntu: {place.INSTALL}"
 DENIED = "unshare: unshare failed: Operation not permitted"
 
 
@@ -48,10 +48,10 @@ DENIED = "unshare: unshare failed: Operation not permitted"
 def test_what_is_missing_is_said_with_what_to_do(
     lacking: list[str], root: bool, denied: str, settings: Mapping[str, str], said: str
 ) -> None:
-    assert needs.refusal(lacking, root, denied, settings) == said
+    assert place.refusal(lacking, root, denied, settings) == said
 
 
 def test_all_that_is_missing_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(needs, "PATH", "/nowhere")
+    monkeypatch.setattr(place, "PATH", "/nowhere")
     with pytest.raises(UsageError, match=r"slurmctld.*mariadbd.*nft.*apt install slurm-wlm"):
-        needs.check()
+        place.check()

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kempner.config.sections import Config, ModelSection, TrainSection
-from kempner.model.compilation import compile_blocks, keep_compiled
-from kempner.model.sharding import build_model
+from kempner.model.sharding import build_model, compile_blocks, keep_compiled
 from kempner.model.transformer import Transformer
 
 TOKENS = torch.arange(32).view(2, 16)

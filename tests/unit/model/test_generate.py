@@ -11,9 +11,8 @@ from torch import Tensor
 
 from kempner.config.model import RopeScalingSection
 from kempner.config.sections import Config, ModelSection
-from kempner.model.generate import _draw, generate
 from kempner.model.sharding import build_model
-from kempner.model.transformer import KVCache, Transformer
+from kempner.model.transformer import KVCache, Transformer, _draw, generate
 
 PROMPT = torch.tensor([3, 1, 4])
 

@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kempner.config.loading import load
-from kempner.config.sections import Config, ModelSection, OptimizerSection, TrainSection
+from kempner.config.sections import Config, ModelSection, TrainSection
 from kempner.model.sharding import build_model, shard
 from kempner.model.spec.communication import Choice
 from kempner.model.spec.memory import Estimate, activation_bytes_per_token, estimate_memory
+from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.spec.shape import Shape
 from kempner.model.transformer import Transformer
 
@@ -39,15 +40,9 @@ def grid() -> Iterator[DeviceMesh]:
 
 
 def estimate_for(config: Config, world: int, vocab_size: int) -> Estimate:
-    train = config.train
-    return estimate_memory(
-        Shape.of(config.model, vocab_size),
-        world=world,
-        micro_batch_size=train.micro_batch_size,
-        seq_len=train.seq_len,
-        compute_bytes=2,
-        optimizer=config.optimizer,
-    )
+    train = config.train.model_copy(update={"loss_chunk": 0})
+    config, shape = config.model_copy(update={"train": train}), Shape.of(config.model, vocab_size)
+    return estimate_memory(config, shape, MeshDegrees(shard=world), compute_bytes=2)
 
 
 def test_7b_has_the_sizes_of_llama_2() -> None:
@@ -140,30 +135,26 @@ def saved_bytes(model: Transformer, tokens: Tensor) -> int:
 
 def test_parts_follow_their_formulas() -> None:
     shape = Shape.of(ModelSection(dim=64, n_layers=3, n_heads=4, ffn_dim=160), 257)
-    sizes = {"micro_batch_size": 2, "seq_len": 32, "optimizer": OptimizerSection()}
-    alone = estimate_memory(shape, world=1, compute_bytes=2, **sizes)
+    config = Config(train=TrainSection(micro_batch_size=2, seq_len=32, loss_chunk=0))
+    one, two = MeshDegrees(shard=1), MeshDegrees(shard=2)
+    alone = estimate_memory(config, shape, one, 2)
     assert alone.parameters == alone.gradients == 4 * shape.parameters
     assert alone.gathered == 2 * shape.parameters
     assert alone.gradient_buffers == 0
-    exact = estimate_memory(shape, world=1, compute_bytes=4, **sizes)
+    exact = estimate_memory(config, shape, one, 4)
     assert exact.gathered == 0
-    pair = estimate_memory(shape, world=2, compute_bytes=2, **sizes)
+    pair = estimate_memory(config, shape, two, 2)
     assert pair.parameters == 2 * shape.parameters
     assert pair.gathered == 2 * (shape.head_parameters + 2 * shape.block_parameters)
     assert pair.gradient_buffers == 6 * max(shape.head_parameters, shape.block_parameters)
     # A rank that is alone computes under autocast, which keeps two tensors of SwiGLU more.
     assert alone.activations == pair.activations + (2 * 32) * 3 * 2 * 2 * 160
-    once = estimate_memory(
-        shape, world=2, compute_bytes=2, choice=Choice(reduce_once=True), **sizes
-    )
+    once = estimate_memory(config, shape, two, 2, Choice(reduce_once=True))
     assert once == replace(pair, gradients=4 * shape.parameters)
-    kept = estimate_memory(
-        shape, world=2, compute_bytes=2, choice=Choice(keep_parameters=True), **sizes
-    )
+    kept = estimate_memory(config, shape, two, 2, Choice(keep_parameters=True))
     assert kept == replace(pair, gathered=2 * (shape.parameters + shape.block_parameters))
-    assert alone == estimate_memory(
-        shape, world=1, compute_bytes=2, choice=Choice(True, True), **sizes
-    )
+    assert alone == estimate_memory(config, shape, one, 2, Choice(True, True))
     assert pair.logits == 2 * 32 * 16 * 257
-    chunked = estimate_memory(shape, world=2, compute_bytes=2, loss_chunk=10, **sizes)
+    in_chunks = Config(train=TrainSection(micro_batch_size=2, seq_len=32, loss_chunk=10))
+    chunked = estimate_memory(in_chunks, shape, two, 2)
     assert chunked.logits == 10 * 257 * (2 + 4 + 4) + 4 * 257 * 64

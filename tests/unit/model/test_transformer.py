@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kempner.config.sections import Config, ModelSection, TrainSection
+from kempner.model import fused
 from kempner.model.sharding import build_model
 from kempner.model.spec.shape import Shape
-from kempner.model.transformer import Transformer, rotary_table, rotate
+from kempner.model.transformer import Transformer, rotary_table
 
 CPU = torch.device("cpu")
 Q_NORM, K_NORM = "attention.q_norm.weight", "attention.k_norm.weight"
@@ -147,8 +148,8 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only() -> None:
     cos, sin = rotary_table(head_dim=8, max_seq_len=64, theta=10_000.0)
     q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(2)).unbind()
     q, k = (
-        rotate(q.expand(1, 1, 64, 8), cos, sin)[0, 0],
-        rotate(k.expand(1, 1, 64, 8), cos, sin)[0, 0],
+        fused.rotate(q.expand(1, 1, 64, 8), cos, sin)[0, 0],
+        fused.rotate(k.expand(1, 1, 64, 8), cos, sin)[0, 0],
     )
     torch.testing.assert_close(q.norm(dim=-1), q[0].norm().expand(64))
     scores = q @ k.T

@@ -12,9 +12,9 @@ import pytest
 from harness import KEMPNER, ROOT
 
 from kempner.config.loading import load
-from kempner.project.environment import Environment
 from kempner.project.site import (
     Account,
+    Environment,
     NodeKind,
     Request,
     Site,

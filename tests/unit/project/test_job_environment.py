@@ -14,8 +14,7 @@ from harness import ROOT
 from patience import scaled
 
 from kempner.config.loading import load
-from kempner.project.environment import Environment, Facts, recognise
-from kempner.project.site import Site
+from kempner.project.site import Environment, Facts, Site, recognise
 from kempner.project.write import project_files, read_templates, write_project
 
 UV = "home = /home/me/.local/share/uv/python/cpython-3.12/bin\nuv = 0.9.2\n"

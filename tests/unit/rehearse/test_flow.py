@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kempner.rehearse.judge import names_that_matter
+from kempner.rehearse.compare import names_that_matter
 
 LOOP = """
 for step in survive(model, optimizer, steps=9, save_every=3):

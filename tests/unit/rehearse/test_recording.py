@@ -14,8 +14,15 @@ import torch
 from torch import nn
 
 from kempner.run.control.rehearsal import RehearsalPart, place_of
-from kempner.training.rehearsal.digest import of_rows, of_state, of_tensor
-from kempner.training.rehearsal.recorder import ExternalAccess, Seen, Walk, look
+from kempner.training.rehearsal.recorder import (
+    ExternalAccess,
+    Seen,
+    Walk,
+    look,
+    of_rows,
+    of_state,
+    of_tensor,
+)
 from kempner.training.rehearsal.switch import recorder
 
 

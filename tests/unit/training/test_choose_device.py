@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kempner.cluster.machine.limits import own_part
+from kempner.cluster.machine import own_part
 from kempner.cluster.world import World
 from kempner.run.process.exit_codes import UsageError
 from kempner.training.groups.process_groups import choose_device

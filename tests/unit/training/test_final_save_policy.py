@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from kempner.checkpoint.store.commit import LONGEST_PAUSE, SaveFailures
-from kempner.run.process.exit_codes import CheckpointWriteError
-from kempner.run.process.stop_reason import StopReason
+from kempner.run.process.exit_codes import CheckpointWriteError, StopReason
 from kempner.run.record.events import CheckpointCommitted
 from kempner.run.record.history import RunHistory
 from kempner.run.record.save_times import REMEMBERED, Durations, SaveSeconds
-from kempner.training.policy.final_save import (
+from kempner.training.policy import (
     Action,
     SaveInFlight,
     SaveSituation,
@@ -23,8 +23,7 @@ from kempner.training.policy.final_save import (
     decide_final_save,
     tell_loss,
 )
-from kempner.training.vote.final_save import refuse_to_go_on_unsaved
-from kempner.training.vote.vote import LoopExit, LoopSteps, StepVote, Vote, VoteResult
+from kempner.training.vote import Ballot, LoopExit, Vote, VoteResult, refuse_to_go_on_unsaved
 
 NOW = SaveSituation(
     step=37,
@@ -173,20 +172,21 @@ def test_the_ledger_gives_the_durations_back() -> None:
             VoteResult(failed_saves=3, unsaved_for=1.5, save_again=True),
         ),
         ([Vote(unsaved_for=math.inf), Vote(unsaved_for=9.0)], VoteResult(unsaved_for=math.inf)),
-        ([StepVote(own=LoopSteps(idle=5)), StepVote(own=LoopSteps(2))], VoteResult(idle=2)),
+        ([Vote(idle=5), Vote(idle=2)], VoteResult(idle=2)),
         (
-            [Vote(), StepVote(own=LoopSteps(left_after=4)), Vote()],
+            [Vote(), Vote(left_after=4), Vote()],
             VoteResult(parting=LoopExit(left=1, stayed=2, first=4, last=4)),
         ),
         (
-            [StepVote(own=LoopSteps(left_after=0)), StepVote(own=LoopSteps(left_after=3))],
+            [Vote(left_after=0), Vote(left_after=3)],
             VoteResult(parting=LoopExit(left=1, stayed=None, first=0, last=3)),
         ),
     ],
 )
 def test_the_most_pressing_vote_counts(votes: list[Vote], result: VoteResult) -> None:
     encoded = [vote.encode(rank) for rank, vote in enumerate(votes)]
-    assert VoteResult.decode([max(each) for each in zip(*encoded, strict=True)]) == result
+    greatest = torch.tensor(encoded).amax(0)
+    assert Ballot(greatest, work=None).close() == result
 
 
 class Refused:

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from kempner.config.sections import SchedulerSection
-from kempner.training.compute.seeds import seed_for
-from kempner.training.policy.lr_schedule import learning_rate
+from kempner.training.compute.forward_backward import seed_for
+from kempner.training.policy import learning_rate
 
 
 def rate(step: int, **fields: object) -> float:

@@ -19,7 +19,8 @@ TOLD = (
 
 def told(error: BaseException) -> str | None:
     progress = Progress()
-    progress.step, progress.phase = 41, Phase.EVAL
+    progress.made(41)
+    progress.phase = Phase.EVAL
     return describe_shortage(error, progress)
 
 

@@ -16,7 +16,7 @@ from kempner.run.process.exit_codes import DataError
 from kempner.run.record.identity import RunIdentity, compare
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.groups.process_groups import describe_disagreement
-from kempner.training.recognition import RunComparison, describe_optimizer
+from kempner.training.session import RunComparison, describe_optimizer
 
 FACTS = st.fixed_dictionaries({"seed": st.integers(0, 1), "data": st.sampled_from(["a", "b"])})
 

@@ -16,8 +16,7 @@ from saved import open_manager
 
 from kempner.checkpoint.format.manifest import TrainState
 from kempner.cluster.world import World
-from kempner.config.fault_spec import parse_faults
-from kempner.config.resilience import ResilienceSection
+from kempner.config.resilience import ResilienceSection, parse_faults
 from kempner.config.sections import (
     CheckpointSection,
     Config,
@@ -32,22 +31,20 @@ from kempner.model.sharding import build_model
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.transformer import Transformer
 from kempner.run.control.heartbeat import Progress
-from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.stop_reason import StopReason
+from kempner.run.process.exit_codes import ExitCode, StopReason
 from kempner.run.record.ledger import read_lines
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.build import _open_feed
 from kempner.training.compute.optimizer import build_optimizer
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks, adopt
-from kempner.training.loop import Data, LoopState, Tools, Training, train
-from kempner.training.observe.evaluation import Evaluation
+from kempner.training.loop import Data, Evaluation, Tools, Training, train
 from kempner.training.observe.metrics import StepMetrics
 from kempner.training.observe.profiler import Profiler
-from kempner.training.observe.progress_bar import NoDisplay
-from kempner.training.policy.anomalies import Health
+from kempner.training.observe.progress_bar import Display
+from kempner.training.policy import Health
 from kempner.training.rank_link.shutdown import StopListener
-from kempner.training.vote.vote import Vote, VoteGroup
+from kempner.training.vote import Vote, VoteGroup
 
 SEQ_LEN, BATCH, VOCAB = 8, 4, 31
 CPU = torch.device("cpu")
@@ -96,6 +93,7 @@ def run_loop(
     optimizer = build_optimizer(model, config.optimizer)
     checkpoints = open_manager(run, model, optimizer, ranks.saves)
     state = checkpoints.restore() or TrainState()
+    progress = Progress()
     metrics = StepMetrics(
         config,
         run,
@@ -104,7 +102,8 @@ def run_loop(
         log_samples=config.train.log_samples,
         flops_per_second_at_peak=None,
         flops_per_token=1.0,
-        display=NoDisplay(),
+        display=Display(),
+        take_held_up=progress.take_held_up,
     )
     training = Training(
         config=config,
@@ -118,11 +117,12 @@ def run_loop(
             step_metrics=metrics,
             evaluation=Evaluation(config, None),
             faults=FaultInjector(parse_faults(faults), rank, attempt=1),
-            progress=Progress(),
+            progress=progress,
             profiler=Profiler(config.profiling, run, attempt=1, rank=rank, gpu=False),
             record=lambda event: None,
         ),
-        state=LoopState(state, Health(state.losses)),
+        train_state=state,
+        health=Health(state.losses),
     )
     assert train(training) is ExitCode.COMPLETED
     training.tools.data.feed.close()

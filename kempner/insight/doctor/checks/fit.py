@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kempner.config.errors import ConfigError
-from kempner.config.fault_spec import refuse_absent_ranks
+from kempner.config.resilience import refuse_absent_ranks
 from kempner.config.sections import Config
 from kempner.data.order.batch_slices import micro_steps
-from kempner.insight.doctor.facts.node import NodeAnswer
-from kempner.insight.doctor.facts.plan import JobPlan
-from kempner.insight.doctor.facts.slurm import SlurmFacts
+from kempner.insight.doctor.facts.slurm import JobPlan, SlurmFacts
 from kempner.insight.doctor.finding import (
     CheckOutcome,
     Finding,
@@ -23,9 +21,10 @@ from kempner.insight.doctor.finding import (
     skipped,
     warn,
 )
-from kempner.model.spec.communication_choice import Situation, choose, needed_memory, usable_memory
+from kempner.model.spec.memory import Situation, choose, estimate_memory, usable_memory
 from kempner.model.spec.mesh import check_tensor_degree, resolve_degrees
 from kempner.model.spec.shape import Shape
+from kempner.probe.node import ProbeResult
 from kempner.run.output.units import count, size_text
 from kempner.run.process.exit_codes import UsageError
 
@@ -61,7 +60,6 @@ def check_slurm(slurm: SlurmFacts | None, used: bool) -> CheckOutcome:
 
 
 def check_requeue(job: JobFacts, plan: JobPlan | None, resubmit: bool) -> CheckOutcome:
-    """Whether the job comes back after an interruption."""
     if not job.batch:
         return skipped("the allocation is interactive: it ends with its time")
     if job.may_requeue is None and plan is None:
@@ -80,7 +78,6 @@ def check_requeue(job: JobFacts, plan: JobPlan | None, resubmit: bool) -> CheckO
 
 
 def check_time(slurm: SlurmFacts | None, limit: float | None) -> CheckOutcome:
-    """Whether the partition is open, and gives as much time as is asked for."""
     partition = None if slurm is None else slurm.partition
     if slurm is not None and slurm.no_partition:
         return fail(f"the partition cannot be used: {slurm.no_partition}; correct --partition")
@@ -105,23 +102,19 @@ class PlannedWorld:
     per_node: int
     gpus: int | None
     source: str
-    in_job: bool = False
-    """Whether the nodes that are asked are those of the run."""
+    in_job: bool = False  # whether the nodes that are asked are those of the run
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return self.nodes * self.per_node
 
     @property
     def words(self) -> str:
-        """The world in words, for a sentence."""
         nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
         return f"{count(self.size, 'rank')}{nodes} ({self.source})"
 
 
 def check_mesh(config: Config, world: PlannedWorld, vocab_size: int | None) -> CheckOutcome:
-    """Whether the ranks make the mesh that is configured, and the mesh cuts the model evenly."""
     try:
         refuse_absent_ranks(config.resilience.faults, world.size)
         mesh = resolve_degrees(config.parallelism, world.size)
@@ -144,7 +137,7 @@ def check_mesh(config: Config, world: PlannedWorld, vocab_size: int | None) -> C
     return passed(f"{world.words}: {mesh}")
 
 
-def check_ranks(world: PlannedWorld, answers: Sequence[NodeAnswer], hidden: bool) -> list[Finding]:
+def check_ranks(world: PlannedWorld, answers: Sequence[ProbeResult], hidden: bool) -> list[Finding]:
     """Ranks per node against the GPUs that the job gives and that each node really has.
 
     `hidden` says that the nodes could not be asked about those of the job.
@@ -154,20 +147,16 @@ def check_ranks(world: PlannedWorld, answers: Sequence[NodeAnswer], hidden: bool
         why = "srun starts no short step with the job's GPUs, so that they cannot be looked at"
         return [finding(check, skipped(why))]
     if world.gpus and world.per_node != world.gpus:
-        return [
-            finding(
-                check,
-                fail(
-                    f"{world.source} asks for {world.gpus} GPUs and {world.per_node} tasks per "
-                    f"node, and each rank drives one GPU: set --ntasks-per-node={world.gpus}"
-                ),
-            )
-        ]
-    return per_node(check, answers, lambda a: a.node, lambda a: _ranks_here(world, a))
+        sentence = (
+            f"{world.source} asks for {world.gpus} GPUs and {world.per_node} tasks per node, and "
+            f"each rank drives one GPU: set --ntasks-per-node={world.gpus}"
+        )
+        return [finding(check, fail(sentence))]
+    return per_node(check, answers, lambda a: _ranks_here(world, a))
 
 
-def _ranks_here(world: PlannedWorld, answer: NodeAnswer) -> CheckOutcome:
-    survey, software = answer.gpus, answer.software
+def _ranks_here(world: PlannedWorld, answer: ProbeResult) -> CheckOutcome:
+    survey, software = answer.details.gpus, answer.details.software
     there = max(len(survey.gpus), software.devices)
     if survey.trouble:
         return fail(f"{survey.trouble}; ask the administrators to look at the node")
@@ -196,10 +185,9 @@ def _ranks_here(world: PlannedWorld, answer: NodeAnswer) -> CheckOutcome:
 
 
 def check_gpu_memory(
-    config: Config, world: PlannedWorld, vocab_size: int | None, answers: Sequence[NodeAnswer]
+    config: Config, world: PlannedWorld, vocab_size: int | None, answers: Sequence[ProbeResult]
 ) -> list[Finding]:
-    """Whether what a rank needs, as estimated, is on its GPU; nothing where there are none."""
-    sizes = {gpu.memory_total for answer in answers for gpu in answer.gpus.gpus}
+    sizes = {gpu.memory_total for answer in answers for gpu in answer.details.gpus.gpus}
     smallest = min(sizes, default=0)
     if not smallest or vocab_size is None or config.model.factory is not None:
         return []
@@ -216,29 +204,23 @@ def check_gpu_memory(
         compute_bytes=4 if train.dtype == "float32" else 2,
         gpu_memory=usable_memory(smallest),
     )
-    needed = needed_memory(config, situation, shape, choose(config, situation)).total
+    needed = estimate_memory(
+        config, shape, mesh, situation.compute_bytes, choose(config, situation)
+    ).total
     numbers = f"a rank needs about {size_text(needed)}, the smallest GPU has {size_text(smallest)}"
-    if needed > smallest:
-        return [
-            finding(
-                "GPU memory",
-                fail(
-                    f"{numbers}: lower train.micro_batch_size, set "
-                    'train.activation_checkpointing="full", or start more ranks'
-                ),
-            )
-        ]
-    return [finding("GPU memory", passed(numbers))]
+    advice = (
+        'lower train.micro_batch_size, set train.activation_checkpointing="full", or start more '
+        "ranks"
+    )
+    outcome = fail(f"{numbers}: {advice}") if needed > smallest else passed(numbers)
+    return [finding("GPU memory", outcome)]
 
 
 Lead = Callable[[float], float]
 """Seconds before a job's end at which a stop must begin, by the seconds that a save takes."""
 
-_GRAIN = 30
-"""Seconds to which a warning is rounded up: Slurm looks at its clock as rarely."""
-
-_MOST_OF_JOB = 0.5
-"""Share of a job's time that kempner keeps free for its end at most."""
+_GRAIN = 30  # seconds to which a warning is rounded up: Slurm looks at its clock as rarely
+_MOST_OF_JOB = 0.5  # share of a job's time that kempner keeps free for its end at most
 
 
 @dataclass(frozen=True)
@@ -250,14 +232,14 @@ class SaveTime:
 
 
 def predict_save(
-    size: int | None, answers: Sequence[NodeAnswer], nodes: int, measured_on_all: bool
+    size: int | None, answers: Sequence[ProbeResult], nodes: int, measured_on_all: bool
 ) -> SaveTime:
     """A checkpoint of `size` bytes at the rate of the write tests.
 
     `measured_on_all` says that all `nodes` have written at once; if not, this host's rate is taken
     for that of each of them.
     """
-    tests = [answer.folders.write for answer in answers if answer.folders.write is not None]
+    tests = [answer.details.write for answer in answers if answer.details.write is not None]
     rates = [test.rate for test in tests if test.rate is not None]
     if size is None:
         return SaveTime(None, "the size of a checkpoint is not known")
@@ -273,10 +255,9 @@ def predict_save(
     return SaveTime(seconds, f"a checkpoint of {size_text(size)} takes about {_s(seconds)} ({how})")
 
 
-def check_write(answers: Sequence[NodeAnswer], save: SaveTime) -> CheckOutcome:
-    """Whether the checkpoints' folder takes data at all, and how fast."""
+def check_write(answers: Sequence[ProbeResult], save: SaveTime) -> CheckOutcome:
     for answer in answers:
-        test = answer.folders.write
+        test = answer.details.write
         if test is not None and test.trouble:
             return fail(
                 f"the checkpoints' folder cannot be written on {answer.node}: {test.trouble}; free "
@@ -328,7 +309,6 @@ def check_window(
 
 
 def check_grace(slurm: SlurmFacts, save: SaveTime) -> CheckOutcome:
-    """Whether a save fits into what a preemption leaves."""
     partition = slurm.partition
     if partition is None:
         return skipped(slurm.no_partition or "no partition is known")

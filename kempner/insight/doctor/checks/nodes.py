@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kempner.cluster.machine.limits import MEMORY, ROOM, SKEW, clock_skew, open_files_needed
+from kempner.cluster.machine import MEMORY, ROOM, SKEW, clock_skew, open_files_needed
 from kempner.cluster.network.interfaces import InterfaceNetwork, disagreement
-from kempner.insight.doctor.facts.gpus import Gpu
-from kempner.insight.doctor.facts.node import NodeAnswer
 from kempner.insight.doctor.facts.nodes import Survey
 from kempner.insight.doctor.finding import (
     CheckOutcome,
     Finding,
-    Level,
     fail,
     finding,
     passed,
@@ -22,14 +20,15 @@ from kempner.insight.doctor.finding import (
     warn,
     worst,
 )
+from kempner.probe.details import Gpu
+from kempner.probe.node import INTERFACE, SHM, ProbeResult
 from kempner.run.output.units import count, size_text
 
 _SMALL_SHM = 2**30
 """Bytes of /dev/shm below which loader workers and NCCL are known to run out of it: containers have
 64 MiB unless asked for more."""
 
-_ODD_SKEW = 2.0
-"""Seconds by which a clock may differ before times of logs mislead."""
+_ODD_SKEW = 2.0  # seconds by which a clock may differ before times of logs mislead
 
 _LITTLE_LOCKED = 64 * 2**20
 """Bytes of locked memory with which nothing can be sent over InfiniBand; 8 MiB are the default."""
@@ -40,19 +39,21 @@ answer takes a while."""
 
 
 def check_answers(survey: Survey) -> Finding:
-    """Whether every node has answered."""
-    silent = tuple(n for n in survey.asked if n not in {a.node for a in survey.answers})
-    if not silent or not survey.answers:
-        if survey.answers:
-            return finding("nodes", passed(f"{count(len(survey.answers), 'node')} answered"))
-        said = _last_line(survey.complaints) or "srun printed nothing"
-        return Finding("nodes", Level.FAIL, f"no node answered: {said}", survey.asked)
+    silent = [n for n in survey.asked if n not in {a.node for a in survey.answers}]
     said = _last_line(survey.complaints)
+    if not survey.answers:
+        said = said or "srun printed nothing"
+        return finding("nodes", fail(f"no node answered: {said}"), survey.asked)
+    if not silent:
+        return finding("nodes", passed(f"{count(len(survey.answers), 'node')} answered"))
     why = f" ({said})" if said else ""
-    sentence = (
-        f"no answer{why}: see that kempner's Python is there and the node is up, or exclude it"
+    return finding(
+        "nodes",
+        fail(
+            f"no answer{why}: see that kempner's Python is there and the node is up, or exclude it"
+        ),
+        silent,
     )
-    return Finding("nodes", Level.FAIL, sentence, silent)
 
 
 def _last_line(text: str) -> str:
@@ -62,15 +63,13 @@ def _last_line(text: str) -> str:
 
 
 def check_clocks(survey: Survey, controller_ahead: float | None) -> list[Finding]:
-    """The nodes' clocks against this one, and Slurm's."""
-
-    def judge(answer: NodeAnswer) -> CheckOutcome:
-        ahead = answer.network.clock_ahead
+    def judge(answer: ProbeResult) -> CheckOutcome:
+        ahead = answer.details.network.clock_ahead
         if ahead is None:
             ahead = clock_skew(answer.time, survey.during)
         return _clock(ahead, "its clock")
 
-    found = per_node("clock", survey.answers, lambda a: a.node, judge)
+    found = per_node("clock", survey.answers, judge)
     if controller_ahead is not None and abs(controller_ahead) > _UNSURE:
         found.append(finding("clock", _clock(controller_ahead, "the clock of Slurm's controller")))
     return found
@@ -84,34 +83,38 @@ def _clock(skew: float, whose: str) -> CheckOutcome:
     return fail(f"{sentence}; munge refuses a node far off") if abs(skew) > SKEW else warn(sentence)
 
 
-def check_limits(answers: Sequence[NodeAnswer], ranks: int, workers: int) -> list[Finding]:
+def check_limits(answers: Sequence[ProbeResult], ranks: int, workers: int) -> list[Finding]:
     """Open files, locked memory, /dev/shm and temporary files; `workers` is
     data.num_dataloader_workers."""
     needed = open_files_needed(ranks)
-    found: list[Finding] = []
-    for check, judge in {
-        "open files": lambda answer: _open_files(answer, needed, ranks),
-        "locked memory": _locked_memory,
-        "/dev/shm": lambda answer: _shm(answer, workers),
-        "temporary files": _temporary,
-    }.items():
-        found += per_node(check, answers, lambda a: a.node, judge)
-    return found
+
+    def open_files(answer: ProbeResult) -> CheckOutcome:
+        most = answer.open_files
+        if most is not None and most < needed:
+            return fail(
+                f"a process may open {most} files (`ulimit -Hn`), and a rank of {ranks} needs "
+                f"{needed}: raise nofile in limits.conf, or LimitNOFILE of slurmd"
+            )
+        return passed(f"{'no limit' if most is None else f'{most:,} allowed'}, {needed:,} needed")
+
+    def temporary(answer: ProbeResult) -> CheckOutcome:
+        folder = answer.details.temporary
+        free = size_text(answer.disk_free.get(folder, 0))
+        if answer.disk_free.get(folder, 0) < ROOM:
+            return fail(f"{folder} has {free} left: remove old files, or set TMPDIR")
+        return passed(f"{folder} has {free} free")
+
+    return [
+        *per_node("open files", answers, open_files),
+        *per_node("locked memory", answers, _locked_memory),
+        *per_node("/dev/shm", answers, lambda answer: _shm(answer, workers)),
+        *per_node("temporary files", answers, temporary),
+    ]
 
 
-def _open_files(answer: NodeAnswer, needed: int, ranks: int) -> CheckOutcome:
-    most = answer.limits.open_files
-    if most is not None and most < needed:
-        return fail(
-            f"a process may open {most} files (`ulimit -Hn`), and a rank of {ranks} needs "
-            f"{needed}: raise nofile in limits.conf, or LimitNOFILE of slurmd"
-        )
-    return passed(f"{'no limit' if most is None else f'{most:,} allowed'}, {needed:,} needed")
-
-
-def _locked_memory(answer: NodeAnswer) -> CheckOutcome:
-    most = answer.limits.memlock
-    if most is not None and answer.network.infiniband:
+def _locked_memory(answer: ProbeResult) -> CheckOutcome:
+    most = answer.details.locked_memory
+    if most is not None and answer.details.network.infiniband:
         sentence = (
             f"a process may lock {size_text(most)} (`ulimit -l`), and InfiniBand needs memlock "
             "unlimited: set it in limits.conf, or LimitMEMLOCK=infinity of slurmd"
@@ -122,14 +125,14 @@ def _locked_memory(answer: NodeAnswer) -> CheckOutcome:
     return passed(f"{size_text(most)} may be locked, and there is no InfiniBand that needs more")
 
 
-def _shm(answer: NodeAnswer, workers: int) -> CheckOutcome:
-    free, total = answer.limits.shm_free, answer.limits.shm_total
+def _shm(answer: ProbeResult, workers: int) -> CheckOutcome:
+    free, total = answer.disk_free.get(SHM, 0), answer.details.shm_total
     if free < ROOM:
         return fail(
             f"/dev/shm has {size_text(free)} free of {size_text(total)}, and NCCL and loader "
             "workers need more: remove what is left there, or start the container with --shm-size"
         )
-    if total < _SMALL_SHM and (workers or answer.gpus.gpus):
+    if total < _SMALL_SHM and (workers or answer.details.gpus.gpus):
         return warn(
             f"/dev/shm has only {size_text(total)}: NCCL or loader workers may run out of it; "
             "start the container with --shm-size=8g, or mount a larger one"
@@ -137,19 +140,12 @@ def _shm(answer: NodeAnswer, workers: int) -> CheckOutcome:
     return passed(f"{size_text(free)} free")
 
 
-def _temporary(answer: NodeAnswer) -> CheckOutcome:
-    folder, free = answer.limits.temporary
-    if free < ROOM:
-        return fail(f"{folder} has {size_text(free)} left: remove old files, or set TMPDIR")
-    return passed(f"{folder} has {size_text(free)} free")
-
-
-def check_memory(answers: Sequence[NodeAnswer], staged: float) -> list[Finding]:
+def check_memory(answers: Sequence[ProbeResult], staged: float) -> list[Finding]:
     """Free memory; `staged` is how many bytes of a checkpoint the ranks of a node copy for a save
     in the background."""
 
-    def judge(answer: NodeAnswer) -> CheckOutcome:
-        free, total = answer.limits.memory_free, answer.limits.memory_total
+    def judge(answer: ProbeResult) -> CheckOutcome:
+        free, total = answer.memory.free, answer.memory.total
         numbers = f"{size_text(free)} of {size_text(total)} memory is free"
         if free < MEMORY * total:
             return fail(f"{numbers}: end what an earlier job has left, or exclude the node")
@@ -162,22 +158,28 @@ def check_memory(answers: Sequence[NodeAnswer], staged: float) -> list[Finding]:
             f"{numbers}, of which a save takes {size_text(staged)}" if staged else numbers
         )
 
-    return per_node("memory", answers, lambda a: a.node, judge)
+    return per_node("memory", answers, judge)
 
 
-def check_software(answers: Sequence[NodeAnswer]) -> list[Finding]:
-    """Whether torch can be imported, and all nodes have the same versions."""
-    found = per_node("software", answers, lambda a: a.node, _software)
-    names = ("python", "kempner", "torch", "cuda")
-    for name in names:
-        versions = {a.node: getattr(a.software, name) for a in answers if not a.software.trouble}
-        if len(set(versions.values())) > 1:
-            found.append(_differing(name, versions))
+def check_software(answers: Sequence[ProbeResult]) -> list[Finding]:
+    found = per_node("software", answers, _software)
+    sound = {a.node: a.details.software for a in answers if not a.details.software.trouble}
+    for name in ("python", "kempner", "torch", "cuda"):
+        versions = {node: getattr(software, name) or "none" for node, software in sound.items()}
+        if len(set(versions.values())) < 2:
+            continue
+        ((usual, _),) = Counter(versions.values()).most_common(1)
+        odd = [node for node, version in versions.items() if version != usual]
+        theirs = ", ".join(sorted({versions[node] for node in odd}))
+        sentence = (
+            f"{name} is {theirs}, elsewhere {usual}: let all nodes use one virtual environment"
+        )
+        found.append(finding("software", fail(sentence), odd))
     return found
 
 
-def _software(answer: NodeAnswer) -> CheckOutcome:
-    software = answer.software
+def _software(answer: ProbeResult) -> CheckOutcome:
+    software = answer.details.software
     if software.trouble:
         return fail(
             f"torch, or what model.factory names, cannot be imported ({software.trouble}): see "
@@ -189,80 +191,57 @@ def _software(answer: NodeAnswer) -> CheckOutcome:
     )
 
 
-def _differing(name: str, versions: Mapping[str, str]) -> Finding:
-    counts = {version: [*versions.values()].count(version) for version in versions.values()}
-    usual = max(counts, key=lambda version: counts[version])
-    odd = tuple(node for node, version in versions.items() if version != usual)
-    theirs = ", ".join(sorted({versions[node] or "none" for node in odd}))
-    return Finding(
-        "software",
-        Level.FAIL,
-        f"{name} is {theirs}, elsewhere {usual or 'none'}: let all nodes use one virtual "
-        "environment",
-        odd,
-    )
-
-
 _LEFT_OVER = 2 * 2**30
 """Bytes in use on an idle GPU above which another process must be there: the driver uses less."""
 
-_MUCH = 0.1
-"""Share of a GPU's memory in use that no run can do without."""
+_MUCH = 0.1  # share of a GPU's memory in use that no run can do without
 
 
-def check_gpus(answers: Sequence[NodeAnswer], ours: bool, busy: bool) -> list[Finding]:
+def check_gpus(answers: Sequence[ProbeResult], ours: bool, busy: bool) -> list[Finding]:
     """ECC, row remapping, throttling and memory in use.
 
     `ours` is whether the GPUs are the job's own, so that no other job may use them; `busy` is
     whether the run may be using them.
     """
     check = "GPU health"
-    if not any(answer.gpus.gpus for answer in answers):
+    if not any(answer.details.gpus.gpus for answer in answers):
         return [finding(check, skipped("there is no GPU that nvidia-smi can look at"))]
-    return per_node(check, answers, lambda a: a.node, lambda a: _judge(a, ours, busy))
+    return per_node(check, answers, lambda a: _judge(a, ours, busy))
 
 
-def _judge(answer: NodeAnswer, ours: bool, busy: bool) -> CheckOutcome:
-    gpus = answer.gpus.gpus
+def _judge(answer: ProbeResult, ours: bool, busy: bool) -> CheckOutcome:
+    gpus = answer.details.gpus.gpus
     ailing = [(gpu, each) for gpu in gpus for each in _health_problems(gpu, ours, busy)]
     if not ailing:
         return passed(f"{len(gpus)} x {gpus[0].name}: nothing wrong" if gpus else "no GPU")
-    level = worst(Finding("", level, "") for _, (level, _) in ailing)
-    clauses = [f"GPU {gpu.index} {words}" for gpu, (_, words) in ailing]
-    return CheckOutcome(level, "; ".join(clauses))
+    clauses = "; ".join(f"GPU {gpu.index} {each.sentence}" for gpu, each in ailing)
+    return CheckOutcome(worst(each for _, each in ailing), clauses)
 
 
-def _health_problems(gpu: Gpu, ours: bool, busy: bool) -> Iterator[tuple[Level, str]]:
+def _health_problems(gpu: Gpu, ours: bool, busy: bool) -> Iterator[CheckOutcome]:
     if gpu.ecc:
-        yield (
-            Level.FAIL,
+        yield fail(
             f"has had {gpu.ecc} uncorrected memory errors since the reboot: exclude the node, and "
-            "report it",
+            "report it"
         )
     if gpu.remap == "failed":
-        yield (
-            Level.FAIL,
-            "cannot replace broken rows of its memory: exclude the node, and report it",
-        )
+        yield fail("cannot replace broken rows of its memory: exclude the node, and report it")
     if gpu.remap == "pending":
-        yield (
-            Level.WARN,
+        yield warn(
             "waits for a reset to replace broken rows of its memory: ask for one, or exclude the "
-            "node",
+            "node"
         )
     if gpu.throttles:
-        yield (
-            Level.WARN,
+        yield warn(
             f"is slowed down ({', '.join(gpu.throttles)}): every rank would wait for it; exclude "
-            "the node, and report it",
+            "the node, and report it"
         )
     if not busy and (gpu.memory_used > _LEFT_OVER or gpu.processes):
         much = ours and gpu.memory_used > _MUCH * gpu.memory_total
         pids = f" by {', '.join(map(str, gpu.processes))}" if gpu.processes else ""
-        yield (
-            Level.FAIL if much else Level.WARN,
+        yield (fail if much else warn)(
             f"has {size_text(gpu.memory_used)} in use{pids}: end what an earlier job has left, or "
-            "exclude the node",
+            "exclude the node"
         )
 
 
@@ -275,20 +254,18 @@ class PortFacts:
     free: int = 0
 
 
-def check_interfaces(answers: Sequence[NodeAnswer]) -> list[Finding]:
-    """Whether each node has the interface that its ranks bind to, and all are on one network."""
+def check_interfaces(answers: Sequence[ProbeResult]) -> list[Finding]:
     several = len(answers) > 1
-    found = per_node("interface", answers, lambda a: a.node, lambda a: _interface(a, several))
-    odd = disagreement({answer.node: answer.network.interface for answer in answers})
-    usable = not any(answer.network.trouble for answer in answers)
+    found = per_node("interface", answers, lambda a: _interface(a, several))
+    odd = disagreement({answer.node: answer.interface for answer in answers})
+    usable = not any(INTERFACE in answer.troubles for answer in answers)
     return [*found, finding("interface", fail(odd))] if odd and usable else found
 
 
-def _interface(answer: NodeAnswer, several: bool) -> CheckOutcome:
-    network = answer.network
-    bound = network.interface
-    if network.trouble:
-        return fail(f"{network.trouble}: correct the name, or bring the interface up")
+def _interface(answer: ProbeResult, several: bool) -> CheckOutcome:
+    network, bound = answer.details.network, answer.interface
+    if trouble := answer.troubles.get(INTERFACE):
+        return fail(f"{trouble}: correct the name, or bring the interface up")
     if network.unreachable:
         return fail(
             f"{network.unreachable}: look for a firewall or a broken link, or set "
@@ -306,19 +283,13 @@ def _interface(answer: NodeAnswer, several: bool) -> CheckOutcome:
     return passed(f"{bound.name} is up and has an address")
 
 
-def check_ports(facts: PortFacts, in_job: bool) -> CheckOutcome:
-    """Whether the supervisor finds free ports to listen on: one for the ranks, and in a Slurm job
-    another one for the agents of its nodes."""
+def check_ports(facts: PortFacts) -> CheckOutcome:
+    """Whether the supervisor finds a free port on which to listen to the agents of its nodes."""
     if facts.wanted is None:
         return passed("supervise.control_ports is not set: any free port will do")
     if not facts.free:
         return fail(
             f'no port of supervise.control_ports="{facts.wanted}" is free on this host: end what '
             "listens there, or set another range"
-        )
-    if in_job and facts.free == 1:
-        return warn(
-            f'one port of supervise.control_ports="{facts.wanted}" is free on this host, and the '
-            "agents of the nodes need a second one: set a larger range"
         )
     return passed(f'{facts.free} of supervise.control_ports="{facts.wanted}" are free')

@@ -5,13 +5,13 @@ Whether the data fits the configuration: present, readable, and of one vocabular
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kempner.checkpoint.store.commit import judge_room
 from kempner.config.sections import Config
 from kempner.data.files.index import check_held_out, check_samples, vocabulary
-from kempner.insight.doctor.facts.node import NodeAnswer
 from kempner.insight.doctor.facts.nodes import Survey
 from kempner.insight.doctor.facts.storage import DataSet, Disk, RunState
 from kempner.insight.doctor.finding import (
@@ -25,18 +25,18 @@ from kempner.insight.doctor.finding import (
     skipped,
     warn,
 )
+from kempner.probe.node import ProbeResult
 from kempner.run.output.units import count
+from kempner.run.process.durable_io import FileSystem
 from kempner.run.process.exit_codes import RunError
 
 _FILES_BESIDE = 16
 """Of a checkpoint, besides the files of each rank: manifest, metadata, the folder itself."""
 
-_FILES_OF_A_RANK = 2
-"""Its shard, and the sums of that."""
+_FILES_OF_A_RANK = 2  # its shard, and the sums of that
 
 
 def check_run(run: RunState) -> CheckOutcome:
-    """Whether the run may be started now."""
     if run.gave_up:
         return fail(f"{run.path} was given up ({run.gave_up}): correct that, and delete GAVE_UP")
     if run.running is None:
@@ -63,8 +63,17 @@ def check_room(disk: Disk, size: int | None, keep: int) -> CheckOutcome:
     )
 
 
+def check_file_system(folder: str, able: FileSystem) -> CheckOutcome:
+    if refusal := able.refusal(Path(folder)):
+        return fail(refusal)
+    if remarks := list(able.remarks()):
+        return warn(f"{folder}: {'; '.join(remarks)}")
+    if able == FileSystem():
+        return skipped(f"{folder}: what its file system can do shows only when it can be written")
+    return passed(f"{folder}: links, exclusive creation, renames, modes and fsync work")
+
+
 def check_inodes(disk: Disk, ranks: int, keep: int) -> CheckOutcome:
-    """Files that may still be made, against those of `keep` + 1 checkpoints."""
     if disk.trouble or disk.inodes is None:
         return skipped("the file system counts no inodes")
     needed = max(1, keep + 1 - disk.committed) * (_FILES_OF_A_RANK * ranks + _FILES_BESIDE)
@@ -78,59 +87,55 @@ def check_inodes(disk: Disk, ranks: int, keep: int) -> CheckOutcome:
 
 
 def check_shared(survey: Survey) -> list[Finding]:
-    """Whether each node sees what others write, in the folders that all must share."""
     check = "shared folders"
     unwritable = [
         finding(check, fail(f"{folder} cannot be written: {why}; set run.dir or checkpoint.dir"))
         for folder, why in survey.unwritable.items()
     ]
 
-    def judge(answer: NodeAnswer) -> CheckOutcome:
-        # Each was asked about a hidden folder in the one that is meant.
-        troubles = {str(Path(f).parent): why for f, why in answer.folders.troubles.items()}
+    def judge(answer: ProbeResult) -> CheckOutcome:
+        troubles = [answer.troubles[f] for f in survey.shared if f in answer.troubles]
         for folder in survey.unseen.get(answer.node, ()):
-            troubles.setdefault(folder, "does not show elsewhere what the node writes")
+            troubles.append(f"{folder} does not show elsewhere what the node writes")
         if troubles:
-            said = "; ".join(f"{folder} {why}" for folder, why in troubles.items())
+            said = "; ".join(troubles)
             return fail(f"{said}: use a folder on the file system that all nodes share")
         if len(survey.asked) == 1:
             return passed("can be written and read")
         return passed("what a node writes is seen by the others")
 
-    return [*unwritable, *per_node(check, survey.answers, lambda a: a.node, judge)]
+    return [*unwritable, *per_node(check, survey.answers, judge)]
 
 
-def check_copies(answers: Sequence[NodeAnswer], wanted: Mapping[str, str]) -> list[Finding]:
+def check_copies(answers: Sequence[ProbeResult], wanted: Mapping[str, str]) -> list[Finding]:
     """Whether each node sees the same data; `wanted` names the folder of each file compared."""
     found = []
     for file, folder in wanted.items():
-        digests = {answer.node: answer.folders.digests.get(file, "") for answer in answers}
+        digests = {answer.node: answer.details.digests.get(file, "") for answer in answers}
         if not any(digests.values()):
             continue  # no node sees it, which another check reports
-        usual = max(
-            digests.values(), key=lambda digest: [*digests.values()].count(digest) if digest else 0
-        )
-        missing = tuple(node for node, digest in digests.items() if not digest)
-        other = tuple(node for node, digest in digests.items() if digest not in ("", usual))
+        ((usual, _),) = Counter(filter(None, digests.values())).most_common(1)
+        missing = [node for node, digest in digests.items() if not digest]
+        other = [node for node, digest in digests.items() if digest not in ("", usual)]
         for nodes, what in ((missing, "cannot be read"), (other, "is another data set")):
             if nodes:
                 sentence = f"{folder} {what} there: copy it, or use a folder that all nodes share"
-                found.append(Finding("data on nodes", Level.FAIL, sentence, nodes))
+                found.append(finding("data on nodes", fail(sentence), nodes))
     if not found and len(answers) > 1 and wanted:
         found.append(finding("data on nodes", passed("every node sees the same data")))
     return found
 
 
 def check_caches(
-    answers: Sequence[NodeAnswer], offline: Sequence[str], needed: bool
+    answers: Sequence[ProbeResult], offline: Sequence[str], needed: bool
 ) -> list[Finding]:
     """Whether what a run without network reads is there; `offline` are the variables that say so,
     `needed` is whether the model is the user's own, which may load from the caches."""
     if not offline:
         return []
 
-    def judge(answer: NodeAnswer) -> CheckOutcome:
-        troubles = [f"{folder} {why}" for folder, why in answer.folders.caches.items()]
+    def judge(answer: ProbeResult) -> CheckOutcome:
+        troubles = [f"{folder} {why}" for folder, why in answer.details.caches.items()]
         if troubles:
             said = (
                 f"{' and '.join(offline)} is set, and {'; '.join(troubles)}: fill it where there "
@@ -139,18 +144,10 @@ def check_caches(
             return fail(said) if needed else warn(said)
         return passed(f"{' and '.join(offline)} is set, and its cache is there")
 
-    return per_node("offline caches", answers, lambda a: a.node, judge)
-
-
-def vocabulary_of(config: Config, data: DataSet) -> int | None:
-    """How many token ids the model has; None where neither configuration nor data say it."""
-    if data.index is None:
-        return config.model.vocab_size
-    return config.model.vocab_size or data.index.vocab_size
+    return per_node("offline caches", answers, judge)
 
 
 def check_data(config: Config, data: DataSet, held_out: DataSet | None) -> list[Finding]:
-    """The training data, its tokenizer, and the held-out data."""
     found = [finding("data", _present(data)), finding("tokenizer", _tokenizer(config, data))]
     if held_out is not None:
         found.append(finding("held-out data", _held_out(config, data, held_out)))

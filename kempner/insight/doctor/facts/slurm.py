@@ -1,4 +1,4 @@
-"""What Slurm says: whether it answers, and of the job and its partition."""
+"""What a batch script asks Slurm for, and what Slurm says of the job and its partition."""
 
 from __future__ import annotations
 
@@ -8,16 +8,128 @@ import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import SHORTLY, SlurmError
-from kempner.cluster.slurm.job import JobState
-from kempner.insight.doctor.facts.plan import JobPlan, parse_limit, read_plan
+from kempner.cluster.slurm.directives import read_pairs, read_words
+from kempner.cluster.slurm.resources import count_gpus
 
 _CONFIGURATION = Path("/etc/slurm/slurm.conf")
+
+
+_TORCHRUN = re.compile(r"^[^#]*--launcher[= ]torchrun\b", re.MULTILINE)
+"""In the line of a script that starts the supervisor."""
+
+DEFAULT_WARNING = 60.0  # seconds before the end at which `--signal` without a time comes: sbatch(1)
+
+
+@dataclass(frozen=True)
+class EarlySignal:
+    """A `--signal`: which one, how many seconds before the end, whether to the batch script."""
+
+    signal: str
+    seconds: float
+    to_script: bool
+
+
+@dataclass(frozen=True)
+class RequestedNodes:
+    """How many nodes a job asks for, and how much on each; None where its script does not say.
+
+    `torchrun` is whether a task starts the ranks of its node, and is none itself.
+    """
+
+    count: int | None = None
+    tasks: int | None = None
+    gpus: int | None = None
+    torchrun: bool = False
+
+    @property
+    def ranks(self) -> int | None:
+        return self.gpus if self.torchrun or self.tasks is None else self.tasks
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """What a job asks for; None where its script does not say. `limit` is in seconds.
+
+    `source` names the script. `requeue` is None where the cluster's JobRequeue decides.
+    """
+
+    source: str
+    nodes: RequestedNodes = RequestedNodes()
+    limit: float | None = None
+    warning: EarlySignal | None = None
+    requeue: bool | None = None
+    partition: str = ""
+
+
+def read_plan(script: Path, more: Sequence[str] = ()) -> JobPlan:
+    """The plan of a batch script; `more` are options of the command line, which win.
+
+    Raises `OSError`, and `ValueError` with a sentence.
+    """
+    return parse_plan(script.read_text(errors="replace"), str(script), more)
+
+
+def parse_plan(text: str, source: str, more: Sequence[str] = ()) -> JobPlan:
+    """The same of a script's text. Raises `ValueError` with a sentence."""
+    try:
+        asked = list(read_pairs([*read_words(text), *more]))
+        said = dict(asked)
+        requeue = [name == "requeue" for name, _ in asked if name in ("requeue", "no-requeue")]
+        nodes = int(said["nodes"].partition("-")[0]) if "nodes" in said else None
+        tasks = int(said["ntasks-per-node"]) if "ntasks-per-node" in said else None
+        if tasks is None and nodes and "ntasks" in said:
+            tasks = int(said["ntasks"]) // nodes
+        gres = said.get("gres", "")
+        gpus = said.get("gpus-per-node", gres if "gpu" in gres else None)
+        return JobPlan(
+            source=source,
+            nodes=RequestedNodes(
+                nodes,
+                tasks,
+                None if gpus is None else count_gpus(gpus),
+                _TORCHRUN.search(text) is not None,
+            ),
+            limit=parse_limit(said["time"]) if "time" in said else None,
+            warning=parse_signal(said["signal"]) if "signal" in said else None,
+            requeue=requeue[-1] if requeue else None,
+            partition=said.get("partition", ""),
+        )
+    except ValueError as error:
+        raise ValueError(f"{source} cannot be understood: {error}") from error
+
+
+def parse_signal(text: str) -> EarlySignal:
+    """`B:SIGTERM@120`, `USR1@60`, `R:10`: sbatch(1). Raises `ValueError`."""
+    found = re.fullmatch(r"(?:([RB]+):)?(?:SIG)?([A-Z0-9]+)(?:@(\d+))?", text, re.IGNORECASE)
+    if found is None:
+        raise ValueError(f"--signal={text} is no signal")
+    seconds = DEFAULT_WARNING if found[3] is None else float(found[3])
+    return EarlySignal(found[2].upper(), seconds, to_script="B" in (found[1] or "").upper())
+
+
+def parse_limit(text: str) -> float | None:
+    """Seconds of a time limit in any of the forms of sbatch(1); None for none.
+
+    Raises `ValueError`.
+    """
+    if text.upper() in ("UNLIMITED", "INFINITE", "-1", "0"):
+        return None
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if found is None:
+        raise ValueError(f"--time={text} is no time limit")
+    days, first, second, third = (None if part is None else int(part) for part in found.groups())
+    assert first is not None
+    if days is not None:  # days-hours[:minutes[:seconds]]
+        return float(((days * 24 + first) * 60 + (second or 0)) * 60 + (third or 0))
+    if third is not None:  # hours:minutes:seconds
+        return float((first * 60 + (second or 0)) * 60 + third)
+    return float(first * 60 + (second or 0))  # minutes[:seconds]
 
 
 @dataclass(frozen=True)
@@ -101,11 +213,6 @@ def read_partition(fields: Mapping[str, str]) -> Partition:
     )
 
 
-def read_job(job: str) -> JobState:
-    """Raises `SlurmError`."""
-    return scontrol.job_state(job)
-
-
 def job_plan(job: str) -> JobPlan | None:
     """What a running job was submitted with: its script, and the command line where accounts are
     kept. None where it has no script, as under `salloc`."""
@@ -128,15 +235,10 @@ def job_plan(job: str) -> JobPlan | None:
 
 def _options(words: list[str]) -> list[str]:
     """The options of an `sbatch` command line, which end at the script."""
-    found: list[str] = []
-    takes_value = False
+    end, takes_value = 1, False
     for word in words[1:]:
-        if takes_value:
-            found.append(word)
-            takes_value = False
-        elif word.startswith("-"):
-            found.append(word)
-            takes_value = bool(re.fullmatch(r"-\w", word))
-        else:
+        if not (takes_value or word.startswith("-")):
             break
-    return found
+        takes_value = not takes_value and bool(re.fullmatch(r"-\w", word))
+        end += 1
+    return words[1:end]

@@ -33,8 +33,7 @@ class Disk:
     inodes: int | None = None
     committed: int = 0
     trouble: str = ""
-    newest: int | None = None
-    """Bytes of the newest checkpoint; None before the first."""
+    newest: int | None = None  # bytes of the newest checkpoint; None before the first
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,6 @@ class RunState:
 
 
 def look_at_disk(folder: Path) -> Disk:
-    """Read the facts of the disk, without writing anything."""
     existing = nearest(folder)
     try:
         free = shutil.disk_usage(existing).free
@@ -56,14 +54,11 @@ def look_at_disk(folder: Path) -> Disk:
         # Some file systems make inodes as they are needed, and say that they have none at all.
         inodes = system.f_favail if system.f_files else None
         steps = CheckpointFolder(folder).committed() if folder.is_dir() else []
-        newest = _bytes(CheckpointFolder(folder).step(steps[-1])) if steps else None
+        files = CheckpointFolder(folder).step(steps[-1]).iterdir() if steps else ()
+        newest = sum(f.stat().st_size for f in files if f.is_file()) if steps else None
     except OSError as error:
         return Disk(str(folder), str(existing), trouble=error.strerror or str(error))
     return Disk(str(folder), str(existing), free, inodes, len(steps), newest=newest)
-
-
-def _bytes(checkpoint: Path) -> int:
-    return sum(file.stat().st_size for file in checkpoint.iterdir() if file.is_file())
 
 
 def look_at_run(run: RunDirectory) -> RunState:
@@ -83,13 +78,11 @@ def look_at_run(run: RunDirectory) -> RunState:
 
 
 def nearest(folder: Path) -> Path:
-    """`folder`, or the nearest above it that is there."""
     whole = folder.absolute()
     return next((path for path in (whole, *whole.parents) if path.is_dir()), Path("/"))
 
 
-_AT_ONCE = 16
-"""Token files that are opened at a time."""
+_AT_ONCE = 16  # token files that are opened at a time
 
 
 @dataclass(frozen=True)
@@ -107,7 +100,6 @@ class DataSet:
 
     @property
     def marker(self) -> str:
-        """The file by which copies of it are compared."""
         return str((Path(self.folder) / INDEX_FILE).absolute())
 
 
@@ -127,10 +119,9 @@ def find_data_set(section: str, folder: str) -> DataSet:
 
 
 def _unreadable(key: str, folder: Path, index: Index) -> str:
+    files = (folder / shard.file for shard in index.shards)
     with ThreadPoolExecutor(_AT_ONCE, "open") as pool:
-        found = [
-            why for why in pool.map(_try_to_read, (folder / s.file for s in index.shards)) if why
-        ]
+        found = [why for why in pool.map(_try_to_read, files) if why]
     if not found:
         return ""
     more = f" (and {len(found) - 1} more)" if found[1:] else ""

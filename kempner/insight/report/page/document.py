@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kempner.insight.report.attempts import InterruptionKind
+from kempner.insight.attempts import InterruptionKind
 from kempner.insight.report.page import tables
 from kempner.insight.report.page.tables import strip
 from kempner.insight.report.page.words import date, duration, number, share, text
@@ -21,8 +21,7 @@ from kempner.insight.report.series import Numbers
 from kempner.insight.report.summary import RunData, RunReport
 from kempner.run.output.units import count
 
-Plot: TypeAlias = dict[str, Any]
-"""One plot, as report.js reads it."""
+Plot: TypeAlias = dict[str, Any]  # one plot, as report.js reads it
 
 BUCKETS = 600
 """Buckets of a series, of which the lowest and the highest value are kept: no spike is lost."""
@@ -78,11 +77,10 @@ def _by_step(runs: Sequence[RunData], *fields: str) -> list[list[dict[str, Any]]
 
 
 def _held_out(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    found = []
+    found, alone = [], len(runs) == 1
     for place, run in enumerate(runs):
         x, y = decimate(run.evaluations.step, run.evaluations.loss)
-        name = f"{run.report.name}, held out" if len(runs) > 1 else "held out"
-        alone = len(runs) == 1
+        name = "held out" if alone else f"{run.report.name}, held out"
         drawn = _series(name, 1 if alone else place, x, y)
         found.append({**drawn, "points": True, "dashed": not alone})
     return found
@@ -112,7 +110,6 @@ def _speeds(runs: Sequence[RunData]) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _unit(wall: float) -> tuple[str, float]:
-    """The unit in which `wall` seconds are shown, and the seconds that it has."""
     units = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
     return next(((name, size) for name, size in units if wall >= 3 * size), ("seconds", 1.0))
 
@@ -157,7 +154,6 @@ sqrt(2 · cost of a save · time between failures)
 
 
 def page(runs: Sequence[RunData], version: str) -> str:
-    """The report of one run, or of several side by side, by this version of kempner."""
     title = ", ".join(run.report.name for run in runs)
     several, plots = len(runs) > 1, plots_of(runs)
     body = [_header(runs)]
@@ -201,7 +197,6 @@ def _header(runs: Sequence[RunData]) -> str:
 
 
 def story(report: RunReport) -> str:
-    """What happened, in a few sentences of HTML."""
     total = "" if report.training.total_steps is None else f" of {report.training.total_steps:,}"
     who = count(report.time.machines.ranks, "rank")
     if report.time.machines.nodes is not None:
@@ -211,19 +206,19 @@ def story(report: RunReport) -> str:
     told = [
         f"{state} after {duration(report.time.wall)} on {who}: "
         f"step {report.training.step:,}{total}.",
-        _trained(report),
+        "How much of the wall time trained is not known: its program does not say."
+        if report.time.goodput is None
+        else f"<b>{share(report.time.goodput)}</b> of the wall time trained.",
     ]
     many = len(report.interruptions)
     if many:
         kinds = [one.kind for one in report.interruptions]
-        words = (
-            (InterruptionKind.FAILURE, "failure", "failures"),
-            (InterruptionKind.HANG, InterruptionKind.HANG.value, "hangs"),
-            (InterruptionKind.STOP, "stop", "stops"),
-            (InterruptionKind.SILENT, "end without a message", "ends without a message"),
-        )
+        plural = {InterruptionKind.SILENT: "ends without a message"}
+        single = {InterruptionKind.SILENT: "end without a message"}
         listed = ", ".join(
-            count(kinds.count(kind), one, more) for kind, one, more in words if kind in kinds
+            count(kinds.count(kind), single.get(kind, kind.value), plural.get(kind, ""))
+            for kind in InterruptionKind
+            if kind in kinds
         )
         told.append(
             f"{count(many, 'interruption')} ({listed}) cost {unit.show(report.lost_hours)} "
@@ -234,26 +229,17 @@ def story(report: RunReport) -> str:
     return " ".join(told)
 
 
-def _trained(report: RunReport) -> str:
-    if report.time.goodput is None:
-        return "How much of the wall time trained is not known: its program does not say."
-    return f"<b>{share(report.time.goodput)}</b> of the wall time trained."
-
-
 def _run(run: RunData, plots: Sequence[Plot] | None) -> str:
-    """What there is to say of one run, with its `plots` if it is the only one."""
     report = run.report
     head = ""
     if plots is None:
         head = f"<h1>{text(report.name)}</h1><p class=lead>{story(report)}</p>"
     used = f" <small>of {count(report.nodes.used, 'node')}</small>" if report.nodes.used else ""
+    timeline = strip(run.timeline, report.interruptions)
     parts = [
         head,
         _figures(report),
-        _section(
-            "Where the time went",
-            strip(run.timeline, report.interruptions) + tables.time_table(report),
-        ),
+        _section("Where the time went", timeline + tables.time_table(report)),
         _section("Interruptions", tables.interruption_table(report)),
         "" if plots is None else _section("Training", _plots(plots)),
         _section("Checkpoints", tables.save_table(report)),
@@ -268,28 +254,19 @@ def _section(title: str, content: str) -> str:
 
 
 def _figures(report: RunReport) -> str:
-    """The numbers that one looks for first."""
     total = sum(report.time.gpu_hours.values())
     lost = report.lost_hours / total if total else None
     unit = tables.unit_of(report)
+    time, many = report.time, len(report.interruptions)
+    held = f"{share(time.while_held)} without queue and pauses"
+    held_out = f"held out {number(report.training.last_eval_loss, '.3f')}"
+    cost = f"{unit.show(report.lost_hours)} {unit.name} lost"
     figures = [
-        (
-            share(report.time.goodput),
-            "goodput",
-            f"{share(report.time.while_held)} without queue and pauses",
-        ),
-        (duration(report.time.wall), "wall time", count(report.training.attempts, "attempt")),
+        (share(time.goodput), "goodput", held),
+        (duration(time.wall), "wall time", count(report.training.attempts, "attempt")),
         (unit.show(total), unit.name, f"{share(lost)} lost to interruptions"),
-        (
-            f"{len(report.interruptions):,}",
-            "interruption" if len(report.interruptions) == 1 else "interruptions",
-            f"{unit.show(report.lost_hours)} {unit.name} lost",
-        ),
-        (
-            number(report.training.last_loss, ".3f"),
-            "last loss",
-            f"held out {number(report.training.last_eval_loss, '.3f')}",
-        ),
+        (f"{many:,}", "interruption" if many == 1 else "interruptions", cost),
+        (number(report.training.last_loss, ".3f"), "last loss", held_out),
     ]
     cells = (
         f"<div><strong>{value}</strong><span>{name}</span><small>{more}</small></div>"

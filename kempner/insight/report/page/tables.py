@@ -10,24 +10,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from kempner.insight.report.interruptions import Cost, Interruption
-from kempner.insight.report.page.words import (
-    UNKNOWN,
-    TimeUnit,
-    duration,
-    number,
-    share,
-    text,
-)
-from kempner.insight.report.summary import RunReport
+from kempner.insight.report.page.words import UNKNOWN, TimeUnit, duration, number, share, text
+from kempner.insight.report.summary import Cost, Interruption, RunReport
 from kempner.insight.report.timeline import Category, Timeline
 from kempner.run.output.units import count, size_text
 
-LEAST = 0.0005
-"""Seconds of a category that are as good as none."""
-
-MANY = 100
-"""Rows of a table; more are summed up in one sentence."""
+LEAST = 0.0005  # seconds of a category that are as good as none
+MANY = 100  # rows of a table; more are summed up in one sentence
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], name: str = "") -> str:
@@ -53,13 +42,11 @@ def _head(head: str) -> str:
 
 
 def unit_of(*reports: RunReport) -> TimeUnit:
-    """What time on all ranks of these runs is shown in."""
     counted = " or ".join(sorted({report.time.machines.counted for report in reports}))
     return TimeUnit.fit(max(sum(r.time.gpu_hours.values()) for r in reports), counted)
 
 
 def time_table(report: RunReport) -> str:
-    """Each category with its time, its share and its time on all ranks."""
     unit = unit_of(report)
     wall = report.time.wall or 1.0
     widest = max(report.time.seconds.values()) or 1.0
@@ -80,7 +67,6 @@ def time_table(report: RunReport) -> str:
 
 
 def interruption_table(report: RunReport) -> str:
-    """Each interruption with its cause and cost; the dearest ones where there are many."""
     if not report.interruptions:
         return "<p>Nothing interrupted this run.</p>"
     shown: Sequence[Interruption] = report.interruptions
@@ -140,27 +126,19 @@ def _hang_parts(cost: Cost) -> str:
 
 
 def save_table(report: RunReport) -> str:
-    """How long checkpoints took, against the time that is left for the last one."""
     saves = report.saves
     if not saves.committed:
         return "<p>No checkpoint was saved.</p>"
     every = "" if saves.interval_steps is None else f", every {saves.interval_steps:,} steps"
     failed = f"; {count(saves.failed, 'save')} failed" if saves.failed else ""
-    window = (
-        "no stop had a deadline" if saves.window_seconds is None else "the shortest of this run"
-    )
+    none = saves.window_seconds is None
+    window = "no stop had a deadline" if none else "the shortest of this run"
+    took = saves.took
+    worst = f"median; 95 % within {duration(took.p95)}, at worst {duration(took.worst)}"
+    largest = f"largest {size_text(saves.largest_bytes)}"
     rows = [
-        (
-            "Saved",
-            f"{saves.committed:,}{every}{failed}",
-            f"largest {size_text(saves.largest_bytes)}",
-        ),
-        (
-            "Until durable",
-            duration(saves.took.median),
-            f"median; 95 % within {duration(saves.took.p95)}, at worst "
-            f"{duration(saves.took.worst)}",
-        ),
+        ("Saved", f"{saves.committed:,}{every}{failed}", largest),
+        ("Until durable", duration(took.median), worst),
         ("Training held up", duration(saves.held_up_seconds), "by each, in the mean"),
         ("A stop needs", duration(saves.needed_seconds), "two saves, two steps and a margin"),
         ("Warning", duration(saves.window_seconds), window),
@@ -169,7 +147,6 @@ def save_table(report: RunReport) -> str:
 
 
 def node_table(report: RunReport) -> str:
-    """Nodes of which there is something to tell."""
     if not report.nodes.noted:
         return "<p>Nothing is known against any node.</p>"
     rows = [
@@ -188,7 +165,6 @@ def node_table(report: RunReport) -> str:
 
 
 def advice_list(report: RunReport) -> str:
-    """What to change, and why."""
     if not report.advice:
         return "<p>What was measured suggests no change.</p>"
     items = (f"<li><b>{text(a.what)}.</b> {text(a.why)}</li>" for a in report.advice)
@@ -196,7 +172,6 @@ def advice_list(report: RunReport) -> str:
 
 
 def comparison(reports: Sequence[RunReport]) -> str:
-    """Several runs side by side, a column each."""
     unit = unit_of(*reports)
     lines: list[tuple[str, list[str]]] = [
         ("State", [text(r.training.state) for r in reports]),
@@ -213,20 +188,15 @@ def comparison(reports: Sequence[RunReport]) -> str:
         ("Held-out loss", [number(r.training.last_eval_loss, ".4f") for r in reports]),
         ("Tokens/s", [number(r.training.tokens_per_second) for r in reports]),
     ]
-    lines += [
-        (
-            category.label,
-            [share(r.time.seconds[category.key] / (r.time.wall or 1.0)) for r in reports],
-        )
-        for category in Category
-        if any(r.time.seconds[category.key] >= 0.05 for r in reports)
-    ]
+    for category in Category:
+        spent = [(r.time.seconds[category.key], r.time.wall or 1.0) for r in reports]
+        if any(seconds >= 0.05 for seconds, _ in spent):
+            lines.append((category.label, [share(seconds / wall) for seconds, wall in spent]))
     heads = ("", *(f'><i class="dot c{n % 6}"></i>{text(r.name)}' for n, r in enumerate(reports)))
-    rows = [(name, *cells) for name, cells in lines]
     top = "".join(map(_head, heads))
     body = "".join(
-        f"<tr><th>{row[0]}</th>{''.join(f'<td class=n>{c}</td>' for c in row[1:])}</tr>"
-        for row in rows
+        f"<tr><th>{name}</th>{''.join(f'<td class=n>{c}</td>' for c in cells)}</tr>"
+        for name, cells in lines
     )
     return (
         f'<div class="wide"><table class="compare"><thead><tr>{top}</tr></thead>'
@@ -238,17 +208,13 @@ COLUMNS, HEIGHT = 400, 100
 """A column is so much of the wall time that it goes into the width; in it the categories stand on
 each other, by their shares. Nothing is left out, however short."""
 
-THINNEST = 0.004
-"""The share of a column, or of the wall time, below which nothing could be seen."""
-
-CROWDED = 0.022
-"""Marks that are nearer to each other, as a share of the width, become one."""
+THINNEST = 0.004  # the share of a column, or of the wall time, below which nothing could be seen
+CROWDED = 0.022  # marks that are nearer to each other, as a share of the width, become one
 
 _TICKS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
 
 
 def strip(timeline: Timeline, interruptions: Sequence[Interruption]) -> str:
-    """The timeline with its marks and its axis, as HTML."""
     bounds = np.linspace(timeline.begin, timeline.end, COLUMNS + 1)
     width = max(timeline.end - timeline.begin, 1e-9)
     parts = timeline.pieces.shares(bounds) / (width / COLUMNS)
@@ -270,7 +236,6 @@ def strip(timeline: Timeline, interruptions: Sequence[Interruption]) -> str:
 
 
 def _legend(interruptions: Sequence[Interruption], width: float) -> str:
-    """What the marks mean that there are, and what the height of a colour says."""
     kinds = (
         ("failed", "something failed or hung", any(i.kind.is_failure for i in interruptions)),
         ("asked", "a stop was asked for", not all(i.kind.is_failure for i in interruptions)),
@@ -288,7 +253,8 @@ def _rectangles(parts: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> str
     """Columns that look the same become one rectangle per category."""
     rounded = np.round(parts, 2)
     drawn = []
-    for first, last in _runs(rounded):
+    changes = np.flatnonzero((rounded[1:] != rounded[:-1]).any(axis=1)) + 1
+    for first, last in pairwise([0, *changes.tolist(), len(rounded)]):
         top = 1.0
         for category in Category:
             part = float(parts[first, category])
@@ -302,15 +268,7 @@ def _rectangles(parts: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> str
     return "".join(drawn)
 
 
-def _runs(rows: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> list[tuple[int, int]]:
-    """First row, and the one after the last, of rows that are equal."""
-    changes = np.flatnonzero((rows[1:] != rows[:-1]).any(axis=1)) + 1
-    edges = [0, *changes.tolist(), len(rows)]
-    return list(pairwise(edges))
-
-
 def _marks(timeline: Timeline, interruptions: Sequence[Interruption]) -> str:
-    """The numbers of the interruptions, above where they happened."""
     width = max(timeline.end - timeline.begin, 1e-9)
     groups: list[list[Interruption]] = []
     for one in interruptions:
@@ -332,7 +290,6 @@ def _marks(timeline: Timeline, interruptions: Sequence[Interruption]) -> str:
 
 
 def _axis(width: float) -> str:
-    """A handful of times since the begin."""
     step = next((t for t in _TICKS if width / t <= 7), None)
     if step is None:
         step = 86400 * int(np.ceil(width / 86400 / 7))

@@ -25,13 +25,9 @@ def duration(seconds: float | None) -> str:
     if seconds < 60:
         return f"{seconds:.0f} s" if seconds >= 10 or seconds == 0 else f"{seconds:.2g} s"
     whole = round(seconds)
-    for size, name, below, lesser in ((86400, "d", 3600, "h"), (3600, "h", 60, "min")):
-        if whole >= size:
-            return _two(whole // size, name, whole % size // below, lesser)
-    return _two(whole // 60, "min", whole % 60, "s")
-
-
-def _two(large: int, name: str, small: int, lesser: str) -> str:
+    units = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
+    size, name, below, lesser = next(unit for unit in units if whole >= unit[0])
+    large, small = whole // size, whole % size // below
     return f"{large} {name}" + (f" {small} {lesser}" if small else "")
 
 
@@ -56,14 +52,12 @@ class TimeUnit:
 
     @classmethod
     def fit(cls, whole: float, counted: str) -> Self:
-        """The largest of which the `whole`, in hours, is ten or more."""
         sizes = (("hours", 1.0), ("minutes", 60.0))
         fitting = ((name, size) for name, size in sizes if whole * size >= 10)
         name, size = next(fitting, ("seconds", 3600.0))
         return cls(f"{counted} {name}", size)
 
     def show(self, hours: float) -> str:
-        """A number of hours in this unit, without the unit's name."""
         value = hours * self.per_hour
         if value == 0 or value >= 100:
             return f"{value:,.0f}"
@@ -71,10 +65,8 @@ class TimeUnit:
 
 
 def number(value: float | None, form: str = ",.0f") -> str:
-    """A number in this format; a dash if there is none."""
     return UNKNOWN if value is None else format(value, form)
 
 
 def date(seconds: float) -> str:
-    """A moment, in UTC, to the minute."""
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M} UTC"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import calendar
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
@@ -23,11 +23,8 @@ _GLOG = re.compile(
     r"\b[IWEF](?P<month>\d{1,2})(?P<day>\d\d) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)\.(?P<f>\d+)"
 )
 
-UNKNOWN_YEAR = 2000
-"""For forms without a year in a log where nothing else names one."""
-
-_LOOKED_AT = 400
-"""Characters of a line in which a time is looked for; it stands near the front."""
+UNKNOWN_YEAR = 2000  # for forms without a year in a log where nothing else names one
+_LOOKED_AT = 400  # characters of a line in which a time is looked for; it stands near the front
 
 
 def time_of(text: str, year: int = UNKNOWN_YEAR) -> float | None:
@@ -45,12 +42,6 @@ def time_of(text: str, year: int = UNKNOWN_YEAR) -> float | None:
     clock = (int(part["h"]), int(part["m"]), int(part["s"]))
     fraction = float(f"0.{part['f']}") if part["f"] else 0.0
     return calendar.timegm((*date, *clock)) + fraction
-
-
-def year_of(text: str) -> int | None:
-    """The year that a line names with a full date."""
-    found = _ISO.search(text, 0, _LOOKED_AT)
-    return int(found["year"]) if found else None
 
 
 @dataclass(frozen=True)
@@ -108,15 +99,12 @@ _LEVEL = re.compile(
 )
 """The word of a logger, of which the first near the front of a line counts."""
 
-_FRONT = 100
-"""Characters of a line where its level stands."""
+_FRONT = 100  # characters of a line where its level stands
 
 _RANK_OF_FILE = re.compile(r"^(?:rank|task)[-_.]?(\d+)[._]")
 _LOCAL_RANK_OF_FILE = re.compile(r"attempt_\d+/(\d+)/std(?:out|err)\.log$")  # torchrun --log-dir
 _NODE_OF_FILE = re.compile(r"\d{3}[.-](?P<node>[a-z][\w-]*\d)\.(?:out|err|log)$")  # Slurm's %j.%N
-
-SAMPLE = 200
-"""Lines from the start of a file by which its labels are recognised."""
+SAMPLE = 200  # lines from the start of a file by which its labels are recognised
 
 
 @dataclass
@@ -170,7 +158,8 @@ def _style(source: str, sample: Sequence[str]) -> _Style:
 def _parse(line: LogLine, style: _Style) -> LogLine:
     said: dict[str, str] = {}
     text = line.text
-    style.year = year_of(text) or style.year
+    if (dated := _ISO.search(text, 0, _LOOKED_AT)) is not None:
+        style.year = int(dated["year"]) or style.year
     while (found := _prefix(text, style)) is not None:
         text = text[found.end() :]
         new = {k: v for k, v in found.groupdict().items() if v is not None}
@@ -192,7 +181,6 @@ def _parse(line: LogLine, style: _Style) -> LogLine:
 
 
 def _is_warning(text: str) -> bool:
-    """Whether its logger calls it a warning or less."""
     level = _LEVEL.search(text, 0, _FRONT)
     if level is not None and "NCCL" not in text:
         return (level[1] or level[2]).upper() in ("DEBUG", "INFO", "WARN", "WARNING")
@@ -210,6 +198,9 @@ def _number(said: str | None, otherwise: int | None) -> int | None:
     return otherwise if said is None else int(said)
 
 
+_HIDDEN = {"event", "level", "timestamp", "exception", "attempt", "pid", "rank", "node", "host"}
+
+
 def _structured(line: LogLine, style: _Style) -> Iterator[LogLine]:
     """A line of a JSON log, as kempner and structlog write it; its traceback as lines below."""
     try:
@@ -220,9 +211,10 @@ def _structured(line: LogLine, style: _Style) -> Iterator[LogLine]:
         yield _parse(line, style)
         return
     rank, node = entry.get("rank"), entry.get("node") or entry.get("host")
+    details = ", ".join(f"{key} {value}" for key, value in entry.items() if key not in _HIDDEN)
     head = LogLine(
         line.place,
-        _sentence(entry),
+        entry["event"] + (f" ({details})" if details else ""),
         time=time_of(str(entry.get("timestamp", "")), style.year),
         rank=rank if isinstance(rank, int) else style.rank,
         node=node if isinstance(node, str) else style.node,
@@ -231,9 +223,3 @@ def _structured(line: LogLine, style: _Style) -> Iterator[LogLine]:
     yield head
     for below in str(entry.get("exception", "")).splitlines():
         yield replace(head, text=below.rstrip(), warning=False)
-
-
-def _sentence(entry: Mapping[str, object]) -> str:
-    hidden = {"event", "level", "timestamp", "exception", "attempt", "pid", "rank", "node", "host"}
-    details = ", ".join(f"{key} {value}" for key, value in entry.items() if key not in hidden)
-    return f"{entry['event']}" + (f" ({details})" if details else "")

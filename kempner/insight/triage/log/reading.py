@@ -14,11 +14,8 @@ from typing import IO, cast
 
 from kempner.insight.triage.log.lines import LogLine
 
-BLOCK = 1 << 20
-"""Bytes read at a time."""
-
-LONGEST = 8192
-"""Bytes of a line that are looked at. A longer one holds no sentence for a person."""
+BLOCK = 1 << 20  # bytes read at a time
+LONGEST = 8192  # bytes of a line that are looked at. A longer one holds no sentence for a person.
 
 _BREAK = re.compile(rb"\r\n|\n|\r")
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

@@ -41,8 +41,7 @@ _OF_RAY = re.compile(r"RayTaskError\(.*\(pid=(?P<pid>\d+), ip=(?P<node>[\d.]+)")
 _HANDLED = "During handling of the above exception"
 _CAUSED = "The above exception was the direct cause"
 
-_STRAY = 60
-"""Lines of others that may stand inside a traceback before it counts as torn."""
+_STRAY = 60  # lines of others that may stand inside a traceback before it counts as torn
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,6 @@ class FoundException:
 
 @dataclass
 class _OpenTraceback:
-    """A traceback whose last line has not come yet."""
-
     muted: bool = False
     doubtful: bool = False
     follows: bool = False
@@ -87,11 +84,9 @@ class Tracebacks:
 
     @property
     def waiting(self) -> bool:
-        """Whether a traceback is open, so that each line may belong to it."""
         return bool(self._open)
 
     def is_open(self, line: LogLine) -> bool:
-        """Whether the writer of this line is in the middle of a traceback."""
         return line.writer in self._open
 
     def doubt(self, line: LogLine, order: int) -> None:
@@ -165,7 +160,6 @@ def _words(found: re.Match[str]) -> str:
 
 
 def is_handled(line: LogLine) -> bool:
-    """Whether this line says that the exception before it was handled when the next came."""
     return line.text.startswith(_HANDLED)
 
 

@@ -1,40 +1,123 @@
-"""All rows of the table, and a quick look at whether a line can match any."""
+"""All rows of the table, and a quick look at whether a line can match any.
+
+Among them those of the program itself (its environment, its command line, a loss that is no
+number), and what kempner's ledger says of a run, and no log would.
+"""
 
 from __future__ import annotations
 
-from kempner.insight.triage.rules import Cause, Sign
-from kempner.insight.triage.table import device, program, scheduler, storage
+from kempner.insight.triage.rules import Cause, Sign, cause
+from kempner.insight.triage.table import device, scheduler, storage
 
-TABLE: tuple[tuple[Sign, Cause], ...] = tuple(
-    (sign, cause)
-    for causes in (
-        scheduler.SURROUNDINGS_CAUSES,
-        scheduler.CAUSES,
-        device.MEMORY_CAUSES,
-        device.CAUSES,
-        storage.CAUSES,
-        program.CAUSES,
-        storage.NETWORK_CAUSES,
-    )
-    for cause in causes
-    for sign in cause.signs
+RAISED = Cause(
+    "exception",
+    "the program raised an exception",
+    "look at the line of the program below; the message is its own",
 )
+"""An exception that no rule knows."""
+
+PROGRAM_CAUSES = (
+    cause(
+        "import_error",
+        "a Python package is missing, or another version than the program wants",
+        "install it in the environment that the job uses; if other nodes have it, the environment "
+        "is not shared or not activated there",
+        Sign(r"^(?:\w+\.)*ModuleNotFoundError\b|No module named '"),
+        Sign(r"^(?:\w+\.)*ImportError: (?!.*(?:undefined symbol|shared object|GLIBC))"),
+        Sign(r"(?:VersionConflict|DistributionNotFound|PackageNotFoundError)\b"),
+    ),
+    cause(
+        "binary_mismatch",
+        "a compiled library does not fit the others, or is not there",
+        "build the extension again for this torch, CUDA and system; do not mix conda, pip and "
+        "modules; compare LD_LIBRARY_PATH on the nodes",
+        Sign(r"undefined symbol|GLIBC(?:XX)?_[\d.]+' not found"),
+        Sign(r"cannot open shared object file"),
+    ),
+    cause(
+        "command_not_found",
+        "a command is not there",
+        "load the module or activate the environment in the job script, before srun",
+        Sign(r"(?:line \d+: |bash: |sh: \d*:? ?)\S+: (?:command )?not found"),
+        Sign(r"(?:execvp?|execve)\S*: .*No such file|module\(s\) are unknown"),
+    ),
+    cause(
+        "usage",
+        "the command line or the configuration is wrong",
+        "correct it; the message names the argument",
+        Sign(r"error: (?:unrecognized arguments|the following arguments are required)"),
+        Sign(r"^\S+: error: (?:argument|invalid choice|ambiguous option)"),
+        Sign(r"^(?:\w+\.)*(?:ConfigAttributeError|ConfigKeyError|ValidationError)\b"),
+    ),
+    cause(
+        "loss_not_finite",
+        "the loss or the gradients are not finite any more, or the loss diverged",
+        "look at the loss before it; lower the learning rate, clip gradients, use bfloat16 instead "
+        "of float16, look at the data of that step, and go back to an earlier checkpoint",
+        Sign(r"loss scale already at minimum"),
+        Sign(r"(?i)\bloss (?:is|was|became|=)\s?(?:nan|inf)\b.*(?:stop|abort|exit|terminat)"),
+        Sign(r"(?i)^(?:\w+\.)*\w*(?:Error|Exception): .*\b(?:nan|inf)s?\b.*(?:loss|grad|norm)"),
+        Sign(r"(?i)^(?:\w+\.)*\w*(?:Error|Exception): .*(?:loss|grad|norm).*\b(?:nan|inf)s?\b"),
+        Sign(r"(?i)function '\w+' returned nan values|found nan in (?:local )?(?:grad|forward)"),
+        Sign(r"Minimum loss scale reached|loss diverged"),
+    ),
+    cause(
+        "unused_parameters",
+        "DistributedDataParallel waits for gradients of parameters that this step did not use",
+        "pass find_unused_parameters=True, or use all parameters on every rank in every step",
+        Sign(r"Expected to have finished reduction in the prior iteration"),
+    ),
+    cause(
+        "experiment_logger",
+        "the logger of metrics (Weights & Biases) failed, and took the program with it",
+        "set WANDB_MODE=offline on nodes without network, or give the job its API key",
+        Sign(r"wandb\.(?:errors?|sdk)\.\S*(?:CommError|UsageError|AuthenticationError)"),
+    ),
+)
+
+
+NOTHING = Cause("none", "nothing failed", "nothing")
+"""A run that goes on, has made its last step, or has not begun."""
+
+HANG = Cause(
+    "hang",
+    "no rank made progress any more",
+    "look at the stacks of the rank that the others waited for (rank-N.stacks), and at its node",
+)
+
+BAD_DATA = Cause(
+    "bad_data",
+    "data or a checkpoint was read, and is damaged or does not fit",
+    "repair or replace what the sentence names",
+)
+
+DISAPPEARED = Cause(
+    "rank_disappeared",
+    "a rank was gone without a message: its node or the network to it",
+    "ask `sinfo -R` and the operators about the node; kempner leaves it out if evidence is found",
+)
+
+UNEXPLAINED = Cause(
+    "unknown",
+    "nothing in the run's directory says why",
+    "look at the last lines of the ranks' logs, and at the job's output",
+)
+
+STOPPED = Cause("stopped", "the ranks were asked to stop", "start it again to go on")
+
+_ROWS = (
+    *scheduler.SURROUNDINGS_CAUSES,
+    *scheduler.CAUSES,
+    *device.MEMORY_CAUSES,
+    *device.CAUSES,
+    *storage.CAUSES,
+    *PROGRAM_CAUSES,
+    *storage.NETWORK_CAUSES,
+)
+TABLE: tuple[tuple[Sign, Cause], ...] = tuple((sign, row) for row in _ROWS for sign in row.signs)
 """Every sign with its cause; the first that matches a line counts."""
 
-CAUSES: dict[str, Cause] = {
-    cause.name: cause
-    for causes in (
-        device.MEMORY_CAUSES,
-        device.CAUSES,
-        storage.CAUSES,
-        (program.RAISED, *program.CAUSES),
-        storage.NETWORK_CAUSES,
-        scheduler.CAUSES,
-        scheduler.SURROUNDINGS_CAUSES,
-    )
-    for cause in causes
-}
-"""Every cause by its name."""
+CAUSES: dict[str, Cause] = {row.name: row for row in (RAISED, *_ROWS)}
 
 _WORDS = """
 rror xcept unhealthy HSA_STATUS too|large limit|exceeded ersion TASK NOT|ENDING ersions ailed

@@ -1,25 +1,66 @@
-"""Deals a node's CPUs out to its ranks, as srun would to tasks of their own."""
+"""Which CPUs and devices a node's ranks get: a share of each, or what the user wishes srun to bind.
+
+    python -m kempner.supervisor.launchers.agents.affinity
+
+is a task of a step with the user's own options, as many as there are ranks; it says to what srun
+has bound it, and the agents bind their ranks in the same way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import os
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
-from kempner.cluster.machine.job_place import JobPlace, find_place
-from kempner.cluster.slurm.command import step_environment
-from kempner.config.sections import SuperviseSection
-from kempner.supervisor.launchers.surroundings import Surroundings
+from pydantic import TypeAdapter
+
+from kempner.cluster.slurm.hostlist import node_name
+from kempner.cluster.slurm.node_step import in_lines, whole_answers
+from kempner.supervisor.launchers.agents.messages import Devices, TaskBinding
 
 _BINDINGS = ("SLURM_CPU_BIND", "SLURM_GPU_BIND", "SLURM_MEM_BIND", "SLURM_TRES_BIND")
 
 
-def binding_asked_for(environ: Mapping[str, str]) -> str:
-    """The variable by which a step is told how to bind its tasks; empty if there is none.
+@dataclass(frozen=True)
+class _BoundTask:
+    node: str
+    task: int
+    binding: TaskBinding
 
-    Only srun can do that, to ranks that are tasks of their own: an agent would be bound instead.
-    """
+
+_TASK = TypeAdapter(_BoundTask)
+
+
+def binding_asked_for(environ: Mapping[str, str]) -> str:
+    """The variable by which a step is told how to bind its tasks; empty if there is none."""
     return next((name for name in _BINDINGS if environ.get(name)), "")
+
+
+def unbound(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment for agents, which are not to be bound themselves."""
+    return {name: text for name, text in environ.items() if not name.startswith(_BINDINGS)}
+
+
+def bindings_by_node(lines: Iterable[str]) -> dict[str, tuple[TaskBinding, ...]]:
+    """By node, the bindings of its tasks, from what all of them have printed."""
+    tasks = defaultdict[str, dict[int, TaskBinding]](dict)
+    for answer in whole_answers(lines):
+        told = _TASK.validate_json(answer)
+        tasks[told.node][told.task] = told.binding
+    return {node: tuple(bound[task] for task in sorted(bound)) for node, bound in tasks.items()}
+
+
+def bindings_of_ranks(
+    told: Sequence[TaskBinding], cpus: Collection[int], ranks: int
+) -> Sequence[TaskBinding]:
+    """One per rank of a node: what was told, or shares of the `cpus`."""
+    if len(told) == ranks:
+        return told
+    return [TaskBinding(share) for share in shares(cpus, ranks)]
 
 
 def shares(cpus: Collection[int], ranks: int) -> list[tuple[int, ...]]:
@@ -52,12 +93,12 @@ def _place(topology: Path) -> tuple[int, int]:
     return package, core
 
 
-def why_no_agents(
-    section: SuperviseSection, environ: Mapping[str, str], surroundings: Surroundings
-) -> str:
-    """Why the ranks of a job must be tasks of srun; empty if agents can fork them."""
-    if section.ports is not None and len(section.ports) < 2:
-        return "supervise.control_ports has only one port"
-    in_step = find_place(environ) is JobPlace.STEP
-    bound = surroundings.binding or binding_asked_for(step_environment(environ, in_step))
-    return f"{bound} binds them, which only srun can do" if bound else ""
+def _tell(environ: Mapping[str, str]) -> str:
+    devices = {name: environ[name] for name in get_args(Devices) if name in environ}
+    binding = TaskBinding(tuple(sorted(os.sched_getaffinity(0))), devices)
+    told = _BoundTask(node_name(environ), int(environ["SLURM_LOCALID"]), binding)
+    return in_lines(f"{told.node}:{told.task}", _TASK.dump_json(told))
+
+
+if __name__ == "__main__":
+    print(_tell(os.environ), end="")

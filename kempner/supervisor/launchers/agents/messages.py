@@ -1,30 +1,37 @@
-"""What passes between the supervisor and the agents of its nodes: one message, one line.
+"""What the supervisor and the agents of its nodes say to each other (`run.link`).
 
-A connection opens like a rank's (`run.control.protocol`): challenge, hello, welcome. The token of
-an attempt, which the ranks need, travels under a pad that can be made only with the agents' secret.
-No command travels: an agent got it from srun, with its own.
+No command travels: an agent got it from srun, with its own. What ranks are told comes in named
+fields, of which an agent makes their environment.
 """
 
 from __future__ import annotations
 
-import hmac
-import json
-from dataclasses import asdict, dataclass
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field
 
-from kempner.run.control.protocol import (
+from kempner.run.control.launch_env import Launch, LaunchTerms
+from kempner.run.control.protocol import RankNews, SummedReports, TellRanks
+from kempner.run.link.auth import Secret
+from kempner.run.link.messages import (
     LINE_LIMIT,
-    MessageError,
+    Alive,
+    Joins,
+    Message,
     Name,
     Natural,
     Nonce,
+    Noted,
+    Post,
     Proof,
-    Secret,
+    Seconds,
     Words,
-    new_nonce,
+    decoder,
 )
+from kempner.run.process.durable_io import as_names, as_text
+from kempner.run.record.attempts import Attempt
 
 ADDRESSES, PORT = "KEMPNER_AGENTS_ADDRESSES", "KEMPNER_AGENTS_PORT"
 TOKEN, STEP = "KEMPNER_AGENTS_TOKEN", "KEMPNER_AGENTS_STEP"
@@ -35,30 +42,83 @@ BEAT = 2.0
 
 
 @dataclass(frozen=True)
-class _AgentMessage:
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
+class Buddy(Message):
+    """Part of `StartRanks`: the node whose agent keeps copies, where that listens, and the share of
+    the time in which it is sent to, which decides how many steps lie between two that are sent.
+    """
+
+    node: Name
+    address: Name
+    port: Natural
+    share: Annotated[float, Field(gt=0, le=1)]
 
 
 @dataclass(frozen=True)
-class StartRanks(_AgentMessage):
+class SealedLaunch(Message):
+    """Part of `StartRanks`: what the ranks are told (`run.control.launch_env.Launch`); the token is
+    under a pad that can be made only with the agents' secret."""
+
+    nonce: Words
+    sealed: tuple[Proof, Nonce]
+    job: Name | None = None
+    in_memory: bool = False
+    terms: LaunchTerms | None = None
+    parent: Natural | None = None
+
+    @classmethod
+    def of(cls, launch: Launch, secret: Secret) -> Self:
+        """Under the agents' secret."""
+        told = launch.job, launch.in_memory, launch.terms, launch.parent
+        return as_text(cls(launch.attempt.nonce, secret.seal(launch.secret.token), *told))
+
+    def open(self, secret: Secret, attempt: int) -> Launch:
+        """The launch of an attempt, in an agent."""
+        told = "", self.parent, self.job, as_names(self.terms)
+        of_attempt = Secret(secret.unseal(self.sealed))
+        return Launch(Attempt(attempt, self.nonce), of_attempt, *told, in_memory=self.in_memory)
+
+
+Devices: TypeAlias = Literal[
+    "CUDA_VISIBLE_DEVICES",
+    "GPU_DEVICE_ORDINAL",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+]
+"""Variables by which srun tells a task which devices are its own."""
+
+
+@dataclass(frozen=True)
+class TaskBinding(Message):
+    """Part of `StartRanks`: the CPUs that srun gives to a task (none: all), and its devices."""
+
+    cpus: tuple[Natural, ...] = ()
+    devices: dict[Devices, Name] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StartRanks(Message):
     """Supervisor to agent: start `count` of the `size` ranks of an attempt, from number `first`.
 
-    `variables` are what the ranks are told, without the token, which is `sealed`; `master` is where
-    they meet.
+    `master` is where they meet, `bindings` has one for each, if the user wishes them to be bound.
+    Where each is a torchrun, `ranks` is how many there are in all.
+    No variable of the environment can be set but those that an agent makes of these fields.
     """
 
     attempt: Natural
-    variables: dict[str, str]
-    sealed: tuple[Proof, Nonce]
+    launch: SealedLaunch
     first: Natural
     count: Natural
     size: Natural
     master: tuple[Name, Natural]
+    buddy: Buddy | None = None
+    bindings: tuple[TaskBinding, ...] = ()
+    ranks: Natural | None = None
     kind: Literal["start"] = "start"
 
 
 @dataclass(frozen=True)
-class StopRanks(_AgentMessage):
+class StopRanks(Message):
     """Supervisor to agent: SIGTERM to the ranks of an attempt."""
 
     attempt: Natural
@@ -66,7 +126,7 @@ class StopRanks(_AgentMessage):
 
 
 @dataclass(frozen=True)
-class KillRanks(_AgentMessage):
+class KillRanks(Message):
     """Supervisor to agent: SIGKILL to all that is left of an attempt; then say that it is gone."""
 
     attempt: Natural
@@ -74,9 +134,9 @@ class KillRanks(_AgentMessage):
 
 
 @dataclass(frozen=True)
-class Question(_AgentMessage):
-    """Supervisor to agent: how the node is, if `about` asks (`nodes.probe`), which of the processes
-    `pids` still run, what can be seen of those in `look` (`nodes.process_look`), and what `slots`
+class Question(Message):
+    """Supervisor to agent: how the node is, if `about` asks (`probe.node`), which of the processes
+    `pids` still run, what can be seen of those in `look` (`probe.processes`), and what `slots`
     asks for (`checkpoint.slots.requests`)."""
 
     number: Natural = 0
@@ -88,15 +148,7 @@ class Question(_AgentMessage):
 
 
 @dataclass(frozen=True)
-class AgentConfirmation(_AgentMessage):
-    """Supervisor to agent: everything up to this number has arrived."""
-
-    number: Natural
-    kind: Literal["confirmed"] = "confirmed"
-
-
-@dataclass(frozen=True)
-class LeaveOrder(_AgentMessage):
+class LeaveOrder(Message):
     """Supervisor to agent: end, with all that you have started. `refusal` is why it cannot join."""
 
     refusal: Words = ""
@@ -104,35 +156,7 @@ class LeaveOrder(_AgentMessage):
 
 
 @dataclass(frozen=True)
-class Joins(_AgentMessage):
-    """What an agent of another job offers: room for a number of `ranks`, for `seconds` (None:
-    without end). `job` is its Slurm id, empty outside of a job."""
-
-    job: Words
-    ranks: Natural
-    seconds: Annotated[float, Field(ge=0)] | None
-
-
-@dataclass(frozen=True)
-class AgentHello(_AgentMessage):
-    """Agent to supervisor, first of all: whose agent it is, its process, and what it brings if it
-    is not of the supervisor's job."""
-
-    node: Name
-    pid: Natural
-    joins: Joins | None = None
-    kind: Literal["here"] = "here"
-
-
-@dataclass(frozen=True)
-class AgentHeartbeat(_AgentMessage):
-    """Agent to supervisor, every few seconds."""
-
-    kind: Literal["beat"] = "beat"
-
-
-@dataclass(frozen=True)
-class Answer(_AgentMessage):
+class Answer(Message):
     """Agent to supervisor: the answer to a question; `vitals` is empty if it did not ask."""
 
     number: Natural
@@ -143,87 +167,89 @@ class Answer(_AgentMessage):
     kind: Literal["answer"] = "answer"
 
 
+Sent: TypeAlias = Literal["none", "stop", "kill", "nothing"]
+"""The strongest signal that a rank was sent; "nothing" if it was never started, which is none of
+its own doing."""
+
+
 @dataclass(frozen=True)
-class Ended(_AgentMessage):
+class Ended(Post):
     """Agent to supervisor: how a rank ended, as in `policy.outcome.RankExit`; `sent` is the
     strongest signal that the agent had sent it by then."""
 
-    number: Natural
     attempt: Natural
     rank: Natural
     status: int | None
-    sent: Literal["none", "stop", "kill"]
+    sent: Sent
     sentence: Words
     oom_kills: Natural = 0
     kind: Literal["ended"] = "ended"
 
 
 @dataclass(frozen=True)
-class AttemptCleared(_AgentMessage):
+class AttemptCleared(Post):
     """Agent to supervisor: of this attempt nothing is left here, or only what outlives a kill."""
 
-    number: Natural
     attempt: Natural
     clean: bool
     kind: Literal["cleared"] = "cleared"
 
 
 @dataclass(frozen=True)
-class DepartureRequest(_AgentMessage):
+class RankStill(Message):
+    """Part of `RanksStill`: a rank whose processes have done no work for `idle` seconds, and for
+    `still` of them have not even looked whether they can go on (`probe.activity`); and the
+    line and collective where it stands, None where that cannot be seen."""
+
+    rank: Natural
+    idle: Seconds
+    still: Seconds
+    place: tuple[Words, Words] | None = None
+
+
+@dataclass(frozen=True)
+class RanksStill(Message):
+    """Agent to supervisor: all ranks of a program of the user's own on this node that do nothing
+    now, as seen from outside."""
+
+    attempt: Natural
+    ranks: tuple[RankStill, ...]
+    kind: Literal["still"] = "still"
+
+
+@dataclass(frozen=True)
+class DepartureRequest(Post):
     """Agent of another job to supervisor: it has to leave within `seconds`, and why."""
 
-    number: Natural
-    seconds: Annotated[float, Field(ge=0)]
+    seconds: Seconds
     reason: Words
     kind: Literal["departs"] = "departs"
 
 
-ToAgent: TypeAlias = StartRanks | StopRanks | KillRanks | Question | AgentConfirmation | LeaveOrder
-Numbered: TypeAlias = Ended | AttemptCleared | DepartureRequest
-FromAgent: TypeAlias = AgentHello | AgentHeartbeat | Answer | Numbered
+ToAgent: TypeAlias = (
+    StartRanks | StopRanks | KillRanks | Question | Noted | LeaveOrder | TellRanks | Alive
+)
+FromAgent: TypeAlias = (
+    Alive
+    | Answer
+    | Ended
+    | RanksStill
+    | AttemptCleared
+    | DepartureRequest
+    | RankNews
+    | SummedReports
+)
 
-_TO_AGENT: TypeAdapter[ToAgent] = TypeAdapter(Annotated[ToAgent, Field(discriminator="kind")])
-_FROM_AGENT: TypeAdapter[FromAgent] = TypeAdapter(Annotated[FromAgent, Field(discriminator="kind")])
-
-
-def encode(message: ToAgent | FromAgent) -> bytes:
-    """The line of a message, newline included. Raises `MessageError` if it is too long."""
-    line = json.dumps(asdict(message), separators=(",", ":")).encode() + b"\n"
-    if len(line) > LINE_LIMIT:
-        raise MessageError(f"a message of {len(line)} bytes exceeds {LINE_LIMIT}")
-    return line
-
-
-def decode_to_agent(line: bytes) -> ToAgent:
-    """The message on a line of the supervisor's. Raises `MessageError`."""
-    try:
-        return _TO_AGENT.validate_json(line)
-    except ValidationError as error:
-        raise MessageError(f"not for an agent ({error.errors()[0]['type']})") from None
+decode_to_agent: Callable[[bytes], ToAgent] = decoder(ToAgent)
+decode_from_agent: Callable[[bytes], FromAgent] = decoder(FromAgent)
+"""Both raise `MessageError`."""
 
 
-def decode_from_agent(line: bytes) -> FromAgent:
-    """The message on a line of an agent's. Raises `MessageError`."""
-    try:
-        return _FROM_AGENT.validate_json(line)
-    except ValidationError as error:
-        raise MessageError(f"not from an agent ({error.errors()[0]['type']})") from None
+@dataclass(frozen=True)
+class AgentHello:
+    """An agent that has proved itself: whose it is, its process, and what it brings if it is not of
+    the supervisor's job."""
 
-
-def seal(secret: Secret, token: str) -> tuple[str, str]:
-    """A token of 256 bits under a pad of its own, and the nonce by which `unseal` makes the pad.
-
-    The pad is HMAC-SHA256 (RFC 2104) of a nonce that is never used again: without the secret it
-    looks random, so a one-time pad.
-    """
-    nonce = new_nonce()
-    return _under_pad(secret, token, nonce), nonce
-
-
-def unseal(secret: Secret, sealed: tuple[str, str]) -> str:
-    return _under_pad(secret, *sealed)
-
-
-def _under_pad(secret: Secret, text: str, nonce: str) -> str:
-    pad = hmac.new(secret.token.encode(), f"pad {nonce}".encode(), "sha256").digest()
-    return bytes(a ^ b for a, b in zip(bytes.fromhex(text), pad, strict=True)).hex()
+    node: str
+    pid: int
+    joins: Joins | None = None

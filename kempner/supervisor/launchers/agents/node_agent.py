@@ -9,49 +9,52 @@ supervisor says so, or when the supervisor is gone and no rank is left.
 
 An agent that `kempner join` has started in another job gets no stop signals for its ranks. When its
 input says so, it asks the supervisor to release it.
-
-An agent's link to the supervisor: opened again whenever it breaks.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import selectors
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import inf
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from signal import SIGKILL, SIGTERM
-from typing import Literal, TypeAlias
+from typing import Protocol, TypeAlias
 
 from kempner.checkpoint.slots.memory import CopyHolder, LentSlots, SlotHolder
 from kempner.checkpoint.slots.requests import SlotKeeper, reply_text
-from kempner.cluster.machine.limits import memory_group
-from kempner.cluster.machine.rlimits import raise_open_file_limit
+from kempner.cluster.machine import leave_no_cores, memory_group, raise_open_file_limit
 from kempner.cluster.network.ports import exported_master
 from kempner.cluster.slurm.hostlist import node_name
 from kempner.cluster.world import OF_AGENT, World
-from kempner.run.control.handshake import open_wire
-from kempner.run.control.launch_env import BUDDY, IN_MEMORY, Control, Launch, with_token
-from kempner.run.control.protocol import MessageError, Secret, shorten
-from kempner.run.control.transport import Connection
+from kempner.probe.activity import ActivityWatch, StackReader, Stillness
+from kempner.probe.node import answer_text
+from kempner.probe.processes import of_process, still_runs
+from kempner.run.control.launch_env import Launch, mark_of
+from kempner.run.control.leftovers import end_leftovers
+from kempner.run.control.protocol import TellRanks
+from kempner.run.link.auth import AGENTS, Door, Secret
+from kempner.run.link.client import LinkClient, Outbox, SilenceClock
+from kempner.run.link.messages import Alive, Caller, Message, Post, Role, shorten
+from kempner.run.link.wire import Connection, connect
 from kempner.run.output import logs
 from kempner.run.output.console import say
 from kempner.run.output.logs import logger
-from kempner.run.process.awake_clock import AwakeClock
-from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.signals import ReceivedSignal, inbox
-from kempner.run.process.threads import keep_running, start_thread
-from kempner.run.record.attempts import Attempt
-from kempner.supervisor.launchers.agents.affinity import shares
-from kempner.supervisor.launchers.agents.buddy.receiver import CopyReceiver
-from kempner.supervisor.launchers.agents.buddy.sender import Buddy, CopySender
-from kempner.supervisor.launchers.agents.joined.invitation import (
+from kempner.run.process.threads import AwakeClock, start_thread
+from kempner.run.process.whereabouts import CodePlace
+from kempner.run.record.run_dir import RunDirectory
+from kempner.supervisor.control.rank_hub import LinkState, RankHub
+from kempner.supervisor.launchers.agents.affinity import bindings_of_ranks
+from kempner.supervisor.launchers.agents.buddy.copies import CopyReceiver, CopySender
+from kempner.supervisor.launchers.agents.invitation import (
     Departure,
     JoinTerms,
     hear_departures,
@@ -62,153 +65,124 @@ from kempner.supervisor.launchers.agents.messages import (
     PORT,
     STEP,
     TOKEN,
-    AgentConfirmation,
-    AgentHeartbeat,
-    AgentHello,
     Answer,
     AttemptCleared,
     DepartureRequest,
     Ended,
-    FromAgent,
     KillRanks,
     LeaveOrder,
-    Numbered,
     Question,
+    RanksStill,
+    RankStill,
+    Sent,
     StartRanks,
     StopRanks,
+    TaskBinding,
     ToAgent,
+    decode_from_agent,
     decode_to_agent,
-    encode,
-    unseal,
 )
-from kempner.supervisor.launchers.base import Program
-from kempner.supervisor.launchers.children import ChildRank, Children
-from kempner.supervisor.nodes.presence import still_runs
-from kempner.supervisor.nodes.probe import answer_text
-from kempner.supervisor.nodes.process_look import of_process
+from kempner.supervisor.launchers.agents.stdio import BY_SRUN, offer_stdio
+from kempner.supervisor.launchers.base import TELLING, Program
+from kempner.supervisor.launchers.children import Children
+from kempner.supervisor.launchers.rank_output import ChildRank
 from kempner.supervisor.policy.outcome import RankExit
 
 AGAIN = 0.2
 """Seconds between two tries to connect."""
 
 
-class AgentLink:
-    """Talks to the supervisor from a thread, which calls `hear` with each message, and `hello` for
-    the first message of each connection.
+REPORT_BEAT = 1.0
+"""Seconds between two sums of what ranks report."""
 
-    What is numbered is sent again over each new connection, until it is confirmed.
+
+@dataclass(frozen=True)
+class SupervisorPlace:
+    """Where the supervisor listens to agents, the likeliest address first, and their secret."""
+
+    addresses: tuple[str, ...]
+    port: int
+    secret: Secret
+
+
+class AgentLink:
+    """Talks to the supervisor from a thread, which calls `listen` with each message.
+
+    What is numbered is sent again over each new connection, until it is confirmed. `ranks` follows
+    the link.
     """
 
     def __init__(
         self,
-        launch: Launch,
-        task: int,
-        hello: Callable[[], AgentHello],
-        hear: Callable[[ToAgent], None],
+        place: SupervisorPlace,
+        caller: Callable[[], Caller],
+        listen: Callable[[ToAgent], None],
     ) -> None:
-        self._launch, self._task, self._hello, self._hear = launch, task, hello, hear
-        self._lock = threading.Lock()
-        self._added = 0
-        self._unheard: deque[Numbered] = deque()
-        self._unsent: deque[FromAgent] = deque()
-        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._place, self._caller, self._listen = place, caller, listen
+        self._beat_at = self._report_at = 0.0
         self._clock, self._alone_since = AwakeClock(), 0.0
-        self._connected = False
-
-    def start(self) -> None:
-        """Connect, and begin to listen."""
-        keep_running("link", self._serve)
+        outbox, silence = Outbox(decode_from_agent), SilenceClock(inf)
+        self._link: LinkClient[ToAgent] = LinkClient(
+            self._dial, decode_to_agent, self, outbox, silence, (AGAIN, AGAIN)
+        )
+        self.start, self.say, self.post = self._link.start, self._link.say, self._link.post
+        self.close = self._link.close
+        self.ranks = RankHub(self.say)
 
     def alone_for(self) -> float:
         """Seconds for which there has been no connection, of those that this process was awake."""
         now = self._clock.now()
-        if self._connected:
+        if self._link.alone_since is None:
             self._alone_since = now
         return now - self._alone_since
 
-    def say(self, message: FromAgent) -> None:
-        """Send a message, or drop it if there is no connection."""
-        with self._lock:
-            self._unsent.append(message)
-        os.eventfd_write(self._alarm, 1)
+    def _dial(self) -> Connection:
+        where = self._place
+        connection = connect(where.addresses, where.port)
+        return Door(where.secret, AGENTS).open(connection, self._caller())
 
-    def post(self, make: Callable[[int], Numbered]) -> None:
-        """Send what `make` returns for its number; it is kept until it is confirmed."""
-        with self._lock:
-            self._added += 1
-            message = make(self._added)
-            self._unheard.append(message)
-            self._unsent.append(message)
-        os.eventfd_write(self._alarm, 1)
+    def opened(self) -> None:
+        """A sign of life is due."""
+        self._beat_at = 0.0
+        self.ranks.follow(LinkState.UP)
 
-    def all_heard(self) -> bool:
-        """Whether everything that must not be lost has arrived."""
-        with self._lock:
-            return not self._unheard
+    def hear(self, message: ToAgent) -> None:
+        """Pass it on."""
+        self._listen(message)
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                wire = open_wire(self._launch, self._task)
-            except (OSError, MessageError) as error:
-                logger().debug("no connection to the supervisor", reason=str(error))
-                time.sleep(AGAIN)
-                continue
-            try:
-                self._talk(wire)
-            except (OSError, MessageError) as error:
-                logger().info("the connection to the supervisor is over", reason=str(error))
-            finally:
-                self._connected = False
-                wire.close()
+    def due(self, behind: bool) -> Iterator[Message]:
+        """What ranks report, or a sign of life every `BEAT` seconds."""
+        now = time.monotonic()
+        if now >= self._report_at:
+            self._report_at = now + REPORT_BEAT
+            for summary in () if behind else self.ranks.summary():
+                self._beat_at = now + BEAT  # it is a sign of life, too
+                yield summary
+        if now >= self._beat_at:
+            self._beat_at = now + BEAT
+            yield Alive()
 
-    def _talk(self, wire: Connection) -> None:
-        """Until the connection is over, which raises."""
-        wire.trust()
-        with self._lock:
-            self._unsent = deque(self._unheard)
-        wire.send_line(encode(self._hello()))
-        self._connected = True
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._alarm, selectors.EVENT_READ)
-            selector.register(wire, selectors.EVENT_READ)
-            beat_at = time.monotonic()
-            while True:
-                self._send(wire)
-                now = time.monotonic()
-                if now >= beat_at:
-                    wire.send_line(encode(AgentHeartbeat()))
-                    beat_at = now + BEAT
-                writes = selectors.EVENT_WRITE if wire.sending else 0
-                selector.modify(wire, selectors.EVENT_READ | writes)
-                for key, events in selector.select(beat_at - now):
-                    if key.fd == self._alarm:
-                        os.eventfd_read(self._alarm)
-                    elif events & selectors.EVENT_READ:
-                        for line in wire.lines():
-                            self._take_in(decode_to_agent(line))
+    def next_at(self, connected: bool) -> float:
+        """When the next of these is due."""
+        return min(self._beat_at, self._report_at) if connected else inf
 
-    def _send(self, wire: Connection) -> None:
-        wire.flush()
-        with self._lock:
-            messages, self._unsent = list(self._unsent), deque()
-        for message in messages:
-            wire.send_line(encode(message))
-
-    def _take_in(self, message: ToAgent) -> None:
-        if not isinstance(message, AgentConfirmation):
-            self._hear(message)
-            return
-        with self._lock:
-            while self._unheard and self._unheard[0].number <= message.number:
-                self._unheard.popleft()
+    def look(self, connected: bool) -> None:
+        """Without a connection the ranks have none. The main thread looks at its clock by
+        itself."""
+        if not connected:
+            refused = self._link.silence.refuses
+            self.ranks.follow(LinkState.REFUSED if refused else LinkState.CUT)
 
 
 LOOK = 0.5
 """Seconds between two looks whether there is still something to do."""
 
-GONE_WITHIN = 10.0
-"""Seconds within which ranks that were killed are gone, unless one is stuck in the kernel."""
+LEFT_WITHIN = 10.0
+"""Seconds that ranks of an earlier supervisor get to leave, which can commit nothing any more."""
+
+USE_EVERY, TELL_EVERY, STILL = 5.0, 30.0, 20.0
+"""Seconds between two looks at what the ranks use, between two messages of those that do nothing,
+and for which one has done nothing that is told of."""
 
 ALONE = 30.0
 """Seconds without a supervisor, and without ranks, after which an agent ends."""
@@ -222,27 +196,117 @@ REFUSED_CODE = int(ExitCode.USAGE)
 _Event: TypeAlias = ToAgent | ReceivedSignal | Departure
 
 
+class Link(Protocol):
+    """What an agent says to its supervisor, as `AgentLink` does it, and where its ranks do."""
+
+    ranks: RankHub
+
+    def start(self) -> None: ...
+
+    def alone_for(self) -> float: ...
+
+    def say(self, message: Message) -> None: ...
+
+    def post(self, make: Callable[[int], Post]) -> None: ...
+
+
+class RanksHere(Protocol):
+    """What ranks are given on a machine; `gone_within` is in seconds, for those that were killed,
+    unless one is stuck in the kernel."""
+
+    gone_within: float
+
+    def environment(self, launch: Launch, master: tuple[str, int]) -> dict[str, str]:
+        """What all ranks here have in common."""
+
+    def place(self, world: World) -> dict[str, str]:
+        """What names the place of one."""
+
+    def output(self, attempt: int, rank: int) -> Path | None:
+        """The file for the output of a rank; None for where this process prints."""
+
+    def bindings(self, told: Sequence[TaskBinding], ranks: int) -> Sequence[TaskBinding]:
+        """What each of them is bound to."""
+
+    def oom_kills(self) -> int:
+        """How many processes the kernel has killed for want of memory."""
+
+
+class RanksOfAgent:
+    """Of a process that is the agent of one of several nodes."""
+
+    gone_within = 10.0
+
+    def environment(self, launch: Launch, master: tuple[str, int]) -> dict[str, str]:
+        """The address is told, and whether the user has chosen the port."""
+        address, port = master
+        return {
+            **TELLING,
+            **os.environ,
+            **launch.environment(),
+            OF_AGENT: "1",
+            **exported_master(os.environ, ()).variables(),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+        }
+
+    def place(self, world: World) -> dict[str, str]:
+        """As Slurm's variables would say it of a task, too."""
+        return world.environment() | {
+            "SLURM_PROCID": str(world.rank),
+            "SLURM_LOCALID": str(world.local_rank),
+            "SLURM_NTASKS": str(world.size),
+            "SLURM_NPROCS": str(world.size),
+        }
+
+    def output(self, attempt: int, rank: int) -> Path | None:
+        """All print to the job's output."""
+        return None
+
+    def bindings(self, told: Sequence[TaskBinding], ranks: int) -> Sequence[TaskBinding]:
+        """As the user wishes, or a share of the CPUs each."""
+        return bindings_of_ranks(told, os.sched_getaffinity(0), ranks)
+
+    def oom_kills(self) -> int:
+        """Of the job on this node."""
+        try:
+            group = memory_group()
+            return 0 if group is None else group.oom_kills()
+        except OSError as error:
+            logger().warning("the control group cannot be read", reason=str(error))
+            return 0
+
+
 class NodeAgent:
-    """Acts on what the supervisor says, and on signals, in the main thread."""
+    """Acts on what the supervisor says, and on signals, in one thread: the main one, where it is a
+    process of its own. Its supervisor listens at the `addresses`."""
 
     def __init__(
-        self, launch: Launch, task: int, program: Program, terms: JoinTerms | None = None
+        self,
+        program: Program,
+        children: Children,
+        here: RanksHere,
+        secret: Secret,
+        addresses: Sequence[str],
+        terms: JoinTerms | None = None,
     ) -> None:
-        self._program, self._secret, self._terms = program, launch.control.secret, terms
-        self._children, self._sender = Children(), CopySender(self._secret)
-        copies = CopyHolder()
-        receiver = CopyReceiver(copies, self._secret, launch.control.addresses)
+        self._program, self._children, self._here = program, children, here
+        self._secret, self._terms = secret, terms
+        self._sender, copies = CopySender(secret), CopyHolder()
+        receiver = CopyReceiver(copies, secret, addresses, node_name(os.environ))
         self._slots = SlotKeeper(SlotHolder(), copies, receiver.listen)
         self._incoming: SimpleQueue[_Event] = SimpleQueue()
-        self._link = AgentLink(launch, task, self._hello, self._hear)
         self._attempt = 0
         self._cleared = 0
+        self._over = threading.Event()
 
-    def run(self) -> int:
+    def run(self, link: Link) -> int:
         """Until the supervisor says so, or is gone for good; the exit code."""
+        self._link = link
         self._link.start()
         self._children.prepare(self._program)
-        inbox().react_with(self._incoming.put)
+        if not self._program.ours:
+            start_thread("activity", self._watch_ranks)
         if self._terms is not None:
             start_thread("departures", partial(hear_departures, self._hear_departure))
         while True:
@@ -259,19 +323,22 @@ class NodeAgent:
                 return self._leave(REFUSED_CODE if event.refusal else 0)
             self._act_on(event)
 
-    def _hello(self) -> AgentHello:
-        joins = None if self._terms is None else self._terms.now
-        return AgentHello(node_name(os.environ), os.getpid(), joins)
+    def take_signal(self, came: ReceivedSignal) -> None:
+        """Act on a signal."""
+        self._incoming.put(came)
 
     def _leave(self, code: int) -> int:
+        self._over.set()
         self._children.kill()
         self._children.close()
         return code
 
-    def _hear(self, message: ToAgent) -> None:
-        """Questions are answered at once, whatever else is going on."""
+    def hear(self, message: ToAgent) -> None:
+        """Questions are answered, and ranks told, at once, whatever else is going on."""
         if isinstance(message, Question):
             start_thread("answer", partial(self._answer, message))
+        elif isinstance(message, TellRanks | Alive):
+            self._link.ranks.pass_on(message)
         else:
             self._incoming.put(message)
 
@@ -284,11 +351,30 @@ class NodeAgent:
         told, slots = answer_text(question.about), reply_text(self._slots, question.slots)
         self._link.say(Answer(question.number, told, left, seen, slots))
 
+    def _watch_ranks(self) -> None:
+        """Tell of ranks that do nothing, until the agent leaves; those that have connected tell
+        more of themselves."""
+        clock, stacks = AwakeClock(), StackReader()
+        watch, told_at, any_told = ActivityWatch(clock.now), -inf, False
+        while not self._over.wait(USE_EVERY):
+            if self._link.ranks.joined:
+                continue
+            attempt, pids = self._attempt, self._children.pids()
+            found = {rank: how for rank, how in watch.look(pids).items() if how.idle >= STILL}
+            if (clock.now() - told_at < TELL_EVERY and found) or not (found or any_told):
+                continue
+            told_at, any_told = clock.now(), bool(found)
+            ranks = [
+                _told_still(rank, how, stacks.place(pids[rank])) for rank, how in found.items()
+            ]
+            self._link.say(RanksStill(attempt, tuple(ranks)))
+
     def _act_on(self, event: _Event) -> None:
         match event:
             case StartRanks(attempt) if attempt > self._attempt:
-                self._attempt = attempt
-                self._start(event)
+                first, self._attempt = not self._attempt, attempt
+                if not (first and self._is_hindered(event)):
+                    self._start(event)
             case StopRanks(attempt) if attempt == self._attempt:
                 self._children.ask_to_stop()
             case KillRanks(attempt) if attempt >= self._attempt and attempt > self._cleared:
@@ -305,80 +391,72 @@ class NodeAgent:
             case ReceivedSignal(number):
                 self._children.signal(number)
 
+    def _is_hindered(self, order: StartRanks) -> bool:
+        """Whether ranks of an earlier supervisor are still here, and cannot be ended: a node that
+        Slurm has lost and found may have some."""
+        mark = mark_of(os.environ)
+        try:
+            if mark is not None:
+                end_leftovers(RunDirectory(mark.run), LEFT_WITHIN)
+        except UsageError as error:
+            why = shorten(f"{node_name(os.environ)}: {error}")
+            for rank in range(order.first, order.first + order.count):
+                self._post(order.attempt, RankExit(rank, None, sentence=why, unstarted=True))
+            return True
+        return False
+
     def _start(self, order: StartRanks) -> None:
-        self._children.forget(GONE_WITHIN)
+        self._children.forget(self._here.gone_within)
         self._children.prepare(self._program)
         self._sender.end()
         self._slots.copies.clear()
-        common = self._environment(order)
+        launch = order.launch.open(self._secret, order.attempt)
+        size = order.size if order.ranks is None else order.ranks
+        socket = self._link.ranks.begin(order.attempt, size, launch.secret)
+        launch = replace(launch, socket=socket)
+        common, lent = self._here.environment(launch, order.master), dict[int, LentSlots]()
         ranks = range(order.first, order.first + order.count)
-        self._slots.own.keep_only(ranks if IN_MEMORY in common else ())
-        buddy, lent = common.pop(BUDDY, ""), dict[int, LentSlots]()
+        self._slots.own.keep_only(ranks if launch.in_memory else ())
         post = partial(self._post, order.attempt)
-        for local, cpus in enumerate(shares(os.sched_getaffinity(0), order.count)):
+        for local, bound in enumerate(self._here.bindings(order.bindings, order.count)):
             world = World(order.first + local, order.size, local, order.count, "agent")
-            environ = {**common, **world.environment(), **_as_task(world)}
-            environ |= _of_rank(environ, world.rank)
-            if IN_MEMORY in common:
-                lent[world.rank] = self._slots.own.lend(world.rank, environ, bool(buddy))
-            self._children.start(ChildRank(world.rank, environ, None, cpus), self._program, post)
-        if buddy:
-            self._sender.begin(Buddy.parse(buddy), lent)
-
-    def _environment(self, order: StartRanks) -> dict[str, str]:
-        """What all ranks here have in common."""
-        address, port = order.master
-        token = unseal(self._secret, order.sealed)
-        return {
-            **os.environ,
-            **with_token(order.variables, token),
-            OF_AGENT: "1",
-            **exported_master(os.environ, ()).variables(),
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
-        }
+            environ = common | dict(bound.devices.items()) | self._here.place(world)
+            environ |= launch.of_rank(world.rank, environ)
+            if launch.in_memory:
+                has_buddy = order.buddy is not None
+                own = self._slots.own.lend(world.rank, environ, has_buddy)
+                lent |= {} if own is None else {world.rank: own}
+            output = self._here.output(order.attempt, world.rank)
+            child = ChildRank(world.rank, environ, output, bound.cpus, shown=not world.rank)
+            self._children.start(child, self._program, post)
+        if order.buddy is not None:
+            self._sender.begin(order.buddy, lent)
 
     def _post(self, attempt: int, end: RankExit) -> None:
-        kills = 0 if end.ended_by_us or end.status != -SIGKILL else _oom_kills()
-        sent: Literal["none", "stop", "kill"] = "stop" if end.asked else "none"
+        kills = 0 if end.ended_by_us or end.status != -SIGKILL else self._here.oom_kills()
+        sent: Sent = "stop" if end.asked else "none"
+        if end.unstarted:
+            sent = "nothing"
         if end.ended_by_us:
             sent = "kill"
+        words = shorten(end.sentence)
         self._link.post(
-            lambda number: Ended(number, attempt, end.rank, end.status, sent, end.sentence, kills)
+            lambda number: Ended(number, attempt, end.rank, end.status, sent, words, kills)
         )
 
     def _clear(self, attempt: int) -> None:
         self._children.kill()
-        clean = self._children.forget(GONE_WITHIN)
+        self._link.ranks.end()
+        clean = self._children.forget(self._here.gone_within)
         if not clean:
             logger().warning("a rank cannot be killed")
         self._children.prepare(self._program)  # so that a fork server that has died is back soon
         self._link.post(lambda number: AttemptCleared(number, attempt, clean))
 
 
-def _oom_kills() -> int:
-    """Processes of the job on this node that the kernel has killed for want of memory."""
-    try:
-        group = memory_group()
-        return 0 if group is None else group.oom_kills()
-    except OSError as error:
-        logger().warning("the control group cannot be read", reason=str(error))
-        return 0
-
-
-def _of_rank(environ: Mapping[str, str], rank: int) -> dict[str, str]:
-    launch = Launch.from_environment(environ)
-    return {} if launch is None else launch.of_rank(rank, environ)
-
-
-def _as_task(world: World) -> dict[str, str]:
-    """What Slurm's variables would say of a rank that was a task of its own."""
-    return {
-        "SLURM_PROCID": str(world.rank),
-        "SLURM_LOCALID": str(world.local_rank),
-        "SLURM_NTASKS": str(world.size),
-        "SLURM_NPROCS": str(world.size),
-    }
+def _told_still(rank: int, how: Stillness, at: CodePlace | None) -> RankStill:
+    place = None if at is None else (shorten(at.line), shorten(at.collective))
+    return RankStill(rank, how.idle, how.still, place)
 
 
 def program_text(program: Program) -> str:
@@ -393,12 +471,12 @@ def _program(text: str) -> Program:
     return Program(command, bool(told["ours"]), modules, python, pattern)
 
 
-def _launch(environ: MutableMapping[str, str]) -> Launch:
-    """Where the supervisor is, and this agent's secret, which is taken out of the environment."""
-    step, port = int(environ.pop(STEP)), int(environ.pop(PORT))
-    addresses = tuple(environ.pop(ADDRESSES).split(","))
-    control = Control(addresses, port, Secret(environ.pop(TOKEN)))
-    return Launch(Attempt(step, ""), control)
+def _place(environ: MutableMapping[str, str]) -> SupervisorPlace:
+    """Where the supervisor is, and the agents' secret, which is taken out of the environment."""
+    addresses, port = tuple(environ.pop(ADDRESSES).split(",")), int(environ.pop(PORT))
+    if environ.pop(BY_SRUN, ""):
+        addresses, port = ("127.0.0.1",), offer_stdio()
+    return SupervisorPlace(addresses, port, Secret(environ.pop(TOKEN)))
 
 
 def main(text: str, environ: MutableMapping[str, str]) -> None:
@@ -406,9 +484,19 @@ def main(text: str, environ: MutableMapping[str, str]) -> None:
     inbox().install()
     logs.configure()
     raise_open_file_limit()
-    launch, terms = _launch(environ), JoinTerms.taken_from(environ)
+    leave_no_cores()
+    place, terms = _place(environ), JoinTerms.taken_from(environ)
+    step = int(environ.pop(STEP))
     task = int(environ["SLURM_PROCID"]) if terms is None else 0
-    code = NodeAgent(launch, task, _program(text), terms).run()
+
+    def caller() -> Caller:
+        role, joins = (Role.AGENT, None) if terms is None else (Role.GUEST, terms.now)
+        return Caller(role, step, task, node_name(os.environ), os.getpid(), joins)
+
+    here, program = RanksOfAgent(), _program(text)
+    agent = NodeAgent(program, Children(), here, place.secret, place.addresses, terms)
+    inbox().react_with(agent.take_signal)
+    code = agent.run(AgentLink(place, caller, agent.hear))
     sys.stdout.flush()
     os._exit(code)  # threads may still wait for ranks that are stuck
 

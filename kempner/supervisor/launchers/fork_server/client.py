@@ -21,6 +21,7 @@ import psutil
 from kempner.run.control.launch_env import AS_FORKED, FORK_SERVER
 from kempner.run.output.logs import logger
 from kempner.run.process.signals import stop_signals_blocked
+from kempner.run.process.threads import start_thread
 from kempner.run.process.worker_process import SAFE_MODULE
 from kempner.supervisor.launchers.fork_server import server
 from kempner.supervisor.launchers.fork_server.messages import (
@@ -159,13 +160,14 @@ class ForkServerClient:
         self,
         command: Sequence[str],
         environ: Mapping[str, str],
-        output: int | None,
+        outputs: Sequence[int],
         ours: bool,
         cpus: tuple[int, ...] = (),
     ) -> ForkedProcess:
         """A new process of this command, in a session of its own, once the imports are done.
 
-        `output` is the descriptor of the file to print to, None for where the server prints.
+        `outputs` are the descriptors to print to and for errors, and those that it holds besides;
+        none for where the server prints.
         Raises `CannotForkError`; then nothing was started, or it was killed.
         """
         running, arguments = self._running, arguments_of_python(command)
@@ -181,7 +183,7 @@ class ForkServerClient:
                 ours=ours,
                 cpus=cpus,
             ),
-            output,
+            outputs,
         )
 
     def give_up_orders(self) -> None:
@@ -205,7 +207,7 @@ class _ServerProcess:
         self._ready: Future[None] = Future()
         self.waited_for: dict[int, Future[ForkedProcess]] = {}
         self._forked: dict[int, ForkedProcess] = {}
-        threading.Thread(target=self._listen, name="fork-server", daemon=True).start()
+        start_thread("fork-server", self._listen)
 
     @classmethod
     def start(cls, modules: Sequence[str]) -> _ServerProcess:
@@ -224,7 +226,7 @@ class _ServerProcess:
                 )
         return cls(process, ours)
 
-    def fork(self, make: Callable[[int], ForkOrder], output: int | None) -> ForkedProcess:
+    def fork(self, make: Callable[[int], ForkOrder], outputs: Sequence[int]) -> ForkedProcess:
         """As `ForkServerClient.fork`, what `make` returns for its number."""
         order = make(next(self._numbers))
         answer: Future[ForkedProcess] = Future()
@@ -233,8 +235,7 @@ class _ServerProcess:
                 raise CannotForkError("the fork server has ended")
             self.waited_for[order.number] = answer
         try:
-            outputs = [] if output is None else [output]
-            socket.send_fds(self._channel, [encode(order)], outputs)
+            socket.send_fds(self._channel, [encode(order)], list(outputs))
             self._ready.result(IMPORTED_WITHIN)
             return answer.result(FORKED_WITHIN)
         except TimeoutError:

@@ -1,7 +1,7 @@
 """The messages between a fork server and its client: one message, one packet.
 
 The socket is a pair of type SOCK_SEQPACKET (unix(7)), so that no message comes in parts. With an
-order travels the file to print to, if there is one.
+order travel the descriptors to print to, if there are any.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from pathlib import Path
 from kempner.run.output.console import say
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.signals import STOP_SIGNALS, follow_parent, signal_at_end_of
+from kempner.run.process.threads import once_there_is_room
 from kempner.supervisor.launchers.fork_server.messages import (
     LARGEST,
     ForkOrder,
@@ -49,6 +50,9 @@ _PR_SET_NAME = 15  # linux/prctl.h
 _LAST = f"{Path.cwd()}/."
 """In the path while modules are imported for a program that is not known yet: they may be the
 user's. It is last, since a file there may have the name of one of Python's own."""
+
+_MOST = 4
+"""Descriptors that come with an order."""
 
 _LOOK = 0.001
 """Seconds between two looks whether an orphan has its new parent."""
@@ -72,7 +76,7 @@ class ForkServer:
                 if key.fd in self._children:
                     self._tell_end(key.fd)
                     continue
-                packet, outputs, *_ = socket.recv_fds(self._channel, LARGEST, 1)
+                packet, outputs, *_ = socket.recv_fds(self._channel, LARGEST, _MOST)
                 if not packet:
                     return None
                 order = decode(packet)
@@ -87,7 +91,7 @@ class ForkServer:
         else:
             if not order.ours:
                 return self._fork_orphan(order, outputs)
-            pid = os.fork()
+            pid = once_there_is_room(os.fork)  # or this server would end, and its ranks with it
             if not pid:
                 self._become_child(outputs)
                 return True
@@ -105,10 +109,10 @@ class ForkServer:
         The signal that it gets when its parent ends then means that the supervisor is gone, and not
         this server: a program that saves at SIGTERM and leaves with 0 would pass for complete.
         """
-        between = os.fork()
+        between = once_there_is_room(os.fork)
         if not between:
             between = os.getpid()  # the child may ask for its parent when this process is gone
-            pid = os.fork()
+            pid = once_there_is_room(os.fork)
             if pid:
                 self._say(ProcessForked(order.number, pid, orphan=True))
                 os._exit(0)
@@ -129,9 +133,8 @@ class ForkServer:
         self._channel.close()
         for ended in self._children:
             os.close(ended)
-        for output in outputs:
-            os.dup2(output, 1)
-            os.dup2(output, 2)
+        for number, output in zip((1, 2), outputs, strict=False):  # the others are only held
+            os.dup2(output, number)
             os.close(output)
 
     def _tell_end(self, ended: int) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from kempner.checkpoint.context import CheckpointContext
-from kempner.checkpoint.folders import FolderCheckpoints
 from kempner.checkpoint.format.manifest import Identity, TrainState
 from kempner.checkpoint.io.verify import verify
+from kempner.checkpoint.manager import FolderCheckpoints
 from kempner.checkpoint.store.retention import Keep
 from kempner.run.process.exit_codes import DataError
 from kempner.run.record.attempts import Fence, SupersededError, begin_attempt
@@ -135,7 +135,7 @@ def test_a_superseded_attempt_commits_nothing(tmp_path: Path) -> None:
     begin(tmp_path)
     old.save(TrainState(5))
     assert committed(tmp_path) == []
-    assert old.superseded
+    assert old.poll()[1]
     with pytest.raises(SupersededError):
         old.save(TrainState(6))
 

@@ -10,7 +10,7 @@ import torch
 from saved import commit_state, small_state
 
 from kempner.checkpoint.format.manifest import TrainState, read
-from kempner.checkpoint.io.verified_reader import MemoryCopy
+from kempner.checkpoint.io.verify import MemoryCopy
 from kempner.checkpoint.slots.memory import (
     IMAGE_AT,
     Branch,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -16,6 +17,7 @@ from kempner.checkpoint.slots.memory import (
     STEP_SLOTS,
     Branch,
     CopyHolder,
+    HeldSlot,
     Notes,
     SlotContents,
     SlotHolder,
@@ -168,6 +170,46 @@ def test_slots_tell_what_memory_they_take_and_give_it_back() -> None:
     assert lent.taken == 0
 
 
+def test_a_slot_that_is_emptied_while_it_is_written_fails_the_pour_and_kills_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A salvage that storage holds up goes on reading when the next attempt begins anew."""
+    holder = SlotHolder()
+    fill(holder, 0, 7)
+    [slot] = holder.slots()[0]
+    offered = offers(holder, "now")
+    assert [offer.step for offer in offered] == [7]
+    descriptor = holder._lent[0].slots[0]
+    read = HeldSlot.read
+
+    def emptied(self: HeldSlot, into: memoryview, at: int) -> None:
+        SlotMemory.grown(descriptor, 16)
+        read(self, into, at)
+
+    monkeypatch.setattr(HeldSlot, "read", emptied)
+    with pytest.raises(OSError, match="given up while it was read"):
+        pour(holder, "now", 7, tmp_path / "x")
+    assert slot.held() is None
+
+
+def test_without_a_file_to_open_no_steps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, create = [], os.memfd_create
+
+    def refuse(name: str) -> int:
+        if len(made) == 2:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        made.append(create(name))
+        return made[-1]
+
+    environ: dict[str, str] = {}
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    assert SlotHolder().lend(0, environ) is None
+    assert environ == {}
+    for descriptor in made:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+
+
 def copies_of(holder: SlotHolder) -> CopyHolder:
     """What a buddy has of it."""
     copies, notes = CopyHolder(), holder.notes()
@@ -176,7 +218,7 @@ def copies_of(holder: SlotHolder) -> CopyHolder:
             held = slot.held()
             assert held is not None
             memory = copies.take(held)
-            memory.image[:] = slot.image
+            slot.read(memory.image, 0)
             copies.publish(memory, held, notes)
     return copies
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -38,12 +40,15 @@ from kempner.checkpoint.io.verify import verify
 from kempner.checkpoint.store import commit, retention
 from kempner.checkpoint.store.retention import Readers
 from kempner.checkpoint.store.selection import (
+    MissingError,
     choose,
     choose_to_go_back,
     compare_identities,
     left_behind,
+    newest,
+    refuse_if_missing,
 )
-from kempner.run.process.durable_io import append_line
+from kempner.run.process.durable_io import FileSystem, append_line, probe_file_system
 from kempner.run.process.exit_codes import DataError
 from kempner.run.record.attempts import Fence, SupersededError, begin_attempt
 from kempner.run.record.run_dir import RunDirectory
@@ -155,9 +160,9 @@ def test_a_step_reached_again_sets_the_earlier_checkpoint_aside(store: Store) ->
 def test_what_an_abandoned_branch_left_never_joins_the_live_one(store: Store) -> None:
     for step in (10, 20, 30):
         store.commit(step)
-    store.folder.point_latest(10, unique="rollback")
+    commit.go_on_from(store.folder, 10, store.fence, store.reports.append)
+    assert store.folder.committed() == [store.folder.latest()] == [10]
     store.commit(25)  # a stop, say: no step of the branch that was left
-    assert store.folder.committed() == [10, 25, 30]
     store.commit(35)
     assert store.folder.committed() == [10, 25, 35]
     names = {p.name for p in store.folder.path.glob("*.abandoned-*")}
@@ -236,7 +241,10 @@ def test_a_rename_whose_answer_was_lost_is_not_a_failure(
     assert len(list(store.folder.path.glob("step-*"))) == 2
 
 
-def test_a_rename_of_what_is_not_there_is_one(store: Store) -> None:
+def test_a_rename_of_what_is_not_there_is_one(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit, "await_files", partial(commit.await_files, seconds=0.0))
     store.commit(10)
     path, manifest = store.write(20)
     path.rename(path.with_name("stolen"))
@@ -324,6 +332,80 @@ def test_choice(committed: list[int], latest: int | None, chosen: int | None) ->
     assert choose(committed, latest) == chosen
 
 
+def refuse(errors: Iterable[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The swap of `latest` fails with each of these, one after the other, then works."""
+    rest, rename = list(errors), Path.rename
+
+    def renamed(self: Path, target: Path) -> Path:
+        if target.name == "latest" and rest:
+            raise OSError(rest.pop(0), "refused")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+
+
+def test_a_swap_that_fails_undoes_no_commit_and_comes_later(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.commit(10)
+    refuse([errno.EIO] * 2, monkeypatch)
+    for step in (20, 30):
+        store.commit(step)  # each by a folder of its own, as another process would
+    assert (store.folder.latest(), newest(store.folder)) == (10, 30)
+    assert store.folder.committed() == [10, 20, 30]
+    assert ["`latest` cannot name step" in said for said in store.reports] == [True, True]
+    store.commit(40)
+    assert (store.folder.latest(), newest(store.folder)) == (40, 40)
+    assert store.folder.committed() == [10, 20, 30, 40]
+    assert store.folder.prepared() == {}
+
+
+def test_a_commit_that_lands_after_its_attempt_was_superseded_is_not_the_newest(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rename that was stuck in a network file system, from before the fence was asked."""
+    store.commit(10)
+    path, manifest = store.write(20)
+    monkeypatch.setattr(commit, "rename", lambda *rest, **more: None)
+    commit.commit(store.folder, path, manifest, store.fence, store.reports.append)
+    monkeypatch.undo()
+    store.fence = Fence(store.run.attempts, begin_attempt(store.run))
+    retention.sweep(CheckpointFolder(store.folder.path), 0)  # it leaves folders in progress here
+    commit.go_on_from(store.folder, 10, store.fence, store.reports.append)
+    store.commit(15)
+    path.rename(store.folder.step(20))
+    assert (store.folder.latest(), newest(store.folder)) == (15, 15)
+    store.commit(25)
+    assert store.folder.committed() == [10, 15, 25]
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_where_there_are_no_links_latest_is_a_file_and_both_are_read(
+    store: Store, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.commit(10)
+
+    def refuse(self: Path, target: str) -> None:
+        raise OSError(code, "refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "symlink_to", refuse)
+        path = store.commit(20)
+    latest = store.folder.path / "latest"
+    assert (latest.is_symlink(), latest.read_text(), store.folder.latest()) == (
+        False,
+        "step-00000020\n",
+        20,
+    )
+    assert retention.locate(latest)[1] == path
+    store.commit(30)
+    assert (latest.is_symlink(), store.folder.latest()) == (True, 30)
+    latest.unlink()
+    latest.mkdir()  # as a copy that follows links leaves it
+    store.commit(40)
+    assert newest(store.folder) == 40
+
+
 @pytest.mark.parametrize(
     ("branch", "to", "chosen"),
     [([], 20, None), ([10, 20], 20, 20), ([10, 20], 15, 10), ([20, 30], 10, 20)],
@@ -403,3 +485,41 @@ def test_what_a_resume_may_change(
     assert bool(judgement.remarks) == bool(remarked)
     assert refused in " ".join(judgement.refusals)
     assert remarked in " ".join(judgement.remarks)
+
+
+def test_was_here_and_is_gone_is_never_nothing_here(store: Store) -> None:
+    refuse_if_missing(store.folder, None)
+    with pytest.raises(MissingError, match="ledger says that step 40 was committed") as bare:
+        refuse_if_missing(store.folder, 40)
+    assert bare.value.errno == errno.ENOENT  # a file system that is not mounted looks like that
+    path = store.commit(40)
+    refuse_if_missing(store.folder, 40)
+    for file in path.iterdir():
+        file.unlink()
+    (store.folder.path / "latest").unlink()
+    with pytest.raises(MissingError, match=r"start under another run\.name") as purged:
+        refuse_if_missing(store.folder, 40)
+    assert purged.value.errno == errno.ENODATA
+    store.folder.set_aside(40, "damaged", 2)
+    with pytest.raises(DataError, match="those there were are set aside"):
+        refuse_if_missing(store.folder, 40)
+
+
+def test_a_file_system_says_what_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probe_file_system(tmp_path) == FileSystem(*[True] * 6)
+    assert list(tmp_path.iterdir()) == []
+    for code, can in ((errno.EPERM, False), (errno.EIO, None)):
+        with monkeypatch.context() as patch:
+
+            def refuse(self: Path, target: object, code: int = code) -> None:
+                raise OSError(code, os.strerror(code))
+
+            patch.setattr(Path, "symlink_to", refuse)
+            patch.setattr(Path, "rename", refuse)
+            found = probe_file_system(tmp_path)
+        assert (found.symlinks, found.replaces, found.moves_folders) == (can, can, can)
+        assert found.exclusive
+        assert bool(found.refusal(tmp_path)) == (can is False)
+    assert list(FileSystem(symlinks=False).remarks()) == [
+        "no symbolic links: `latest` will be a file"
+    ]

@@ -242,3 +242,69 @@ def test_requests_while_a_pass_runs_add_one_more_at_most(
     go_on.set()
     pruner.close()
     assert len(passes) == 2
+
+
+def set_aside(folder: CheckpointFolder, step: int, why: str, attempt: int) -> None:
+    folder.step(step).mkdir(exist_ok=True)
+    folder.set_aside(step, why, attempt)
+
+
+def copies(folder: CheckpointFolder) -> set[str]:
+    return {path.name for path in folder.copies()}
+
+
+def test_what_was_set_aside_is_bounded_and_makes_room(
+    folder: CheckpointFolder, fence: Fence
+) -> None:
+    for attempt in (2, 3, 4, 5):
+        set_aside(folder, 50, "abandoned", attempt)
+        set_aside(folder, 60, "damaged", attempt)
+    pruner = Pruner(folder, Keep(last=2, damaged=2), fence)
+    pruner.make_room()
+    assert copies(folder) == {
+        *(step_name(30), step_name(40), "step-00000050.abandoned-a5"),
+        *("step-00000060.damaged-a4", "step-00000060.damaged-a5"),
+    }
+    (folder.path / ".step-00000070.a1-77aa").mkdir()  # a save that failed, and was left
+    pruner.make_room()
+    assert ".step-00000070.a1-77aa" not in copies(folder)
+    pruner.close()
+
+
+def test_what_is_kept_for_good_or_read_takes_no_room(
+    folder: CheckpointFolder, fence: Fence
+) -> None:
+    set_aside(folder, 50, "abandoned", 2)
+    pruner = Pruner(folder, Keep(last=2, every=20), fence)
+    with retention.reading_at(folder.path / "step-00000050.abandoned-a2"):
+        pruner.make_room()
+        assert "step-00000050.abandoned-a2" in copies(folder)
+    assert folder.committed() == [10, 20, 30, 40]  # no pass was needed
+    pruner.close()
+
+
+def test_nothing_more_is_written_where_nothing_can_be_deleted(
+    folder: CheckpointFolder, fence: Fence, protect: Callable[[Path], None]
+) -> None:
+    protect(folder.step(10))
+    protect(folder.step(20))
+    pruner = Pruner(folder, Keep(last=2), fence)
+    with pytest.raises(OSError, match="4 copies of steps are there, and those beyond 3 cannot be"):
+        pruner.make_room()
+    release(folder.path)
+    pruner.make_room()
+    assert folder.committed() == [30, 40]
+    pruner.close()
+
+
+def test_a_step_that_has_lost_its_manifest_is_damaged_once_room_is_needed(
+    folder: CheckpointFolder, fence: Fence
+) -> None:
+    """As a purge of old files leaves it."""
+    for step in (10, 20):
+        (folder.step(step) / MANIFEST).unlink()
+    pruner = Pruner(folder, Keep(last=2), fence)
+    pruner.make_room()
+    aside = {"step-00000010.damaged-a1", "step-00000020.damaged-a1"}
+    assert copies(folder) == {*aside, step_name(30), step_name(40)}
+    pruner.close()

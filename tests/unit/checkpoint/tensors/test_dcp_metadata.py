@@ -7,11 +7,11 @@ import threading
 
 import psutil
 import pytest
+from harness import wait_until
 from patience import scaled
 
 from kempner.checkpoint.format.shard_plan import TensorSpec
 from kempner.checkpoint.tensors import dcp_metadata
-from tests.harness import wait_until
 
 SPECS = [TensorSpec(f"model.{n}", (64 + n, 8), "float32", (4,), (0,)) for n in range(50)]
 

@@ -181,13 +181,18 @@ def flip_last(content: bytes) -> bytes:
     return content[:-1] + bytes([content[-1] ^ 1]) if content else b"x"
 
 
+def sums_of(path: Path) -> Path:
+    return path.with_name("sums-00000.json")
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
         (lambda path: path.unlink(), "cannot be read: No such file"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes instead of"),
-        (lambda path: path.with_name("sums-00000.json").unlink(), "sums-00000.json cannot be read"),
-        (lambda path: path.with_name("sums-00000.json").write_bytes(b"{}"), "checksum does not"),
+        (lambda path: sums_of(path).unlink(), "sums-00000.json: cannot be read"),
+        (lambda path: sums_of(path).write_bytes(b"{}"), "sums-00000.json: has 2 bytes"),
+        (lambda path: sums_of(path).write_bytes(flip_last(sums_of(path).read_bytes())), "checksum"),
     ],
 )
 def test_missing_and_cut_files_are_named(

@@ -16,7 +16,7 @@ from kempner.checkpoint.format import shard_plan
 from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.tensors import staging
 from kempner.checkpoint.tensors.file_buffer import FileBuffer, container, tensor_specs
-from kempner.cluster.machine.limits import MemoryGroup
+from kempner.cluster.machine import MemoryGroup
 from kempner.run.record.run_dir import RunDirectory
 
 CPU = torch.device("cpu")

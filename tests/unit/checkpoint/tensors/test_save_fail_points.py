@@ -16,7 +16,7 @@ from torch import nn
 
 from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.manager import CheckpointEngine
-from kempner.config.fault_spec import FailPoint, parse_faults
+from kempner.config.resilience import FailPoint, parse_faults
 from kempner.run.process.fail_points import fail_point, set_fail_point
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.fault_injection import FaultInjector
@@ -60,7 +60,7 @@ def test_a_fault_happens_at_its_step_only(manager: CheckpointEngine) -> None:
     for step, failures in ((4, 0), (5, 1), (6, 0)):
         manager.save(TrainState(step))
         manager.join()
-        assert manager.settled_failures == failures
+        assert manager.failures.count == failures
 
 
 def test_points_of_another_rank_or_attempt_stay_unset(monkeypatch: pytest.MonkeyPatch) -> None:

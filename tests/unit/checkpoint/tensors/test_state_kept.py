@@ -95,13 +95,13 @@ def test_a_copy_that_was_written_to_is_not_committed_and_made_again(setting: Set
     setting.save_while(1, lambda: None)
     assert setting.manager.committed_step == 1
     setting.save_while(2, average)
-    assert (setting.manager.committed_step, setting.manager.settled_failures) == (1, 1)
+    assert (setting.manager.committed_step, setting.manager.failures.count) == (1, 1)
     ((why,),) = [e.reasons.values() for e in setting.ledger if isinstance(e, CheckpointFailed)]
     assert "model.slow changed outside of optimizer.step" in why
 
     as_saved = setting.table()
     setting.save_while(3, average)
-    assert (setting.manager.committed_step, setting.manager.settled_failures) == (3, 0)
+    assert (setting.manager.committed_step, setting.manager.failures.count) == (3, 0)
     assert not torch.equal(setting.table()["slow"], as_saved["slow"])
     setting.manager.roll_back(3)
     for name, tensor in setting.table().items():
@@ -112,7 +112,7 @@ def test_a_loop_that_never_waits_for_the_copy_is_noticed(setting: Setting) -> No
     setting.step = lambda: None  # type: ignore[method-assign]
     with torch.no_grad():
         setting.save_while(1, lambda: setting.model.weight.add_(1.0))
-    assert (setting.manager.committed_step, setting.manager.settled_failures) == (None, 1)
+    assert (setting.manager.committed_step, setting.manager.failures.count) == (None, 1)
 
 
 def writes() -> dict[str, Callable[[Tensor], object]]:

@@ -171,7 +171,7 @@ def test_what_appears_later_fails_a_save_and_is_refused_by_the_next(
         optimizer.state[model.weight]["history"] = [1.0]
         manager.save(TrainState(2))  # the other ranks must be told, and in their save they are
         manager.join()
-        assert (manager.committed_step, manager.settled_failures) == (1, 1)
+        assert (manager.committed_step, manager.failures.count) == (1, 1)
         with pytest.raises(UsageError, match=r"optimizer\.weight\.history is of type list"):
             manager.save(TrainState(3))
 
@@ -212,7 +212,7 @@ def test_tensors_that_come_and_go_after_the_start_are_refused(
         change(model)
         manager.save(TrainState(2))
         manager.join()
-        assert (manager.committed_step, manager.settled_failures) == (1, 1)
+        assert (manager.committed_step, manager.failures.count) == (1, 1)
         for refuse in (manager.check_state, lambda: manager.save(TrainState(3))):
             with pytest.raises(UsageError, match=sentence):
                 refuse()

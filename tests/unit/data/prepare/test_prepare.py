@@ -316,8 +316,7 @@ def test_a_full_disk_is_one_sentence_and_nothing_half_written(
 
     with monkeypatch.context() as patch:
         patch.setattr("kempner.data.files.token_file.os.fsync", fail)
-        patch.setattr("kempner.data.prepare.pipeline.write_durable", lambda path, content: None)
-        patch.setattr("kempner.data.prepare.pipeline.commit", lambda temporary, final: None)
+        patch.setattr("kempner.data.prepare.pipeline.put", lambda recipe, final, content: None)
         with pytest.raises(CannotWriteError, match=r"cannot be written: No space left on device"):
             prepare(tmp_path / "out", [tmp_path / "a.txt"])
     assert not list((tmp_path / "out").glob("shard*"))

@@ -13,9 +13,7 @@ from kempner.run.process.exit_codes import ExitCode, UsageError
 
 
 def run(*arguments: object) -> int:
-    app = typer.Typer(rich_markup_mode=None)
-    prepare.register(app)
-    return app([str(argument) for argument in arguments], standalone_mode=False)  # type: ignore[no-any-return]
+    return prepare.app([str(argument) for argument in arguments], standalone_mode=False)  # type: ignore[no-any-return]
 
 
 def test_it_says_what_it_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from sick_site import PARTITION, Site
 
-from kempner.insight.doctor.facts import node_probe
-from kempner.insight.doctor.facts.node import WriteRate
+from kempner.probe import node
+from kempner.probe.details import WriteRate
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.record.gave_up import GaveUp, write
 from kempner.run.record.run_dir import RunDirectory
@@ -64,7 +64,7 @@ def _lost_gpu(site: Site) -> None:
 
 def _slow_storage(site: Site) -> None:
     slow = WriteRate(4 * MIB, 2.0)
-    site.patch.setattr(node_probe, "write_test", lambda *given: slow)
+    site.patch.setattr(node, "write_test", lambda *given: slow)
 
 
 def offline(site: Site) -> None:

@@ -20,8 +20,8 @@ import pytest
 from harness import ROOT, python_script, write_tokens
 
 from kempner.cli.entry import main
-from kempner.insight.doctor.facts import node_probe
-from kempner.insight.doctor.facts.node import Software
+from kempner.probe import node
+from kempner.probe.details import Software
 
 CONFIG = """
 [model]
@@ -80,7 +80,7 @@ exit 1
 _SRUN = """
 import json, os, subprocess, sys
 from dataclasses import replace
-from kempner.insight.doctor.facts.node import answer_text, read_answers
+from kempner.probe.node import answer_lines, read_results
 faults = json.load(open("{folder}/slurm/faults"))
 options = [word for word in sys.argv[1:] if word.startswith("--")]
 task = sys.argv[1 + len(options):]
@@ -106,9 +106,9 @@ for node in nodes.split(","):
         [*alone, *task], env=environ, stdout=subprocess.PIPE, text=True
     )
 for node, process in started.items():
-    (told,) = read_answers(process.communicate()[0])
+    (told,) = read_results(process.communicate()[0].splitlines())
     ahead = faults.get(node, {{}}).get("ahead", 0)
-    print(answer_text(replace(told, time=told.time + ahead)), end="")
+    print(answer_lines(replace(told, time=told.time + ahead)), end="")
 """
 
 _TORCH = """
@@ -173,7 +173,7 @@ class Site:
     def software(self, **changes: Any) -> None:
         """What the dry run of torch would say; it takes ten seconds."""
         told = Software(**{"python": "3.11.7", "kempner": "0.1", "torch": "2.13.0", **changes})
-        self.patch.setattr(node_probe, "look_at_software", lambda imports: told)
+        self.patch.setattr(node, "look_at_software", lambda imports: told)
 
     def torch(self, name: str, version: str) -> str:
         """A folder for PYTHONPATH in which torch is next to nothing."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,41 +32,49 @@ from kempner.insight.doctor.checks.nodes import (
     check_software,
 )
 from kempner.insight.doctor.checks.storage import check_caches, check_room, check_run, check_shared
-from kempner.insight.doctor.facts.gpus import Gpu, GpuSurvey
-from kempner.insight.doctor.facts.node import (
-    FolderFacts,
-    Limits,
-    NetworkFacts,
-    NodeAnswer,
-    Software,
-    WriteRate,
-    answer_text,
-    read_answers,
-)
 from kempner.insight.doctor.facts.nodes import Survey
-from kempner.insight.doctor.facts.plan import EarlySignal, JobPlan
-from kempner.insight.doctor.facts.slurm import Partition, SlurmFacts
+from kempner.insight.doctor.facts.slurm import EarlySignal, JobPlan, Partition, SlurmFacts
 from kempner.insight.doctor.facts.storage import Disk, RunState
 from kempner.insight.doctor.finding import Finding
+from kempner.probe.details import Gpu, GpuSurvey, Software, WriteRate
+from kempner.probe.node import (
+    INTERFACE,
+    NetworkDetails,
+    ProbeDetails,
+    ProbedMemory,
+    ProbeResult,
+    answer_lines,
+    read_results,
+)
 
 MIB, GIB = 2**20, 2**30
 IB0 = Interface("ib0", 32, True, "10.10.0.11/24")
 LO = Interface("lo", 772, True, "127.0.0.1/8")
-LIMITS = Limits(65536, None, 8 * GIB, 8 * GIB, 64 * GIB, 60 * GIB, ("/tmp", 9 * GIB))
-WELL = NodeAnswer(
+DETAILS = ProbeDetails(
+    temporary="/tmp",
+    shm_total=8 * GIB,
+    network=NetworkDetails(infiniband=True),
+    software=Software("3.11", "0.1", "2.13.0", "12.8"),
+)
+WELL = ProbeResult(
     node="node1",
     time=1000.0,
-    limits=LIMITS,
-    network=NetworkFacts(IB0, infiniband=True),
-    folders=FolderFacts({}, {}, {}),
-    gpus=GpuSurvey(),
-    software=Software("3.11", "0.1", "2.13.0", "12.8"),
+    memory=ProbedMemory(60 * GIB, 64 * GIB),
+    disk_free={"/tmp": 9 * GIB, "/dev/shm": 8 * GIB},
+    open_files=65536,
+    interface=IB0,
+    troubles={},
+    details=DETAILS,
 )
 """A node that nothing is wrong with."""
 
 
-def limited(**changes: Any) -> NodeAnswer:
-    return replace(WELL, limits=replace(LIMITS, **changes))
+def detailed(**changes: Any) -> ProbeResult:
+    return replace(WELL, details=replace(DETAILS, **changes))
+
+
+def small_shm(total: int) -> ProbeResult:
+    return replace(detailed(shm_total=total), disk_free={**WELL.disk_free, "/dev/shm": total})
 
 
 def bad(findings: list[Finding]) -> dict[str, str]:
@@ -76,27 +83,27 @@ def bad(findings: list[Finding]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    ("node", "found"),
     [
-        ({}, {}),
-        ({"open_files": None}, {}),
-        ({"open_files": 511}, {"open files": "fail"}),
-        ({"open_files": 512}, {}),
-        ({"memlock": 8 * MIB}, {"locked memory": "fail"}),
-        ({"memlock": 8 * GIB}, {"locked memory": "warn"}),
-        ({"shm_free": 31 * MIB}, {"/dev/shm": "fail"}),
-        ({"shm_total": 64 * MIB, "shm_free": 64 * MIB}, {"/dev/shm": "warn"}),
-        ({"temporary": ("/tmp", MIB)}, {"temporary files": "fail"}),
+        (WELL, {}),
+        (replace(WELL, open_files=None), {}),
+        (replace(WELL, open_files=511), {"open files": "fail"}),
+        (replace(WELL, open_files=512), {}),
+        (detailed(locked_memory=8 * MIB), {"locked memory": "fail"}),
+        (detailed(locked_memory=8 * GIB), {"locked memory": "warn"}),
+        (small_shm(31 * MIB), {"/dev/shm": "fail"}),
+        (small_shm(64 * MIB), {"/dev/shm": "warn"}),
+        (replace(WELL, disk_free={"/dev/shm": GIB, "/tmp": MIB}), {"temporary files": "fail"}),
+        (replace(WELL, disk_free={}), {"/dev/shm": "fail", "temporary files": "fail"}),
     ],
 )
-def test_limits(changes: Mapping[str, Any], found: dict[str, str]) -> None:
-    assert bad(check_limits([limited(**changes)], ranks=64, workers=2)) == found
+def test_limits(node: ProbeResult, found: dict[str, str]) -> None:
+    assert bad(check_limits([node], ranks=64, workers=2)) == found
 
 
 def test_limits_that_matter_only_to_those_who_need_them() -> None:
-    no_fabric = replace(limited(memlock=MIB), network=NetworkFacts(None))
-    small = limited(shm_total=64 * MIB, shm_free=64 * MIB)
-    assert bad(check_limits([no_fabric, small], ranks=8, workers=0)) == {}
+    no_fabric = detailed(locked_memory=MIB, network=NetworkDetails())
+    assert bad(check_limits([no_fabric, small_shm(64 * MIB)], ranks=8, workers=0)) == {}
 
 
 @pytest.mark.parametrize(
@@ -104,7 +111,8 @@ def test_limits_that_matter_only_to_those_who_need_them() -> None:
     [(60, 10, {}), (60, 61, {"memory": "warn"}), (1, 0, {"memory": "fail"})],
 )
 def test_memory(free: int, staged: int, found: dict[str, str]) -> None:
-    assert bad(check_memory([limited(memory_free=free * GIB)], staged * GIB)) == found
+    node = replace(WELL, memory=ProbedMemory(free * GIB, 64 * GIB))
+    assert bad(check_memory([node], staged * GIB)) == found
 
 
 @pytest.mark.parametrize(
@@ -123,39 +131,42 @@ def test_the_controllers_clock_is_told_in_seconds() -> None:
 
 
 def test_the_version_that_most_have_is_the_usual_one() -> None:
-    other = replace(WELL.software, cuda="11.8")
+    other = replace(DETAILS.software, cuda="11.8")
     nodes = [replace(WELL, node=f"node{n}") for n in range(3)]
-    nodes.append(replace(WELL, node="node3", software=other))
+    nodes.append(replace(detailed(software=other), node="node3"))
     (finding,) = [f for f in check_software(nodes) if f.level.value == "fail"]
     assert (finding.nodes, finding.sentence[:26]) == (("node3",), "cuda is 11.8, elsewhere 12")
 
 
 @pytest.mark.parametrize(
-    ("network", "found"),
+    ("seen", "found"),
     [
-        (NetworkFacts(IB0), {}),
-        (NetworkFacts(LO), {"interface": "fail"}),
-        (NetworkFacts(IB0, unreachable="10.10.0.9 cannot be reached"), {"interface": "fail"}),
-        (NetworkFacts(None, trouble="ib9 does not exist"), {"interface": "fail"}),
-        (NetworkFacts(IB0, warning="no fabric"), {"interface": "warn"}),
+        (WELL, {}),
+        (replace(WELL, interface=LO), {"interface": "fail"}),
+        (
+            detailed(network=NetworkDetails(unreachable="10.10.0.9 cannot be reached")),
+            {"interface": "fail"},
+        ),
+        (
+            replace(WELL, interface=None, troubles={INTERFACE: "ib9 does not exist"}),
+            {"interface": "fail"},
+        ),
+        (detailed(network=NetworkDetails("no fabric")), {"interface": "warn"}),
     ],
 )
-def test_interfaces_of_two_nodes(network: NetworkFacts, found: dict[str, str]) -> None:
-    nodes = [replace(WELL, node=node, network=network) for node in ("node1", "node2")]
+def test_interfaces_of_two_nodes(seen: ProbeResult, found: dict[str, str]) -> None:
+    nodes = [replace(seen, node=node) for node in ("node1", "node2")]
     assert bad(check_interfaces(nodes)) == found
 
 
-@pytest.mark.parametrize(
-    ("free", "in_job", "level"),
-    [(0, False, "fail"), (1, False, "pass"), (1, True, "warn"), (2, True, "pass")],
-)
-def test_ports(free: int, in_job: bool, level: str) -> None:
-    assert check_ports(PortFacts("20000-20001", free), in_job).level == level
+@pytest.mark.parametrize(("free", "level"), [(0, "fail"), (1, "pass"), (2, "pass")])
+def test_ports(free: int, level: str) -> None:
+    assert check_ports(PortFacts("20000-20001", free)).level == level
 
 
 def test_gpus_of_the_job_that_somebody_still_uses() -> None:
     used = Gpu(0, "H100", 80 * GIB, 70 * GIB, processes=(7,))
-    nodes = [replace(WELL, gpus=GpuSurvey((used,), "550"))]
+    nodes = [detailed(gpus=GpuSurvey((used,), "550"))]
     assert bad(check_gpus(nodes, ours=True, busy=False)) == {"GPU health": "fail"}
     assert bad(check_gpus(nodes, ours=False, busy=False)) == {"GPU health": "warn"}
     assert bad(check_gpus(nodes, ours=True, busy=True)) == {}
@@ -168,15 +179,14 @@ def test_gpus_that_the_job_has_and_no_node_shows() -> None:
     login = replace(job, in_job=False)  # a login node has none
     assert bad(check_ranks(login, [WELL], hidden=False)) == {}
     four = GpuSurvey(tuple(Gpu(n, "H100") for n in range(4)), "550")
-    node = replace(WELL, gpus=four, software=replace(WELL.software, devices=4))
+    node = detailed(gpus=four, software=replace(DETAILS.software, devices=4))
     assert bad(check_ranks(job, [node], hidden=False)) == {}
     few = replace(job, per_node=2, gpus=None)
     assert bad(check_ranks(few, [node], hidden=False)) == {"ranks and GPUs": "warn"}
 
 
-def writes(*rates: float) -> list[NodeAnswer]:
-    folders = [replace(WELL.folders, write=WriteRate(int(rate), 1.0)) for rate in rates]
-    return [replace(WELL, folders=each) for each in folders]
+def writes(*rates: float) -> list[ProbeResult]:
+    return [detailed(write=WriteRate(int(rate), 1.0)) for rate in rates]
 
 
 def test_a_save_is_as_fast_as_all_nodes_together() -> None:
@@ -189,8 +199,8 @@ def test_a_save_is_as_fast_as_all_nodes_together() -> None:
 def test_a_folder_that_takes_nothing() -> None:
     save = predict_save(600, [WELL], 1, measured_on_all=True)
     assert check_write([WELL], save).level == "skipped"
-    refused = replace(WELL.folders, write=WriteRate(0, 0.1, "Disk quota exceeded"))
-    found = check_write([*writes(100), replace(WELL, folders=refused)], save)
+    refused = detailed(write=WriteRate(0, 0.1, "Disk quota exceeded"))
+    found = check_write([*writes(100), refused], save)
     assert (found.level.value, "Disk quota exceeded" in found.sentence) == ("fail", True)
 
 
@@ -247,7 +257,7 @@ def test_what_cannot_be_told_of_a_run_or_a_disk() -> None:
 
 
 def test_caches_matter_offline_and_most_to_a_model_of_ones_own() -> None:
-    empty = replace(WELL, folders=replace(WELL.folders, caches={"/home/hub": "is not there"}))
+    empty = detailed(caches={"/home/hub": "is not there"})
     assert bad(check_caches([empty], ["HF_HUB_OFFLINE"], True)) == {"offline caches": "fail"}
     assert bad(check_caches([empty], ["HF_HUB_OFFLINE"], False)) == {"offline caches": "warn"}
     assert check_caches([empty], [], True) == []
@@ -255,9 +265,9 @@ def test_caches_matter_offline_and_most_to_a_model_of_ones_own() -> None:
 
 def test_answers_arrive_whole_and_nothing_else_does() -> None:
     said = [replace(WELL, node=f"n{k}") for k in range(3)]
-    told = "".join(answer_text(answer) for answer in said)
+    told = "".join(answer_lines(answer) for answer in said)
     told += "srun: a word\n" + in_lines("n8", b"{}")
-    assert sorted(read_answers(told), key=lambda answer: answer.node) == said
+    assert sorted(read_results(told.splitlines()), key=lambda answer: answer.node) == said
 
 
 def test_slurm_matters_only_to_a_job() -> None:

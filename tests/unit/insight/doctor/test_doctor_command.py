@@ -21,7 +21,6 @@ from kempner.cli.entry import main
 from kempner.config.loading import load
 from kempner.insight.doctor.checks.fit import PlannedWorld
 from kempner.insight.doctor.examine import Examination, Supervisor, examine
-from kempner.insight.doctor.facts import node_probe
 from kempner.insight.doctor.finding import (
     CheckOutcome,
     Finding,
@@ -32,6 +31,7 @@ from kempner.insight.doctor.finding import (
     per_node,
     show,
 )
+from kempner.probe import node
 from kempner.run.record.attempts import begin_attempt
 from kempner.run.record.lease import Lease
 from kempner.run.record.run_dir import RunDirectory
@@ -82,7 +82,7 @@ def test_nodes_that_are_well_share_a_line() -> None:
     def judge(node: str) -> CheckOutcome:
         return passed(f"{free[node]} GB free") if free[node] > 2 else fail("hardly any")
 
-    assert per_node("memory", list(free), str, judge) == [
+    assert per_node("memory", list(free), judge, str) == [
         Finding("memory", Level.PASS, "7 GB free", ("node1", "node3")),
         Finding("memory", Level.FAIL, "hardly any", ("node2", "node4")),
     ]
@@ -114,7 +114,7 @@ def test_a_run_that_goes_on_is_not_disturbed(
     run = RunDirectory(Path("runs/c"))
     begin_attempt(run)
     lease = Lease.acquire(run, 45.0)
-    monkeypatch.setattr(node_probe, "write_test", lambda *given: pytest.fail("it wrote"))
+    monkeypatch.setattr(node, "write_test", lambda *given: pytest.fail("it wrote"))
     try:
         report = site.doctor(capsys)
     finally:
@@ -163,7 +163,7 @@ def test_ended_early_it_leaves_nothing(site: Site) -> None:
         start_new_session=True,
     )
     try:
-        wait_until(lambda: list(site.folder.glob(".kempner-doctor-*/doctor")), "it writes")
+        wait_until(lambda: list(site.folder.glob(".kempner-doctor-*/asked")), "it writes")
         doctor.terminate()
         assert doctor.wait(scaled(60)) == 130
     finally:

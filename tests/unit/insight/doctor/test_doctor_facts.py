@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,22 @@ from sick_site import PARTITION, mounted, smi
 
 from kempner.cluster.network.interfaces import InterfaceNetwork, read_interfaces
 from kempner.cluster.slurm.job import node_fields
-from kempner.insight.doctor.facts import node as write_module
-from kempner.insight.doctor.facts import node_probe
-from kempner.insight.doctor.facts.gpus import read_survey, survey_gpus
-from kempner.insight.doctor.facts.node import NetworkQuestion, look_at_software, write_test
-from kempner.insight.doctor.facts.node_probe import network_facts
 from kempner.insight.doctor.facts.nodes import listening
-from kempner.insight.doctor.facts.plan import (
+from kempner.insight.doctor.facts.slurm import (
     EarlySignal,
     JobPlan,
+    Partition,
     RequestedNodes,
     parse_limit,
     parse_plan,
+    read_partition,
     read_plan,
+    there_is_slurm,
 )
-from kempner.insight.doctor.facts.slurm import Partition, read_partition, there_is_slurm
+from kempner.probe import details as write_module
+from kempner.probe import node as probe
+from kempner.probe.details import look_at_software, read_survey, survey_gpus, write_test
+from kempner.probe.node import DetailQuestion, ProbeQuestion, examine_network
 
 
 def test_the_projects_own_script_is_understood() -> None:
@@ -168,18 +168,18 @@ def test_a_node_asks_for_the_time_through_its_interface(monkeypatch: pytest.Monk
     ]
     if not found:
         pytest.skip("this machine has no network")
-    question = NetworkQuestion(found[0].name, on_one_node=False)
     with listening() as (addresses, port):
-        question = replace(question, meet_at=addresses, port=port)
-        ahead = network_facts(question).clock_ahead
+        meeting = DetailQuestion(meet_at=addresses, port=port)
+        question = ProbeQuestion("", (), found[0].name, False, details=meeting)
+        ahead = examine_network(question, {})[1].clock_ahead
         assert ahead is not None
         assert abs(ahead) < 1.0
         clock = time.time
-        monkeypatch.setattr(node_probe.time, "time", lambda: clock() + 30.0 * asking())
-        ahead = network_facts(question).clock_ahead
+        monkeypatch.setattr(probe.time, "time", lambda: clock() + 30.0 * asking())
+        ahead = examine_network(question, {})[1].clock_ahead
         assert ahead is not None
         assert 29.0 < ahead < 31.0
-    assert "cannot be reached from" in network_facts(question).unreachable
+    assert "cannot be reached from" in examine_network(question, {})[1].unreachable
 
 
 def asking() -> bool:

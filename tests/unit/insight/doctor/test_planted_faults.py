@@ -15,7 +15,6 @@ from plants import FAULTS, IN_JOB, offline
 from sick_site import Report, Site, mounted
 
 from kempner.insight.doctor import examine
-from kempner.insight.doctor.facts import slurm
 from kempner.insight.doctor.facts.slurm import look_at_slurm
 
 Bad = list[tuple[str, str, str]]
@@ -85,12 +84,12 @@ def test_a_controller_that_is_away(
     answering = (site.folder / "bin" / "scontrol").read_text()
     site.command("scontrol", f"#!/bin/sh\necho '{no_cluster}' >&2\nexit 1\n")
     site.command("sbatch", "#!/bin/sh\n")
-    monkeypatch.setattr(slurm, "look_at_slurm", None)
+    monkeypatch.setattr(examine, "look_at_slurm", None)
     assert site.doctor(capsys).bad() == []
     (site.folder / "scripts" / "slurm").mkdir(parents=True)
     (site.folder / "scripts" / "slurm" / "multinode.sh").write_text(Path("job.sh").read_text())
     assert site.doctor(capsys).bad() == []
-    monkeypatch.setattr(slurm, "look_at_slurm", look_at_slurm)
+    monkeypatch.setattr(examine, "look_at_slurm", look_at_slurm)
     (site.folder / "slurm" / "away").unlink()
     site.command("scontrol", answering)
     said = {each["check"]: each["sentence"] for each in site.doctor(capsys).told["findings"]}

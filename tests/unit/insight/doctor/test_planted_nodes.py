@@ -14,7 +14,7 @@ from kempner.cluster.slurm.allocation import Allocation
 from kempner.config.loading import load
 from kempner.insight.doctor.checks.fit import PlannedWorld
 from kempner.insight.doctor.examine import Examination, Supervisor, examine
-from kempner.insight.doctor.facts.plan import read_plan
+from kempner.insight.doctor.facts.slurm import read_plan
 from kempner.run.record.run_dir import RunDirectory
 
 

@@ -22,13 +22,12 @@ from wandb.proto import wandb_internal_pb2
 
 from kempner.cli.app import app
 from kempner.config.sections import MetricsSection
-from kempner.insight.metrics import lines
+from kempner.insight.metrics import follow as lines
 from kempner.insight.metrics.exporters import prometheus_text
-from kempner.insight.metrics.follow import follow
-from kempner.insight.metrics.lines import Point, Position, read_new
+from kempner.insight.metrics.follow import Point, Position, follow, read_new
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor import metrics_export
-from kempner.supervisor.metrics_export import MetricsExports
+from kempner.supervisor import hooks
+from kempner.supervisor.hooks import MetricsExports
 
 
 def trained(step: int, attempt: int, loss: float) -> str:
@@ -244,7 +243,7 @@ def test_a_full_disk_is_waited_for_and_nothing_is_skipped(run: RunDirectory) -> 
 def test_an_exporter_that_hangs_is_left_behind_and_goes_on_later(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_export, "LEFT_WITHIN", 0.5)
+    monkeypatch.setattr(hooks, "LEFT_WITHIN", 0.5)
     section = MetricsSection(tensorboard=True)
     write(run, *FIRST)
     exports = MetricsExports()
@@ -267,8 +266,8 @@ def test_an_exporter_that_hangs_is_left_behind_and_goes_on_later(
 def test_the_user_of_a_complete_run_is_told_what_is_waited_for_and_what_is_missing(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(metrics_export, "SILENT", 0.1)
-    monkeypatch.setattr(metrics_export, "LEFT_AT_LAST", 0.5)
+    monkeypatch.setattr(hooks, "SILENT", 0.1)
+    monkeypatch.setattr(hooks, "LEFT_AT_LAST", 0.5)
     exports = MetricsExports()
     exports.start(run, MetricsSection(tensorboard=True))
     (process,) = exports._running.values()
@@ -310,7 +309,7 @@ def test_an_exporter_that_is_stopped_as_it_begins_to_wait_ends(
 def test_a_package_that_is_missing_is_told_and_costs_nothing(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(metrics_export, "find_spec", lambda _: None)
+    monkeypatch.setattr(hooks, "find_spec", lambda _: None)
     exports = MetricsExports()
     exports.start(run, MetricsSection(tensorboard=True))
     exports.close()

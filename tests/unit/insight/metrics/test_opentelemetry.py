@@ -19,12 +19,12 @@ from typer.testing import CliRunner
 
 from kempner.cli.app import app
 from kempner.config.sections import MetricsSection
+from kempner.insight.metrics.exporters import OpenTelemetry, endpoint_of
 from kempner.insight.metrics.follow import follow
-from kempner.insight.metrics.otlp import OpenTelemetry, endpoint_of
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor import metrics_export
-from kempner.supervisor.metrics_export import MetricsExports
+from kempner.supervisor import hooks
+from kempner.supervisor.hooks import MetricsExports
 
 
 @dataclass
@@ -214,7 +214,7 @@ def test_without_the_package_the_run_goes_on(
     def find_spec(name: str) -> None:
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr(metrics_export, "find_spec", find_spec)
+    monkeypatch.setattr(hooks, "find_spec", find_spec)
     exports = MetricsExports()
     exports.start(run, MetricsSection(opentelemetry="http://collector:4318"))
     exports.close()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from planted_run import BEGIN, PlantedRun
 
-from kempner.insight.report.attempts import InterruptionKind
+from kempner.insight.attempts import InterruptionKind
 from kempner.insight.report.page.document import decimate
 from kempner.insight.report.series import collect
 from kempner.insight.report.summary import read_run

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from kempner.insight.run_reader import LiveState, Metrics, RankPlace, RunFacts
 from kempner.insight.status.activity import Activity
-from kempner.insight.status.facts import LiveState, Metrics, RankPlace, RunFacts
 from kempner.insight.status.job import NO_ANSWER, JobStatus
 from kempner.insight.status.summary import Status, summarise
 from kempner.run.process.exit_codes import ExitCode
@@ -95,6 +95,12 @@ A = Activity
         (
             [STARTED, READY, STOPPED, LEFT, REQUEUED],
             {"alive": False, "job": job(NO_ANSWER)},
+            A.QUEUED,
+            "into the queue",
+        ),
+        (
+            [STARTED, READY, KILLED, REQUEUED],
+            {"alive": False, "job": job("COMPLETING")},
             A.QUEUED,
             "into the queue",
         ),

@@ -11,18 +11,23 @@ from typing import Any
 import pytest
 
 from kempner.checkpoint.store.retention import locate
-from kempner.cli.insight.rows import table_row
 from kempner.cli.insight.status_words import checkpoint
-from kempner.insight.owner import judge_lease
-from kempner.insight.status.facts import CheckpointFacts, RankPlace
-from kempner.insight.status.read import ATTEMPTS, KEPT, RunReader
+from kempner.cli.insight.triage import table_row
+from kempner.insight.run_reader import (
+    ATTEMPTS,
+    KEPT,
+    CheckpointFacts,
+    RankPlace,
+    RunReader,
+    judge_lease,
+)
 from kempner.insight.status.runs import find_runs, places
 from kempner.insight.status.summary import Status, gather, measure, summarise
 from kempner.run.control.protocol import Phase, Report
 from kempner.run.record.attempts import begin_attempt
 from kempner.run.record.lease import RELEASED, Holder, Lease, LeaseReading
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.control.events import LastReport
+from kempner.supervisor.control.program_reports import LastReport
 from kempner.supervisor.control.rank_roster import RankStatusFile
 
 
@@ -113,6 +118,7 @@ def test_the_newest_checkpoint_is_found_where_the_run_says_that_it_is(tmp_path: 
     write(run)
     for step, folder in ((10, run.checkpoints), (20, tmp_path / "big"), (30, tmp_path / "disk")):
         (folder / f"step-{step:08}").mkdir(parents=True)
+        (folder / f"step-{step:08}" / "manifest.json").touch()  # which makes it committed
         (folder / "latest").symlink_to(f"step-{step:08}")
     assert latest(run) == 10
     run.config.write_text("[checkpoint]\n")

@@ -17,7 +17,7 @@ from terminal import CTRL_C, Terminal
 from kempner.cli.entry import main
 from kempner.cli.insight import status_view
 from kempner.cli.insight.status_view import sparkline, view
-from kempner.insight.status.facts import CheckpointFacts, LiveState, Metrics, RankPlace, RunFacts
+from kempner.insight.run_reader import CheckpointFacts, LiveState, Metrics, RankPlace, RunFacts
 from kempner.insight.status.job import JobStatus, Restarts
 from kempner.insight.status.summary import Status, summarise
 from kempner.run.process.exit_codes import CannotReadError, ExitCode

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kempner.config.sections import Config, ModelSection, TrainSection
-from kempner.model.loss import IGNORE
+from kempner.model.fused import IGNORE
 from kempner.model.sharding import build_model
 from kempner.model.transformer import Transformer, attend, block_mask, document_mask
 

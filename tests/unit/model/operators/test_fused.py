@@ -49,19 +49,19 @@ CASES = {
         plain_norm,
         [drawn(2, 4, 6), drawn(6)],
     ),
-    "rotation": (lambda x: fused.rotate(x, COS, SIN), plain_rotation, [drawn(2, 3, 4, 6)]),
+    "rotation": (lambda x: fused._Rotation.apply(x, COS, SIN), plain_rotation, [drawn(2, 3, 4, 6)]),
     "rotation of heads that lie apart": (
-        lambda x: fused.rotate(x.transpose(1, 2), COS, SIN),
+        lambda x: fused._Rotation.apply(x.transpose(1, 2), COS, SIN),
         lambda x: plain_rotation(x.transpose(1, 2)),
         [drawn(2, 4, 3, 6)],
     ),
     "feed-forward": (
-        fused.feed_forward,
+        fused.FusedFeedForward.apply,
         plain_feed_forward,
         [drawn(2, 4, 6), drawn(5, 6), drawn(5, 6), drawn(6, 5)],
     ),
     "projections": (
-        fused.project,
+        fused.Projections.apply,
         plain_projections,
         [drawn(2, 4, 6), drawn(6, 6), drawn(3, 6), drawn(3, 6)],
     ),

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kempner.config.sections import Config, ModelSection, TrainSection
 from kempner.data.serve.loader import IGNORE as IGNORE_OF_LOADER
 from kempner.data.serve.loader import MicroBatch
-from kempner.model import loss
-from kempner.model.loss import IGNORE, linear_cross_entropy
+from kempner.model import fused as loss
+from kempner.model.fused import IGNORE, linear_cross_entropy
 from kempner.model.sharding import build_model
 from kempner.model.transformer import Transformer
 from kempner.training.compute.forward_backward import summed_loss

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from kempner.config.sections import ModelSection, OptimizerSection
+from kempner.config.sections import Config, ModelSection, TrainSection
 from kempner.model.parallel.tensor import parallelize
 from kempner.model.sharding import data_parallel, shard
 from kempner.model.spec.memory import Estimate, estimate_memory
@@ -37,16 +37,9 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def estimate(replicate: int, tensor: int, world: int) -> Estimate:
-    return estimate_memory(
-        SHAPE,
-        world=world,
-        replicate=replicate,
-        tensor=tensor,
-        micro_batch_size=1,
-        seq_len=128,
-        compute_bytes=2,
-        optimizer=OptimizerSection(),
-    )
+    train = TrainSection(micro_batch_size=1, seq_len=128, loss_chunk=0)
+    mesh = MeshDegrees(replicate, world // replicate // tensor, tensor)
+    return estimate_memory(Config(train=train), SHAPE, mesh, 2)
 
 
 def test_a_rank_holds_its_shard_of_its_part(mesh: DeviceMesh) -> None:

@@ -10,30 +10,28 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from callers import LOOPBACK, SIZE, Relay, Stranger, Supervisor
+from callers import LOOPBACK, SIZE, Relay, Stranger, Supervisor, introduce
 from harness import wait_until
 from patience import scaled
 
-from kempner.run.control import client, handshake
-from kempner.run.control.handshake import introduce
-from kempner.run.control.launch_env import Control
+from kempner.run.control import client
 from kempner.run.control.protocol import (
+    Connected,
+    Disconnected,
     DumpStacks,
     Event,
     Outcome,
     PeerLost,
     Phase,
-    Secret,
+    RankMessage,
     Stop,
-    Welcome,
-    encode,
 )
-from kempner.run.process.exit_codes import ExitCode, UsageError
-from kempner.run.process.stop_reason import StopReason
+from kempner.run.link import auth
+from kempner.run.link import server as channel_module
+from kempner.run.link.messages import Welcome, encode
+from kempner.run.link.wire import connect, listen, listen_here
+from kempner.run.process.exit_codes import ExitCode, StopReason, UsageError
 from kempner.run.record.events import Resumed, Signalled, StartedAnew
-from kempner.supervisor.control import server as channel_module
-from kempner.supervisor.control.events import Connected, Disconnected, RankMessage
-from kempner.supervisor.control.peers import listen
 
 OTHER, SILENT = "127.0.0.7", "127.0.0.8"
 
@@ -42,7 +40,8 @@ def test_a_rank_joins_reports_and_leaves(supervisor: Supervisor) -> None:
     rank = supervisor.link(2)
     joined = supervisor.expect(Connected)
     assert joined == Connected(2, socket.gethostname(), joined.pid)
-    rank.progress.step, rank.progress.phase = 17, Phase.EVAL
+    rank.progress.made(17)
+    rank.progress.phase = Phase.EVAL
     report = wait_until(
         lambda: (
             (s := supervisor.channel.last_reports().get(2)) and s.report.step == 17 and s.report
@@ -74,7 +73,7 @@ def test_orders_reach_all_one_and_those_that_come_later(supervisor: Supervisor) 
 
 
 def test_the_newest_connection_of_a_rank_counts(supervisor: Supervisor) -> None:
-    older, newer = Stranger(supervisor.channel.port), Stranger(supervisor.channel.port)
+    older, newer = Stranger(supervisor.socket), Stranger(supervisor.socket)
     for number, stranger in enumerate((older, newer), 1):
         stranger.say(introduce(supervisor.launch(), 0, stranger.challenge()))
         supervisor.expect(Connected)
@@ -93,8 +92,8 @@ def test_the_newest_connection_of_a_rank_counts(supervisor: Supervisor) -> None:
 
 def test_what_was_not_heard_is_said_again_to_the_next_connection(supervisor: Supervisor) -> None:
     """Through a relay that swallows every answer, then breaks, then lets all through."""
-    with Relay(supervisor.channel.port) as relay:
-        rank = supervisor.link(0, port=relay.port)
+    with Relay(supervisor.socket) as relay:
+        rank = supervisor.link(0, through=relay.name)
         supervisor.expect(Connected)
         wait_until(supervisor.channel.last_reports, "the opening to be over")
         relay.swallow.set()
@@ -113,7 +112,7 @@ def test_what_was_not_heard_is_said_again_to_the_next_connection(supervisor: Sup
 
 def test_the_words_of_a_rank_that_is_gone_already_are_all_taken_in(supervisor: Supervisor) -> None:
     for rank in range(SIZE):
-        hasty = Stranger(supervisor.channel.port)
+        hasty = Stranger(supervisor.socket)
         hello = introduce(supervisor.launch(), rank, hasty.challenge())
         hasty.say(hello)
         supervisor.expect(Connected)
@@ -135,35 +134,6 @@ def test_an_order_after_the_end_is_for_nobody(tmp_path: Path) -> None:
     supervisor.channel.tell(Stop(StopReason.SIGNAL, "too late", 1.0))
 
 
-def test_files_take_over_where_no_connection_is_possible(
-    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client, "ALONE", 0.0)
-    monkeypatch.setattr(client, "FILE_BEAT", 0.1)
-    with socket.socket() as taken:
-        taken.bind((LOOPBACK, 0))  # nobody listens there
-        rank = supervisor.link(1, port=taken.getsockname()[1])
-        assert supervisor.expect(Connected).rank == 1
-        rank.progress.step = 9
-        rank.link.record(Resumed(9))
-        assert supervisor.expect(RankMessage).message == Event(1, "resumed", {"step": 9})
-        supervisor.channel.tell(Stop(StopReason.SIGNAL, "SIGTERM", 30.0))
-        assert rank.stops.get(timeout=scaled(20)) == Stop(StopReason.SIGNAL, "SIGTERM", 30.0)
-        late = supervisor.link(3, port=taken.getsockname()[1])
-        assert late.stops.get(timeout=scaled(20)).reason is StopReason.SIGNAL
-        assert rank.link.leave(75, "bye") == []
-        wait_until(lambda: supervisor.channel.last_reports()[1].report.step == 9, "the report")
-        wait_until(lambda: said(supervisor, Outcome(2, 75, "bye")), "the last words")
-
-
-def said(supervisor: Supervisor, message: Event | Outcome) -> bool:
-    while not supervisor.news.empty():
-        news = supervisor.news.get()
-        if isinstance(news, RankMessage) and news.message == message:
-            return True
-    return False
-
-
 def test_the_handshake_counts_as_a_word(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,16 +141,16 @@ def test_the_handshake_counts_as_a_word(
     monkeypatch.setattr(channel_module, "TICK", 1000.0)  # nothing else is said
     rank = supervisor.link(0)
     assert supervisor.expect(Connected).rank == 0
-    wait_until(lambda: rank.link._deadlines.supervisor.times_broken, "a word")
+    wait_until(lambda: rank.link._deadlines.supervisor.times_heard, "a word")
 
 
 def test_silence_is_noticed_and_ends_when_somebody_speaks(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake, "PATIENCE", 0.2)
+    monkeypatch.setattr(auth, "PATIENCE", 0.2)
     monkeypatch.setattr(client, "LAST_WORDS", 0.5)
-    with socket.create_server((LOOPBACK, 0)) as mute:  # accepts, like a stopped process's kernel
-        rank = supervisor.link(0, patience=0.5, port=mute.getsockname()[1])
+    with listen_here("mute"):  # accepts, like a stopped process's kernel
+        rank = supervisor.link(0, patience=0.5, socket="mute")
         assert rank.silences.get(timeout=scaled(20)) >= 0.5
         assert rank.standstills.get(timeout=scaled(20)) >= 0.5
         rank.link.record(Signalled())
@@ -242,8 +212,7 @@ def test_ports_are_taken_from_the_range_and_a_full_range_is_named() -> None:
 def test_the_first_address_that_answers_is_taken(addresses: tuple[str, ...]) -> None:
     (listener,) = listen([LOOPBACK], None)
     port = listener.getsockname()[1]
-    control = Control(addresses, port, Secret.new())
-    with listener, silent(SILENT, port), handshake.connect(control) as connection:
+    with listener, silent(SILENT, port), connect(addresses, port) as connection:
         assert connection.getpeername() == (LOOPBACK, port)
 
 
@@ -255,9 +224,9 @@ def test_where_nobody_listens_any_more_is_told_from_where_nothing_answers() -> N
     with silent(SILENT, port):
         for addresses in ((LOOPBACK,), (LOOPBACK, SILENT), (SILENT, LOOPBACK)):
             with pytest.raises(ConnectionRefusedError):
-                handshake.connect(Control(addresses, port, Secret.new()))
+                connect(addresses, port)
         with pytest.raises(TimeoutError):
-            handshake.connect(Control((SILENT,), port, Secret.new()))
+            connect((SILENT,), port)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from harness import Clock
 
 from kempner.run.control.heartbeat import LONGER_THAN_ANY, Progress, ProgressWatchdog
 from kempner.run.control.protocol import Phase
-from kempner.run.process import awake_clock as awake
+from kempner.run.process import threads as awake
 
 FLOOR, CEILING = 60.0, 600.0
 
@@ -47,7 +47,7 @@ def test_a_step_has_a_multiple_of_the_longest_and_a_save_all_the_time_that_a_sto
     standstill = ProgressWatchdog(progress, FLOOR, CEILING)
     for step in range(1, 4):
         stands_too_long(standstill, clock, step_seconds)
-        progress.step = step
+        progress.made(step)
         standstill.too_long()
     if phase is not Phase.STEP:
         progress.phase = phase

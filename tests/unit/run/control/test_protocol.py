@@ -4,111 +4,100 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from harness import Clock
 from hypothesis import given
 from hypothesis import strategies as st
+from spoken import SIDES, Side, said_by, values
 
 from kempner.run.control import heartbeat
-from kempner.run.control.client import Outbox, SupervisorTimeout
 from kempner.run.control.heartbeat import Progress, StepDelays
+from kempner.run.control.launch_env import Launch
 from kempner.run.control.protocol import (
-    LINE_LIMIT,
-    WORDS_LIMIT,
-    Alive,
-    Challenge,
-    DumpStacks,
     Event,
-    FromRank,
-    FromSupervisor,
-    Hello,
-    Lines,
-    MessageError,
-    Noted,
     Outcome,
-    PeerLost,
     Phase,
     Report,
-    Secret,
     Stop,
-    Welcome,
     decode_from_rank,
     decode_from_supervisor,
+)
+from kempner.run.link.auth import AGENTS, Door, Secret, copies_of, new_nonce, ranks_at
+from kempner.run.link.client import Outbox, SilenceClock
+from kempner.run.link.messages import (
+    LINE_LIMIT,
+    WORDS_LIMIT,
+    Caller,
+    MessageError,
+    Role,
     encode,
-    new_nonce,
     shorten,
 )
-from kempner.run.process import awake_clock as awake
-from kempner.run.process.awake_clock import LONGEST_NAP
-from kempner.run.process.stop_reason import StopReason
-
-natural = st.integers(0, 2**53)
-seconds = st.floats(0, 1e9)
-words = st.text(st.characters(codec="utf-8"), max_size=200)
-values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e9, 1e9) | words,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
-    max_leaves=10,
-)
-nonces = st.builds(new_nonce)
-proofs = st.builds(lambda: Secret.new().proof_of_supervisor("", ""))
-
-from_rank = (
-    st.builds(Hello, nonces, proofs, natural, natural, words, natural)
-    | st.builds(Report, natural, st.sampled_from(Phase), seconds, seconds)
-    | st.builds(Event, natural, words, st.dictionaries(words, values, max_size=4))
-    | st.builds(Outcome, natural, st.integers(0, 255), words)
-)
-from_supervisor = (
-    st.builds(Challenge, nonces)
-    | st.builds(Welcome, proofs)
-    | st.builds(Noted, natural)
-    | st.builds(Stop, st.sampled_from(list(StopReason)[1:]), words, st.none() | seconds)
-    | st.builds(PeerLost, natural, words)
-    | st.just(DumpStacks())
-    | st.just(Alive())
+from kempner.run.link.wire import Lines
+from kempner.run.process import threads as awake
+from kempner.run.process.exit_codes import StopReason
+from kempner.run.process.threads import LONGEST_NAP
+from kempner.run.record.attempts import Attempt
+from kempner.supervisor.launchers.agents.messages import (
+    SealedLaunch,
+    StartRanks,
+    decode_to_agent,
 )
 
 
-@given(from_rank)
-def test_what_a_rank_says_comes_through(message: FromRank) -> None:
+@given(st.sampled_from(SIDES), st.data())
+def test_what_any_side_says_comes_through(side: Side, data: st.DataObject) -> None:
+    message = data.draw(said_by(side))
     line = encode(message)
     assert line.count(b"\n") == 1
-    assert decode_from_rank(line[:-1]) == message
-
-
-@given(from_supervisor)
-def test_what_a_supervisor_says_comes_through(message: FromSupervisor) -> None:
-    line = encode(message)
-    assert line.count(b"\n") == 1
-    assert decode_from_supervisor(line[:-1]) == message
+    assert side.decode(line[:-1]) == message
 
 
 @given(st.binary(max_size=300) | values.map(lambda value: json.dumps(value).encode()))
 def test_anything_else_is_refused_without_being_repeated(line: bytes) -> None:
-    for decode in (decode_from_rank, decode_from_supervisor):
+    for side in SIDES:
         with pytest.raises(MessageError) as refused:
-            decode(line)
+            side.decode(line)
         assert len(str(refused.value)) < 100
 
 
-@given(from_rank, st.data())
-def test_one_odd_field_is_enough(message: FromRank, data: st.DataObject) -> None:
-    fields = json.loads(encode(message))
+@given(st.sampled_from(SIDES), st.data())
+def test_one_odd_field_is_enough(side: Side, data: st.DataObject) -> None:
+    fields = json.loads(encode(data.draw(said_by(side))))
+    required = [name for name in fields if name in ("number", "nonce", "proof", "attempt", "step")]
     name = data.draw(st.sampled_from(sorted(fields)))
     odd = data.draw(
         st.sampled_from(
             [
                 {**fields, "extra": 1},
-                {k: v for k, v in fields.items() if k != name and k != "kind"},
-                {**fields, name: ["no", "such", "type"]},
+                {k: v for k, v in fields.items() if k not in required[:1]},
+                {**fields, name: {"no": {"such": "type"}}},
                 {**fields, name: -1},
             ]
         )
     )
+    if odd == fields or name == "fields":  # any object is a ledger event's
+        return
+    if odd.get("status") == -1:  # ended by SIGHUP
+        return
     with pytest.raises(MessageError):
-        decode_from_rank(json.dumps(odd).encode())
+        side.decode(json.dumps(odd).encode())
+
+
+def test_an_agent_takes_no_environment() -> None:
+    """What ranks are told is made of named fields alone: nothing can be preloaded."""
+    launch = Launch(Attempt(1, "ab"), Secret.new())
+    order = StartRanks(1, SealedLaunch.of(launch, Secret.new()), 0, 1, 1, ("node1", 1))
+    fields = json.loads(encode(order))
+    assert decode_to_agent(json.dumps(fields).encode()) == order
+    for part in (fields, fields["launch"]):
+        for name in ("variables", "environ", "LD_PRELOAD"):
+            part[name] = {"LD_PRELOAD": "x.so"}
+            with pytest.raises(MessageError):
+                decode_to_agent(json.dumps(fields).encode())
+            del part[name]
 
 
 @pytest.mark.parametrize(
@@ -170,24 +159,33 @@ def test_a_line_may_not_grow_without_end() -> None:
     assert len(shorten("x" * LINE_LIMIT)) == WORDS_LIMIT
 
 
-def test_a_proof_holds_for_one_token_one_challenge_and_one_rank() -> None:
-    secret, challenge, nonce = Secret.new(), new_nonce(), new_nonce()
-    proof = secret.proof_of_rank(challenge, nonce, 1, 2)
-    assert secret.proof_of_rank(challenge, nonce, 1, 2) == proof
-    others = {
-        Secret.new().proof_of_rank(challenge, nonce, 1, 2),
-        secret.proof_of_rank(new_nonce(), nonce, 1, 2),
-        secret.proof_of_rank(challenge, new_nonce(), 1, 2),
-        secret.proof_of_rank(challenge, nonce, 2, 1),
-        secret.proof_of_rank(challenge, nonce, 1, 3),
-        secret.proof_of_supervisor(challenge, nonce),
-    }
-    assert proof not in others
+def test_a_proof_holds_for_one_token_one_challenge_one_caller_and_one_endpoint() -> None:
+    secret, challenge = Secret.new(), new_nonce()
+    ranks = ranks_at("one")
+    door, caller = Door(secret, ranks), Caller(Role.RANK, 1, 2, "node1", 7)
+    hello = door.introduce(caller, challenge)
+    assert not door.refusal(hello, challenge)
+    others = (ranks_at("other"), AGENTS, copies_of("node1"), replace(ranks, owner=Role.KEEPER))
+    for other in (Door(Secret.new(), ranks), *(Door(secret, where) for where in others)):
+        assert other.refusal(hello, challenge)
+        assert other.welcome(hello, challenge) != door.welcome(hello, challenge)
+    assert door.refusal(hello, new_nonce())
+    changed = {"role": Role.AGENT, "group": 2, "member": 3, "host": "node2", "pid": 8}
+    for name, value in changed.items():
+        another = replace(caller, **{name: value})  # type: ignore[arg-type]
+        assert door.refusal(replace(hello, caller=another), challenge)
+    for odd in (replace(hello, nonce=new_nonce()), replace(hello, proof="0" * 64)):
+        assert door.refusal(odd, challenge)
+    assert door.refusal(replace(hello, proof=door.welcome(hello, challenge).proof), challenge)
+    sender = replace(caller, role=Role.SENDER)
+    assert (
+        door.refusal(door.introduce(sender, challenge), challenge) == "it calls as sender of copies"
+    )
     assert secret.token not in repr(secret)
 
 
 def test_an_outbox_keeps_what_was_not_heard() -> None:
-    outbox = Outbox()
+    outbox = Outbox(decode_from_rank)
     for name in ("a", "b", "c"):
         outbox.add(lambda number, name=name: Event(number, name, {}))  # type: ignore[misc]
     outbox.add(lambda number: Event(number, "too long", {"x": "y" * LINE_LIMIT}))
@@ -212,7 +210,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_silence_is_told_once_and_a_suspended_process_did_not_listen(clock: Clock) -> None:
-    quiet = SupervisorTimeout(60)
+    quiet = SilenceClock(60)
     clock.now += 3600  # suspended
     assert not quiet.exceeds_limit()
     assert quiet.seconds == LONGEST_NAP
@@ -222,7 +220,7 @@ def test_silence_is_told_once_and_a_suspended_process_did_not_listen(clock: Cloc
         told.append(quiet.exceeds_limit())
     assert told.index(True) == math.ceil(60 - LONGEST_NAP) - 1
     assert told.count(True) == 1
-    quiet.broken()
+    quiet.heard()
     assert not quiet.exceeds_limit()
 
 
@@ -251,13 +249,13 @@ def test_progress_tells_what_held_up_the_steps(clock: Clock) -> None:
     place = Progress()
     with place.during(Phase.EVAL), place.waiting("a sum"):
         clock.now += 9
-    with place.held_up_by_data():
+    with place.held_up_by("data"):
         clock.now += 4
     with place.waiting("the vote"):
         clock.now += 5
     with place.during(Phase.SAVE):
         clock.now += 2
-    with place.held_up_by_save():
+    with place.held_up_by("saves"):
         clock.now += 1
     assert place.take_held_up() == StepDelays(saves=3, data=4, ranks=5)
     with place.waiting("the vote"):

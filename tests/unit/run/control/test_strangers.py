@@ -5,36 +5,40 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
-from callers import LOOPBACK, SIZE, Stranger, Supervisor
+from callers import LOOPBACK, SIZE, Stranger, Supervisor, dial, door_of, introduce, open_wire
 from harness import wait_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from patience import scaled
+from spoken import SIDES, Side, said_by
 
-from kempner.run.control.handshake import introduce, open_wire
 from kempner.run.control.launch_env import Launch
 from kempner.run.control.protocol import (
-    LINE_LIMIT,
-    PROTOCOL,
-    Challenge,
+    Connected,
+    Disconnected,
     Event,
-    Hello,
     Phase,
+    RankMessage,
     Report,
-    Secret,
     Stop,
-    Welcome,
-    decode_from_rank,
-    encode,
 )
-from kempner.run.process.stop_reason import StopReason
+from kempner.run.link import server as channel_module
+from kempner.run.link.auth import AGENTS, Door, Secret, decode_hello, ranks_at
+from kempner.run.link.messages import LINE_LIMIT, PROTOCOL, Caller, Challenge, Role, Welcome, encode
+from kempner.run.link.wire import Connection, listen, listen_here
+from kempner.run.process.exit_codes import StopReason
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.events import Signalled
-from kempner.supervisor.control import peers
-from kempner.supervisor.control.events import Connected, Disconnected, RankMessage
+from kempner.supervisor.launchers.agents.fleet import (
+    AgentConnected,
+    AgentDisconnected,
+    AgentNews,
+    AgentServer,
+)
+from kempner.supervisor.launchers.agents.messages import ToAgent
 
 
 def impostors(s: Supervisor) -> dict[str, tuple[Launch, int]]:
@@ -51,7 +55,7 @@ def test_impostors_are_refused_with_a_reason(supervisor: Supervisor) -> None:
     for launch, rank in impostors(supervisor).values():
         with pytest.raises(OSError, match="closed by the other side"):
             open_wire(launch, rank)
-    stranger = Stranger(supervisor.channel.port)
+    stranger = Stranger(supervisor.socket)
     hello = introduce(supervisor.launch(), 0, stranger.challenge())
     stranger.say(replace(hello, version=PROTOCOL + 1))
     assert stranger.is_hung_up_on()
@@ -65,7 +69,7 @@ def test_impostors_are_refused_with_a_reason(supervisor: Supervisor) -> None:
 
 
 def test_a_proof_cannot_be_used_again(supervisor: Supervisor) -> None:
-    first, second = Stranger(supervisor.channel.port), Stranger(supervisor.channel.port)
+    first, second = Stranger(supervisor.socket), Stranger(supervisor.socket)
     overheard = introduce(supervisor.launch(), 0, first.challenge())
     first.say(overheard)
     assert isinstance(first.hear(), Welcome)
@@ -87,7 +91,7 @@ def test_a_proof_cannot_be_used_again(supervisor: Supervisor) -> None:
     ],
 )
 def test_strangers_are_hung_up_on(supervisor: Supervisor, content: bytes) -> None:
-    stranger = Stranger(supervisor.channel.port)
+    stranger = Stranger(supervisor.socket)
     stranger.challenge()
     with suppress(OSError):  # it may hang up before all is said
         stranger.say(content)
@@ -103,7 +107,7 @@ def test_a_rank_that_talks_nonsense_loses_its_connection_only(
 ) -> None:
     other = supervisor.link(1)
     supervisor.expect(Connected)
-    stranger = Stranger(supervisor.channel.port)
+    stranger = Stranger(supervisor.socket)
     stranger.say(introduce(supervisor.launch(), 0, stranger.challenge()))
     supervisor.expect(Connected)
     assert isinstance(stranger.hear(), Welcome)
@@ -120,28 +124,70 @@ def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
     supervisor.close()
 
 
-@given(st.lists(st.binary(max_size=200) | st.just(b"\n"), max_size=5), st.booleans())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-def test_no_bytes_whatsoever_disturb_it(
-    lasting: Supervisor, chunks: list[bytes], abruptly: bool
+@dataclass
+class Port:
+    """A port of the supervisor, how a caller gets in there, and all that it takes in."""
+
+    door: Door
+    place: int | str
+    caller: Caller
+    side: Side
+    heard: list[object]
+
+    def open(self) -> Connection:
+        return self.door.open(dial(self.place), self.caller)
+
+
+@pytest.fixture(scope="module")
+def ports(lasting: Supervisor) -> Iterator[dict[str, Port]]:
+    """That of ranks and that of agents."""
+    ranks, agents, sides = list[object](), list[object](), {side.name: side for side in SIDES}
+    hub = lasting.agent.ranks
+    hub.hear = lambda rank, message: ranks.append(message)  # type: ignore[method-assign]
+
+    def hear(node: str, news: AgentNews) -> list[ToAgent]:
+        agents.extend([] if isinstance(news, AgentConnected | AgentDisconnected) else [news])
+        return []
+
+    server = AgentServer(listen([LOOPBACK], None), lasting.secret, 1, hear, lambda told: "")
+    rank, agent = Caller(Role.RANK, 3, 0, "n", 1), Caller(Role.AGENT, 0, 0, "n", 1)
+    yield {
+        "ranks": Port(door_of(lasting.launch()), lasting.socket, rank, sides["rank"], ranks),
+        "agents": Port(Door(lasting.secret, AGENTS), server.port, agent, sides["agent"], agents),
+    }
+    server.close()
+
+
+ANY_LINE = st.sampled_from(SIDES).flatmap(said_by).map(encode)
+CHUNKS = st.lists(st.binary(max_size=200) | st.just(b"\n") | ANY_LINE, max_size=5)
+
+
+@pytest.mark.parametrize("authenticated", [False, True])
+@pytest.mark.parametrize("port", ["ranks", "agents"])
+@given(CHUNKS, st.booleans())
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_no_bytes_and_no_message_of_any_role_disturb_it(
+    ports: dict[str, Port], port: str, authenticated: bool, chunks: list[bytes], abruptly: bool
 ) -> None:
-    stranger = Stranger(lasting.channel.port)
+    at = ports[port]
+    at.heard.clear()
+    stranger = at.open().release() if authenticated else dial(at.place)
     if abruptly:  # a reset instead of an orderly end
-        stranger.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-    with suppress(OSError):
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    with stranger, suppress(OSError):
         for chunk in chunks:
-            stranger.say(chunk)
-    stranger.stream.close()
-    stranger.socket.close()
-    wire = open_wire(lasting.launch(), 0)  # an honest rank gets in
-    wire.close()
+            stranger.sendall(chunk)
+    at.open().close()  # an honest caller gets in
+    assert authenticated or at.heard == []
+    for message in at.heard:  # and nothing was taken in that this caller may not say
+        assert at.side.decode(encode(message)) == message
 
 
 def test_half_open_connections_do_not_keep_ranks_out(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "PENDING_LIMIT", 4)
-    idle = [Stranger(supervisor.channel.port) for _ in range(3 * SIZE)]
+    monkeypatch.setattr(channel_module, "PENDING_LIMIT", 4)
+    idle = [Stranger(supervisor.socket) for _ in range(3 * SIZE)]
     rank = supervisor.link(0)
     assert supervisor.expect(Connected).rank == 0
     assert idle[0].hear()
@@ -153,8 +199,8 @@ def test_half_open_connections_do_not_keep_ranks_out(
 def test_who_never_says_who_it_is_has_to_go(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "OPENING_TIME", 0.0)
-    stranger = Stranger(supervisor.channel.port)
+    monkeypatch.setattr(channel_module, "OPENING_TIME", 0.0)
+    stranger = Stranger(supervisor.socket)
     stranger.challenge()
     assert stranger.is_hung_up_on()
     wait_until(supervisor.refusals, "the reason")
@@ -164,7 +210,7 @@ def test_who_never_says_who_it_is_has_to_go(
 def test_a_rank_that_does_not_read_is_given_up_and_the_others_hear_all(
     supervisor: Supervisor,
 ) -> None:
-    deaf = Stranger(supervisor.channel.port)
+    deaf = Stranger(supervisor.socket)
     deaf.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     deaf.say(introduce(supervisor.launch(), 0, deaf.challenge()))
     supervisor.expect(Connected)
@@ -183,29 +229,15 @@ def test_a_rank_that_does_not_read_is_given_up_and_the_others_hear_all(
 
 
 def test_a_false_supervisor_is_not_obeyed(supervisor: Supervisor) -> None:
-    with socket.create_server((LOOPBACK, 0)) as trap:
-        rank = supervisor.link(0, port=trap.getsockname()[1])
+    with listen_here("trap") as trap:
+        rank = supervisor.link(0, socket="trap")
         for _ in range(2):  # and it tries again
             victim, _ = trap.accept()
             with victim, victim.makefile("rb") as stream:
                 victim.sendall(encode(Challenge("0" * 32)))
-                hello = decode_from_rank(stream.readline())
-                assert isinstance(hello, Hello)
+                hello = decode_hello(stream.readline())
                 assert supervisor.secret.token not in str(hello)
-                proof = Secret.new().proof_of_supervisor("0" * 32, hello.nonce)
-                victim.sendall(encode(Welcome(proof)) + encode(Stop(StopReason.SIGNAL, "obey")))
+                welcome = Door(Secret.new(), ranks_at("trap")).welcome(hello, "0" * 32)
+                victim.sendall(encode(welcome) + encode(Stop(StopReason.SIGNAL, "obey")))
                 assert stream.read() == b""
     assert rank.stops.empty()
-
-
-def test_a_file_that_is_not_a_ranks_own_admits_nobody(supervisor: Supervisor) -> None:
-    path = supervisor.run.messages(3, 0)
-    other = introduce(supervisor.launch(), 2, challenge="")
-    guess = introduce(supervisor.launch(secret=Secret.new()), 0, challenge="")
-    event = Event(1, "x", {})
-    path.write_bytes(encode(other) + encode(guess) + b'{"half": \n' + encode(event))
-    honest = introduce(supervisor.launch(), 1, challenge="")
-    supervisor.run.messages(3, 1).write_bytes(encode(honest) + b'{"ha\n' + encode(event))
-    assert supervisor.expect(Connected).rank == 1
-    assert supervisor.expect(RankMessage) == RankMessage(1, event)
-    assert supervisor.news.empty()

@@ -84,12 +84,11 @@ def test_a_file_that_makes_no_sense_ends_nothing(tmp_path: Path, content: str) -
 
 
 def test_a_rank_finds_them_in_its_environment_however_it_is_started(tmp_path: Path) -> None:
-    from kempner.run.control.launch_env import Control
-    from kempner.run.control.protocol import Secret
+    from kempner.run.link.auth import Secret
     from kempner.run.record.attempts import Attempt
 
     terms = LaunchTerms(tmp_path, 1.0, 1.0, 1.0, trackers=open_trackers(tmp_path / "a"))
-    launch = Launch(Attempt(1, "n"), Control(("::1",), 7, Secret("x")), terms=terms)
+    launch = Launch(Attempt(1, "n"), Secret("x"), terms=terms)
     there = Launch.from_environment(launch.environment())
     assert there is not None
     assert there.terms == terms

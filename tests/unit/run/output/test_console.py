@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,9 +17,10 @@ import pytest
 from harness import wait_until
 from patience import scaled
 
-from kempner.run.output import console, logs
-from kempner.run.output.console import Courier, Errand, lost_lines, protect, say, settle_all
+from kempner.run.output import console, logs, writers
+from kempner.run.output.console import lost_lines, protect, say
 from kempner.run.output.logs import logger, open_log
+from kempner.run.output.writers import settle_all
 
 CAPACITY = 4096
 """Bytes that the pipe of these tests takes."""
@@ -56,7 +56,7 @@ class Pipe:
 
 @pytest.fixture
 def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipe]:
-    monkeypatch.setattr(console, "PATIENCE", 0.05)
+    monkeypatch.setattr(writers, "PATIENCE", 0.05)
     monkeypatch.setattr(console, "_outlets", {})  # what other tests have lost does not count here
     monkeypatch.setattr(console, "_unsaid", 0)
     path = tmp_path / "pipe"
@@ -178,46 +178,6 @@ def test_the_end_of_the_interpreter_waits_for_no_thread(closed: str, shown: str)
         check=True,
     )
     assert done.stdout == shown
-
-
-def test_a_stuck_errand_keeps_nobody_for_long_and_nothing_is_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(console, "PATIENCE", 0.05)
-    go_on, done, tries = threading.Event(), list[str](), iter([None, 0.01, 0.01, None, None])
-
-    def stuck() -> None:
-        go_on.wait(scaled(60))
-        done.append("stuck")
-
-    def failing() -> float | None:
-        done.append("failing")
-        return next(tries)
-
-    worker = Courier("test")
-    first, second = Errand(stuck), Errand(failing)
-    worker.prompt(second)
-    assert done == ["failing"]
-    worker.prompt(first)
-    worker.prompt(second)
-    assert done == ["failing"]
-    assert not worker.settle(0.01)
-    go_on.set()
-    wait_until(lambda: done.count("failing") == 4, "the last try")
-    assert done[1] == "stuck"
-    assert worker.settle(60)
-
-
-def test_a_thread_that_has_nothing_to_do_ends_and_another_one_comes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(console, "IDLE", 0.0)
-    done = list[str]()
-    worker = Courier("idle")
-    for number in range(3):
-        worker.prompt(Errand(lambda number=number: done.append(str(number))))
-        assert done[-1] == str(number)
-        wait_until(lambda: "idle" not in {t.name for t in threading.enumerate()}, "its end")
 
 
 SAYS_ANEW = """

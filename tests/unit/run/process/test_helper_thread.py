@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 
 import pytest
 from patience import scaled
 
 from kempner.run.output import logs
-from kempner.run.process.threads import PAUSE, TRIES, keep_running
+from kempner.run.process.threads import PAUSE, TRIES, keep_running, once_there_is_room
 
 
 def test_work_that_fails_is_told_of_and_begins_again(capfd: pytest.CaptureFixture[str]) -> None:
@@ -46,3 +47,18 @@ def test_a_machine_without_room_for_a_thread_is_waited_for(
     failures += [1] * TRIES
     with pytest.raises(RuntimeError):
         keep_running("job", ran.set, lambda _: None)
+
+
+@pytest.mark.parametrize("lack", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE])
+def test_room_for_a_process_or_a_descriptor_is_waited_for_and_nothing_else(lack: int) -> None:
+    failures, paused = [lack, lack, errno.EPERM], list[float]()
+
+    def make() -> int:
+        if failures:
+            raise OSError(failures.pop(0), "no room")
+        return 7
+
+    with pytest.raises(PermissionError):
+        once_there_is_room(make, paused.append)
+    assert paused == [PAUSE, PAUSE]
+    assert once_there_is_room(make, paused.append) == 7

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 import pytest
+from harness import wait_until
 from patience import scaled
 
-from kempner.run.process.whereabouts import CodePlace, Whereabouts, place_of
+from kempner.run.process.whereabouts import BUSY, CodePlace, Whereabouts, place_of
 
 TORCH = "/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
 
@@ -86,3 +89,23 @@ def standing(look: Whereabouts) -> int:
         before = look.moves
         look.look()
     return before
+
+
+@pytest.mark.parametrize("collective", [False, True])
+def test_native_code_that_computes_is_at_work_but_not_in_a_collective(collective: bool) -> None:
+    """Some collectives spin while they wait."""
+    looks = list[Whereabouts]()
+    text = "def f(begin, compute):\n    begin()\n    compute('sha256', b'', b'', 6_000_000)"
+    program = compiled(TORCH if collective else "/home/me/train.py", text)
+    begin = lambda: looks.append(Whereabouts())  # noqa: E731
+    thread = threading.Thread(target=program, args=(begin, hashlib.pbkdf2_hmac), daemon=True)
+    thread.start()
+    wait_until(lambda: bool(looks), "the thread to compute")
+    (look,) = looks
+    wait_until(lambda: look.look() == look.look() and look.moves > 0, "it to be in native code")
+    clock = time.pthread_getcpuclockid(thread.ident or 0)
+    moves, used = look.moves, time.clock_gettime(clock)
+    wait_until(lambda: time.clock_gettime(clock) > used + 2 * BUSY, "it to use a processor")
+    look.look()
+    assert look.moves == moves + (not collective)
+    thread.join()

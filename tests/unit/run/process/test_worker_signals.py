@@ -18,7 +18,7 @@ from harness import wait_until
 
 from kempner.run.process import worker_process
 from kempner.run.process.signals import SignalInbox, inbox
-from kempner.run.process.thread_states import thread_states
+from kempner.run.process.whereabouts import thread_states
 from kempner.run.process.worker_process import heed_only_parent, signals_blocked_in_children
 
 FORK = multiprocessing.get_context("fork")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kempner.run.control.client import BEAT, FILE_BEAT, RETRY
-from kempner.run.process import awake_clock
-from kempner.run.process.awake_clock import LONGEST_NAP, AwakeClock
+from kempner.run.control.client import BEAT
+from kempner.run.link.client import RETRY
+from kempner.run.process import threads
+from kempner.run.process.threads import LONGEST_NAP, AwakeClock
 from kempner.supervisor.attempt import EXIT_GRACE, LOOK
 from kempner.supervisor.control.rank_roster import RECONNECT
 
@@ -37,7 +38,7 @@ def test_it_counts_the_time_between_looks_up_to_a_nap(
     naps: list[float], seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     time = Monotonic()
-    monkeypatch.setattr(awake_clock, "time", time)
+    monkeypatch.setattr(threads, "time", time)
     awake = AwakeClock()
     for nap in naps:
         time.at += nap
@@ -58,7 +59,7 @@ def test_it_knows_whether_it_stood_still_meanwhile(
     naps: list[float], seconds: float, stood_still: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     time = Monotonic()
-    monkeypatch.setattr(awake_clock, "time", time)
+    monkeypatch.setattr(threads, "time", time)
     awake = AwakeClock()
     for nap in naps[:-1]:
         time.at += nap
@@ -68,4 +69,4 @@ def test_it_knows_whether_it_stood_still_meanwhile(
 
 
 def test_a_nap_is_longer_than_every_loop_waits_and_shorter_than_every_deadline() -> None:
-    assert max(LOOK, BEAT, *RETRY) < LONGEST_NAP < min(RECONNECT, EXIT_GRACE, FILE_BEAT)
+    assert max(LOOK, BEAT, *RETRY) < LONGEST_NAP < min(RECONNECT, EXIT_GRACE)

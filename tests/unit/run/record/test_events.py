@@ -15,9 +15,10 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from kempner.run.output import background_files
+from kempner.run.output import writers
 from kempner.run.record import events
 from kempner.run.record.events import (
+    SUBJECTS,
     AttemptEnded,
     AttemptFailed,
     CheckpointCommitted,
@@ -34,11 +35,13 @@ from kempner.run.record.events import (
     Resumed,
     RunGivenUp,
     StartedAnew,
+    parse_event,
 )
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.run.record.save_times import Durations, SaveSeconds
-from kempner.run.record.vocabulary import SUBJECTS, parse_event
+from kempner.supervisor.watchdog.board import JobBoard
+from kempner.supervisor.watchdog.keeper import requeued
 
 ROOT = Path(__file__).parents[4]
 sys.path.append(str(ROOT / "scripts" / "docs"))
@@ -48,20 +51,23 @@ VOCABULARY = [kind for kinds in SUBJECTS.values() for kind in kinds]
 NAMES = {kind.name for kind in VOCABULARY}
 
 ALLOWED = {
-    ("kempner/config/fault_spec.py", "hang"): "a kind of fault that a configuration asks for",
+    ("kempner/config/resilience.py", "hang"): "a kind of fault that a configuration asks for",
     ("kempner/training/fault_injection.py", "hang"): "the same, where it is injected",
-    ("kempner/insight/report/attempts.py", "hang"): "a kind of interruption",
+    ("kempner/insight/attempts.py", "hang"): "a kind of interruption",
     ("kempner/insight/status/activity.py", "restarting"): "what a run is doing",
     ("kempner/insight/status/activity.py", "stopped"): "what a run is doing",
     ("kempner/insight/status/activity.py", "completed"): "what a run is doing",
     ("kempner/insight/status/summary.py", "gave_up"): "a key of the status as JSON",
-    ("kempner/insight/triage/table/program.py", "hang"): "the name of a cause",
-    ("kempner/insight/triage/table/program.py", "stopped"): "the name of a cause",
+    ("kempner/insight/triage/table/everything.py", "hang"): "the name of a cause",
+    ("kempner/insight/triage/table/everything.py", "stopped"): "the name of a cause",
     ("kempner/insight/triage/table/scheduler.py", "requeued"): "the name of a cause",
     ("kempner/insight/triage/first_failure.py", "requeued"): "the name of a cause",
     ("kempner/insight/triage/ends.py", "requeued"): "the name of a cause",
+    ("kempner/supervisor/watchdog/keeper.py", "requeued"): "the event, where nothing is imported",
     ("kempner/cli/insight/status_view.py", "left"): "a column, and a side",
-    ("kempner/supervisor/nodes/presence.py", "left"): "a key of an answer",
+    ("kempner/cli/insight/status_words.py", "left"): "a field of the status",
+    ("kempner/cli/insight/status_words.py", "stopped"): "an `Activity`",
+    ("kempner/probe/processes.py", "left"): "a key of an answer",
     ("kempner/supervisor/hooks.py", "completed"): "a key of the configuration",
     ("kempner/supervisor/hooks.py", "not_requeued"): "a key of the configuration",
     ("kempner/supervisor/policy/outcome.py", "completed"): "a sentence that happens to be one word",
@@ -176,6 +182,16 @@ def test_what_has_its_default_is_left_out_of_the_line(tmp_path: Path) -> None:
     assert second["by_rank"] == 0
 
 
+def test_the_line_that_the_watchdog_makes_without_the_records_is_one_of_them() -> None:
+    board = JobBoard(alone=True)
+    board.tell_attempt(3, 0, "ledger.jsonl")
+    board.tell_step(5, new=True)
+    line = requeued(board, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}, now=8.0)
+    (entry,) = RunHistory([line]).entries(LedgerEvent)
+    assert (entry.event, entry.attempt) == (Requeued(5, "7", 2), 3)
+    assert set(line) == {"schema", "time", "event", "attempt", *(f.name for f in fields(Requeued))}
+
+
 # The history
 
 
@@ -197,7 +213,7 @@ def test_a_history_is_read_once_and_then_only_what_is_new(tmp_path: Path) -> Non
 def test_a_history_knows_what_could_not_be_written_yet_and_counts_it_once(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
-    history = RunHistory.read(path, ledger.unwritten)
+    history = RunHistory.of(ledger)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ledger.record(Resumed(1), attempt=1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, before[1]))
@@ -216,7 +232,7 @@ def test_a_history_knows_what_could_not_be_written_yet_and_counts_it_once(tmp_pa
 def test_a_history_sees_every_line_once_wherever_a_writer_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background_files, "_LOOK", 0.0)
+    monkeypatch.setattr(writers, "_LOOK", 0.0)
     source = tmp_path / "whole.jsonl"
     Ledger(source).record(Resumed(1), attempt=1)
     Ledger(source).record(Resumed(2), attempt=1)

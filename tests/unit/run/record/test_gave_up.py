@@ -11,7 +11,7 @@ from harness import wait_until
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.record.attempts import begin_attempt, outdated, prune_attempts
 from kempner.run.record.gave_up import GaveUp, GaveUpError, read, refuse_if_given_up, write
-from kempner.run.record.ledger import read_lines
+from kempner.run.record.ledger import Ledger, read_lines
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.policy.outcome import Decision
 from kempner.supervisor.policy.restart import Failure
@@ -30,7 +30,7 @@ FAILURE = Failure(step=30, committed=20, raised='ValueError: "a"\\b')
 def test_the_verdict_says_who_where_when_why_and_what_to_do(run: RunDirectory) -> None:
     attempt = begin_attempt(run)
     run.stacks(1, 3).write_text("stacks")
-    told = give_up(run, attempt, HUNG, FAILURE, "node7")
+    told = give_up(run, Ledger(run.ledger), attempt, HUNG, FAILURE, "node7")
     assert str(told).splitlines() == [
         "gave up after attempt 1: no rank has moved for 9 s",
         '  failed first: rank 3 on node7, at step 30: ValueError: "a"\\b',
@@ -51,7 +51,8 @@ def test_the_verdict_says_who_where_when_why_and_what_to_do(run: RunDirectory) -
 
 @pytest.mark.parametrize("code", [c for c in ExitCode if c in (1, 65, 74, 76, 77, 78)])
 def test_every_end_has_its_advice(run: RunDirectory, code: ExitCode) -> None:
-    told = give_up(run, begin_attempt(run), Decision(code, "so"), Failure(0, None), "")
+    ledger, attempt = Ledger(run.ledger), begin_attempt(run)
+    told = give_up(run, ledger, attempt, Decision(code, "so"), Failure(0, None), "")
     assert told.first is None
     assert str(run.supervisor_log(1)) in str(told)
     assert "failed first" not in str(told)
@@ -61,7 +62,7 @@ def test_every_end_has_its_advice(run: RunDirectory, code: ExitCode) -> None:
 def test_an_attempt_that_was_overtaken_gives_up_nothing(run: RunDirectory) -> None:
     attempt = begin_attempt(run)
     begin_attempt(run)
-    give_up(run, attempt, HUNG, FAILURE, "node7")
+    give_up(run, Ledger(run.ledger), attempt, HUNG, FAILURE, "node7")
     assert read(run) is None
     assert not run.ledger.exists()
 

@@ -17,13 +17,15 @@ from kempner.run.record.identity import (
     Consequence,
     RunIdentity,
     accepted_names,
+    choose_run,
+    command_digest,
     compare,
     describe_refusal,
     read_identity,
+    refuse_other_command,
     write_identity,
 )
 from kempner.run.record.lease import Holder
-from kempner.run.record.naming import choose_run, command_digest, refuse_other_command
 from kempner.run.record.run_dir import RunDirectory
 
 WORDS = st.lists(st.text("abc-=1.", min_size=1, max_size=4), min_size=1, max_size=3).map(tuple)

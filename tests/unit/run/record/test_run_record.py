@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from patience import scaled
 
-from kempner.run.control.launch_env import Control, Launch
-from kempner.run.control.protocol import Secret
-from kempner.run.output import background_files, logs
+from kempner.run.control.launch_env import Launch
+from kempner.run.link.auth import Secret
+from kempner.run.output import logs, writers
 from kempner.run.process.durable_io import append_line, await_entry, join_directory, replace_durable
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record import ledger
@@ -29,7 +29,6 @@ from kempner.run.record.events import (
     Signalled,
     StartedAnew,
 )
-from kempner.run.record.ledger import JsonlWriter
 from kempner.run.record.run_dir import RunDirectory
 
 
@@ -54,7 +53,7 @@ def test_ledger_reads_back_what_was_recorded(tmp_path: Path) -> None:
 def test_a_line_torn_at_any_byte_costs_only_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background_files, "_LOOK", 0.0)
+    monkeypatch.setattr(writers, "_LOOK", 0.0)
     whole = tmp_path / "whole.jsonl"
     ledger.Ledger(whole).record(StartedAnew(), 1)
     ledger.Ledger(whole).record(Restarting("ä" * 5), 1)
@@ -79,7 +78,7 @@ def test_lines_that_cannot_be_written_come_later_in_order_and_that_is_said_once(
     logs.configure()
     path = tmp_path / "metrics.jsonl"
     path.symlink_to("/dev/full")
-    journal = JsonlWriter(path)
+    journal = writers.open_lines(path, logs.warn)
     for step in range(3):
         journal.append({"step": step})
     assert capsys.readouterr().err.count("cannot write to file") == 1
@@ -185,7 +184,7 @@ def test_a_directory_that_exists_before_it_is_seen_is_joined(tmp_path: Path) -> 
 
 
 def test_launch_survives_the_environment() -> None:
-    control = Control(("10.0.0.7",), 20_000, Secret.new())
+    control = Secret.new()
     launch = Launch(Attempt(7, "abcd"), control, parent=12)
     assert Launch.from_environment(launch.environment()) == launch
     assert Launch.from_environment({"PATH": "/bin"}) is None

@@ -10,7 +10,7 @@ from harness import Clock
 
 from kempner.config.resilience import ResilienceSection
 from kempner.config.sections import Config, SuperviseSection
-from kempner.run.process import awake_clock as awake
+from kempner.run.process import threads as awake
 from kempner.run.record.ledger import Ledger
 from kempner.supervisor.attempt import AttemptFollower
 

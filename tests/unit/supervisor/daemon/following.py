@@ -14,9 +14,9 @@ from kempner.run.control.protocol import FromSupervisor, Usage
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.ledger import Ledger
 from kempner.supervisor.attempt import AttemptEvent, AttemptFollower
-from kempner.supervisor.control.events import LastReport
+from kempner.supervisor.control.program_reports import LastReport
 from kempner.supervisor.control.rank_roster import RankRoster
-from kempner.supervisor.monitors.run_times import RunTimes
+from kempner.supervisor.monitors.base import RunTimes
 from kempner.supervisor.policy.outcome import RankExit
 from kempner.supervisor.slurm.job_monitor import JobMonitor, JobView
 
@@ -27,6 +27,7 @@ class Hands:
     address = "127.0.0.1"
     nodes: tuple[str, ...] = ()
     waits = staticmethod(lambda: False)
+    still = staticmethod(dict)
     look = staticmethod(lambda node, pids: ())
 
     def __init__(self) -> None:

@@ -14,20 +14,23 @@ from harness import Clock
 from kempner.cluster.slurm.job import parse_job
 from kempner.config.sections import Config
 from kempner.run.control.protocol import (
+    Connected,
+    Disconnected,
     DumpStacks,
     Event,
     Outcome,
     PeerLost,
     Phase,
+    RankMessage,
     Report,
     Stop,
 )
+from kempner.run.process.exit_codes import StopReason
 from kempner.run.process.signals import ReceivedSignal
-from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.run.record.save_times import SaveSeconds
 from kempner.supervisor.attempt import EXIT_GRACE, EXPLAINED_WITHIN, AttemptFollower
-from kempner.supervisor.control.events import Connected, Disconnected, LastReport, RankMessage
+from kempner.supervisor.control.program_reports import LastReport
 from kempner.supervisor.control.rank_roster import JOIN, RECONNECT
 from kempner.supervisor.policy.outcome import RankExit, decide_outcome
 from kempner.supervisor.policy.stop import StopOrder
@@ -150,15 +153,15 @@ def test_a_rank_that_was_stopped_alone_stops_the_others(
 def test_what_the_ranks_say_of_a_stop_names_it_for_the_supervisor_too(
     follower: AttemptFollower, hands: Hands, tmp_path: Path
 ) -> None:
-    assert follower.stop_reason is StopReason.NONE
+    assert follower.stop.reason is StopReason.NONE
     feed(follower, Connected(0, "node1", 4711))
     said = Event(1, "stopped", {"step": 7, "reason": "signal", "lost_steps": 0})
     feed(follower, RankMessage(0, said))
-    assert follower.stop_reason is StopReason.NONE  # nobody has left yet
+    assert follower.stop.reason is StopReason.NONE  # nobody has left yet
     feed(follower, RankMessage(0, Outcome(2, 75, "")))
-    assert follower.stop_reason is StopReason.SIGNAL
+    assert follower.stop.reason is StopReason.SIGNAL
     assert hands.told == [Stop(StopReason.SIGNAL, "rank 0 was asked to stop", 60.0)]
-    decision = decide_outcome([RankExit(0, 75)], follower.stop_reason)
+    decision = decide_outcome([RankExit(0, 75)], follower.stop.reason)
     assert decision.reason == "stopped (signal); start again to continue"
     lines = [e for e in read_lines(tmp_path / "ledger.jsonl") if e["event"] == "stop_requested"]
     assert [(e["reason"], e["sentence"]) for e in lines] == [("signal", "rank 0 was asked to stop")]
@@ -233,7 +236,7 @@ def test_what_slurm_says_a_moment_after_the_signal_is_told_as_well(
         Stop(StopReason.CANCEL, "it was cancelled", min(30.0, grace)),
     ]
     assert hands.asked_to_stop == 1
-    assert follower.stop_reason is StopReason.CANCEL
+    assert follower.stop.reason is StopReason.CANCEL
     (told,) = asked_of(tmp_path)  # no signal with minutes left before it
     assert (told["reason"], told["seconds_left"]) == ("cancel", min(30.0, grace))
 
@@ -252,9 +255,9 @@ def test_a_stop_to_grow_is_no_signal_and_gives_way_to_one(
     assert follower.trains
     follower.ask_to_stop(StopOrder(StopReason.GROW, "node2 is well again", 60.0))
     assert not follower.trains
-    assert (hands.asked_to_stop, follower.stop_reason) == (0, StopReason.GROW)
+    assert (hands.asked_to_stop, follower.stop.reason) == (0, StopReason.GROW)
     feed(follower, ReceivedSignal(signal.SIGTERM, clock.now))
-    assert (hands.asked_to_stop, follower.stop_reason) == (1, StopReason.SIGNAL)
+    assert (hands.asked_to_stop, follower.stop.reason) == (1, StopReason.SIGNAL)
     feed(follower, ReceivedSignal(signal.SIGTERM, clock.now))
     assert hands.asked_to_stop == 1
     reasons = [message.reason for message in hands.told if isinstance(message, Stop)]
@@ -286,11 +289,11 @@ def test_it_is_over_when_all_have_said_so_even_if_the_launcher_never_does(
     follower: AttemptFollower, hands: Hands, clock: Clock
 ) -> None:
     for rank in range(3):
-        assert not follower.over()
+        assert not follower.life.over
         feed(follower, RankMessage(rank, Outcome(1, 0, "")), Disconnected(rank, "closed"))
-    assert not follower.over()  # their processes may still be about to leave
+    assert not follower.life.over  # their processes may still be about to leave
     let(follower, clock, EXIT_GRACE + 0.1)
-    assert follower.over()
+    assert follower.life.over
     assert [end.status for end in follower.ends] == [0, 0, 0]
 
 
@@ -315,7 +318,7 @@ def test_a_hang_is_ended_after_the_stacks_were_written(
     assert not hands.killed
     let(follower, clock, 4)
     assert hands.killed
-    assert follower.hang is not None
+    assert follower.evidence.hang is not None
     (line,) = (e for e in read_lines(tmp_path / "ledger.jsonl") if e["event"] == "hang")
     assert "step 5 (step)" in line["reason"]
     assert line["waiting"] == {"nothing": [0, 1, 2]}
@@ -345,7 +348,7 @@ def test_while_a_stop_is_under_way_standing_still_is_no_hang(
     let(follower, clock, 960)
     feed(follower, ReceivedSignal(signal.SIGTERM, clock.now))
     let(follower, clock, 59)
-    assert follower.hang is None
+    assert follower.evidence.hang is None
     assert hands.told == [Stop(StopReason.SIGNAL, "SIGTERM", 60.0)]
 
 

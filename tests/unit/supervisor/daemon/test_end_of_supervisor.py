@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 
 from kempner.config.sections import Config
-from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
 from kempner.run.process.signals import inbox
+from kempner.run.record.attempts import SupersededError
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor import daemon
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.policy.outcome import Decision
+from kempner.supervisor.watchdog import board
+from kempner.supervisor.watchdog.board import JobBoard, SupervisorStage
 
 STAGES = ["ranks", "requeue", "exporters", "lease", "ranks", "hooks"]
 
@@ -70,3 +73,24 @@ def test_each_stage_of_the_end_happens_in_order_whichever_fails(
     run_to_its_end: Callable[[str], list[str]], failing: str
 ) -> None:
     assert run_to_its_end(failing) == STAGES
+
+
+@pytest.mark.parametrize(
+    ("error", "settled"), [(SupersededError("taken over"), True), (UsageError("no srun"), False)]
+)
+def test_the_watchdog_leaves_a_run_alone_that_another_supervisor_has(
+    run_to_its_end: Callable[[str], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    error: RunError,
+    settled: bool,
+) -> None:
+    """Its job must not come back beside the other; any other end without a word may be requeued."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(board, "_board", shared := JobBoard())
+    monkeypatch.setattr(daemon, "salvage", fail)
+    with pytest.raises(type(error)):
+        run_to_its_end("none")
+    assert (shared.stage is SupervisorStage.SETTLED) is settled

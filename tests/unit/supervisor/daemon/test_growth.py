@@ -14,9 +14,9 @@ from harness import wait_until
 
 from kempner.config.resilience import ResilienceSection
 from kempner.config.sections import Config, SuperviseSection
-from kempner.run.control.protocol import Phase, Report, Stop
-from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.stop_reason import StopReason
+from kempner.probe.node import ProbeQuestion, ProbeResult, measure
+from kempner.run.control.protocol import Connected, Phase, Report, Stop
+from kempner.run.process.exit_codes import ExitCode, StopReason
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger, read_lines
@@ -24,9 +24,8 @@ from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor import context
 from kempner.supervisor.attempt import AttemptFollower
 from kempner.supervisor.context import Growth
-from kempner.supervisor.control.events import Connected, LastReport
+from kempner.supervisor.control.program_reports import LastReport
 from kempner.supervisor.launchers.base import CannotRestart, Idle, JoinedNode
-from kempner.supervisor.nodes.probe import ProbeQuestion, ProbeResult, measure
 from kempner.supervisor.policy.outcome import Decision
 from kempner.supervisor.recovery import restart_or_finish
 
@@ -166,10 +165,12 @@ def test_nobody_is_well_where_the_question_cannot_be_put(
     in_the_way.parent.mkdir(parents=True)
     in_the_way.write_text("")
     found = of()
-    wait_until(lambda: found.latest is not None, "a look")
+    watched = found.watched
+    assert watched is not None
+    wait_until(lambda: watched.latest is not None, "a look")
     found.consider(follower)
-    assert found.latest is not None
-    assert (hands.told, found.latest.well) == ([], frozenset())
+    assert watched.latest is not None
+    assert (hands.told, watched.latest.well) == ([], frozenset())
 
 
 @pytest.mark.parametrize("why", ["failed", "others"])
@@ -216,7 +217,9 @@ class Context:
         self.signals = SimpleNamespace(received=[object()] * signals)
         self.lease = SimpleNamespace(lost=lost, check=lambda: None)
         self.launcher = SimpleNamespace(prepare_again=lambda lost, stuck: unable, nodes=("node1",))
-        self.growth = self
+        self.growth, self.job = self, None
+        self.launcher.joined = {}
+        self.departures = SimpleNamespace(leave=lambda attempt, unable: unable, left=set())
 
     def take_back(self, ledger: object, attempt: object) -> None:
         self.taken_back += 1
@@ -227,7 +230,12 @@ class Context:
 
 def stopped(reason: StopReason, late: bool) -> Any:
     roster = SimpleNamespace(lost_hosts=list, stuck_pids=dict)
-    told = {"stop_reason": reason, "roster": roster, "attempt": object(), "reports_nothing": False}
+    told = {
+        "stop": SimpleNamespace(reason=reason),
+        "roster": roster,
+        "attempt": object(),
+        "reports_nothing": False,
+    }
     return SimpleNamespace(**told, must_stop=lambda: late)
 
 

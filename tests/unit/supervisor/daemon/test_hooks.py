@@ -19,7 +19,7 @@ from kempner.run.record.events import (
 )
 from kempner.run.record.ledger import read_lines
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.hooks import Hooks, LedgerWithHooks
+from kempner.supervisor.hooks import Hooks, LedgerWithHooks, hook_of
 
 DONE = AttemptEnded(0, "done", None, {})
 GIVEN_UP = RunGivenUp(1, 'it\'s "broken" $HOME', (), "mend it", rank=None, step=7)
@@ -69,7 +69,7 @@ def test_a_hook_that_fails_or_hangs_changes_nothing_and_is_told_of(
     )
     hooks = Hooks(section, RunDirectory(tmp_path / "run"))
     for event in (NodeSuspected("node2", "x"), GIVEN_UP, DONE):
-        hooks.hear(event, attempt=1)
+        hooks.hear(hook_of(event), event, attempt=1)
     hooks.close()
     told = capsys.readouterr().err
     assert "hooks.node_suspect failed: exit status 4: no such room" in told

@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from harness import write_tokens
 
-from kempner.checkpoint.format.names import CheckpointFolder
+from kempner.checkpoint.format.manifest import Identity, Manifest, TrainState, encode
+from kempner.checkpoint.format.names import MANIFEST, CheckpointFolder
 from kempner.checkpoint.store.commit import DiskRoom, judge_room
 from kempner.config.loading import load
 from kempner.config.sections import Config
@@ -19,8 +21,22 @@ from kempner.run.output import logs
 from kempner.run.process.exit_codes import CheckpointWriteError, DataError, UsageError
 from kempner.run.process.retry import StorageUnavailableError, StorageWaits
 from kempner.run.record.attempts import begin_attempt
+from kempner.run.record.events import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointCommitted,
+    Completed,
+)
+from kempner.run.record.lease import Lease
+from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.readiness import Ready, check_ready, check_run_directory
+from kempner.supervisor.readiness import (
+    Ready,
+    check_ready,
+    check_run_directory,
+    complete_before,
+    keep_accepted,
+)
 
 Configure = Callable[..., Config]
 
@@ -162,3 +178,100 @@ def test_a_model_too_large_for_the_disk_is_refused_at_the_first_start_only(
         check_ready(huge, RUN, {})
     (warning,) = check_ready(huge, RUN, {"SLURM_RESTART_COUNT": "1"}).warnings
     assert "free disk space" in warning
+
+
+def test_checkpoints_that_are_gone_are_missed_before_any_rank_starts(
+    configure: Configure,
+) -> None:
+    config = configure()
+    begin_attempt(RUN)
+    Ledger(RUN.ledger).record(CheckpointCommitted(40, 1), 1)
+    (RUN.checkpoints / "step-00000040").mkdir(parents=True)
+    with pytest.raises(DataError, match="ledger says that step 40 was committed: copy it back"):
+        check_ready(config, RUN, {})
+    moved = configure("--checkpoint.dir=elsewhere")
+    with pytest.raises(DataError, match="elsewhere: no checkpoint is there, although the ledger"):
+        check_ready(moved, RUN, {})
+
+
+def test_a_place_that_is_gone_with_all_above_it_begins_no_other_run(
+    tmp_path: Path, patient: StorageWaits
+) -> None:
+    patient.configure(0.05)
+    run = RunDirectory(tmp_path / "scratch" / "runs" / "run")
+    with pytest.raises(StorageUnavailableError, match="is the file system mounted"):
+        Lease.acquire(run, 3.0, restarts=1)
+    assert not (tmp_path / "scratch").exists()
+
+
+STEPS = 1000
+
+
+def complete(config: Config, done: int = STEPS, code: int = 0, left_at: int | None = None) -> None:
+    """What a run leaves that has ended so, after its last step or before."""
+    keep_accepted(RUN, config)
+    ledger = Ledger(RUN.ledger)
+    ledger.record(AttemptStarted(1), 1)
+    ledger.record(Completed(done), 1)
+    ledger.record(AttemptEnded(code, "", None, {"0": code}, left_at=left_at), 1)
+    folder = CheckpointFolder(RUN.checkpoints)
+    folder.step(done).mkdir(parents=True, exist_ok=True)
+    manifest = Manifest(TrainState(step=done), Identity(1, {}, 0, "", {}), 1, 0.0, {})
+    (folder.step(done) / MANIFEST).write_bytes(encode(manifest))
+
+
+@pytest.mark.parametrize(
+    ("change", "nothing"),
+    [
+        (lambda: None, True),
+        (lambda: [f"--train.max_steps={2 * STEPS}"], False),
+        (lambda: ["--optimizer.lr=0.5"], False),
+        (lambda: RUN.gave_up.write_text("why"), False),
+        (lambda: shutil.rmtree(RUN.checkpoints), False),
+        (lambda: next(RUN.checkpoints.glob(f"*/{MANIFEST}")).write_text("{}"), False),
+        (lambda: Ledger(RUN.ledger).record(AttemptStarted(1), 2), False),
+        (lambda: RUN.accepted.unlink(), False),
+        (lambda: RUN.ledger.write_text(""), False),
+    ],
+)
+def test_a_complete_run_is_started_again_only_where_something_has_changed(
+    configure: Configure, change: Callable[[], object], nothing: bool
+) -> None:
+    steps = f"--train.max_steps={STEPS}"
+    complete(configure(steps))
+    changed = change()
+    config = configure(*(changed if isinstance(changed, list) else [steps]))
+    told = complete_before(config, RUN)
+    assert bool(told) is nothing
+    assert ("nothing is started" in told) is nothing
+
+
+def test_a_run_that_only_seems_complete_goes_on(configure: Configure) -> None:
+    config = configure(f"--train.max_steps={STEPS}")
+    for left in ({"done": STEPS - 1}, {"code": 75}, {"left_at": 40}):
+        complete(config, **left)  # type: ignore[arg-type]
+        assert complete_before(config, RUN) == ""
+
+
+PROGRAM = {
+    "train.py": "import helper\n",
+    "helper.py": "x = 1\n",
+    "conf/base.yaml": "lr: 1\n",
+    "steps.txt": "100\n",
+}
+
+
+@pytest.mark.parametrize("file", [*PROGRAM, "conf/new.yaml", None])
+def test_a_complete_program_is_started_again_where_a_file_of_it_is_newer(
+    configure: Configure, file: str | None
+) -> None:
+    for name, text in PROGRAM.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+    command, config = ["python", "train.py", "--steps", "steps.txt"], configure()
+    complete(config)
+    assert "nothing is started" in complete_before(config, RUN, command)
+    assert complete_before(config, RUN, ["bash", "wrapped.sh"]) == ""  # who knows what that reads
+    if file is not None:
+        Path(file).write_text("y = 2\n")
+    assert bool(complete_before(config, RUN, command)) is (file is None)

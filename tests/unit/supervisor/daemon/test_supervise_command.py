@@ -9,13 +9,24 @@ import pytest
 
 from kempner.cli import supervise
 from kempner.cli.app import app
-from kempner.cli.supervise import LauncherName, _load, choose_launcher
+from kempner.cli.supervise import (
+    UNCHANGED_FOR,
+    LauncherName,
+    _load,
+    _load_for_job,
+    await_saved,
+    choose_launcher,
+)
 from kempner.config.errors import ConfigError
 from kempner.run.output import logs
 from kempner.run.process.exit_codes import ExitCode, UsageError
+from kempner.run.record.events import AttemptStarted
+from kempner.run.record.ledger import Ledger
+from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor import daemon
 from kempner.supervisor.launchers import exec_rank
 from kempner.supervisor.launchers.base import Program
+from kempner.supervisor.readiness import keep_accepted
 
 SCRIPT = ("python", "-u", "work/my_train.py", "--lr", "3")
 
@@ -92,6 +103,80 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(error, match=said.replace("`", ".")):
         _load(None, overrides, command)
+
+
+GOOD = "[train]\nmax_steps = 7\n"
+
+DAMAGE = {
+    "half saved": lambda file: file.write_text(GOOD + "[optimizer]\nlr = 3e"),
+    "mistyped": lambda file: file.write_text(GOOD.replace("steps", "stepz")),
+    "of another kind": lambda file: file.write_text(GOOD.replace("7", '"seven"')),
+    "empty": lambda file: file.write_text(""),
+    "gone": lambda file: file.unlink(),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+    "no text": lambda file: file.write_bytes(b"\xff\xfe\x00"),
+    "of another run": lambda file: file.write_text(GOOD + '[run]\nname = "b"\n'),
+}
+
+
+@pytest.fixture
+def came_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    """Job 7 has run `runs/a` by `a.toml`, and has been requeued."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.toml").write_text(GOOD)
+    run = RunDirectory(Path("runs/a"))
+    run.path.mkdir(parents=True)
+    keep_accepted(run, _load("a.toml", ["--train.seed=3"], ())[0])
+    Ledger(run.ledger).record(AttemptStarted(1, job="7", restarts=0), 1)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    monkeypatch.setattr(supervise, "UNCHANGED_FOR", 0.0)
+    logs.configure()
+    return run
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_what_worked_in_a_job_is_never_final_when_it_comes_back(
+    how: str,
+    came_back: RunDirectory,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    DAMAGE[how](Path("a.toml"))
+    config, given = _load_for_job("a.toml", ["--train.seed=3"], (), None)
+    assert (config.train.max_steps, config.train.seed, config.run.name) == (7, 3, "a")
+    assert given == ["a.toml", "--train.seed=3"]  # with which it is submitted again
+    said = capfd.readouterr().err
+    assert f"it goes on with {came_back.accepted.absolute()}, the configuration that" in said
+    monkeypatch.setenv("SLURM_JOB_ID", "8")  # another job is a person's first try
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    if how in ("empty", "of another run"):
+        assert _load_for_job("a.toml", [], (), None)[0].train.max_steps != 7 or how != "empty"
+        return
+    with pytest.raises(ConfigError):
+        _load_for_job("a.toml", ["--train.seed=3"], (), None)
+
+
+def test_a_configuration_that_was_changed_and_is_right_counts(came_back: RunDirectory) -> None:
+    Path("a.toml").write_text(GOOD.replace("7", "9"))
+    assert _load_for_job("a.toml", [], (), None)[0].train.max_steps == 9
+
+
+def test_a_file_that_is_being_saved_is_waited_for(tmp_path: Path) -> None:
+    file, paused = tmp_path / "a.toml", list[float]()
+    file.write_text("")
+    begin = file.stat().st_mtime
+
+    def pause(seconds: float) -> None:
+        paused.append(seconds)
+        if len(paused) == 2:
+            file.write_text(GOOD)
+
+    await_saved(file, lambda: begin + len(paused), pause)
+    assert len(paused) >= UNCHANGED_FOR - 1
+    file.write_text("")
+    with pytest.raises(ConfigError, match="is empty"):
+        await_saved(file, lambda: begin + 3600, pause)
 
 
 def test_what_follows_the_dashes_is_nobodys_option(

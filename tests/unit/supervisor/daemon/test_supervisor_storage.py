@@ -13,8 +13,6 @@ import pytest
 from harness import wait_until
 from patience import scaled
 
-from kempner.run.control.protocol import Alive
-from kempner.run.control.transport import MessageFile
 from kempner.run.output import logs
 from kempner.run.process import threads as helper
 from kempner.run.process.exit_codes import ExitCode, UsageError
@@ -22,9 +20,8 @@ from kempner.run.process.retry import StorageUnavailableError, StorageWaits
 from kempner.run.record.attempts import begin_attempt
 from kempner.run.record.history import RunHistory
 from kempner.run.record.lease import Lease, look
-from kempner.run.record.ledger import read_lines
+from kempner.run.record.ledger import Ledger, read_lines
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.control.file_transport import FileTransport
 from kempner.supervisor.policy.outcome import Decision
 from kempner.supervisor.policy.restart import Failure
 from kempner.supervisor.recovery import give_up
@@ -109,21 +106,6 @@ def test_a_run_directory_that_stays_away_is_no_wrong_command(
     lease._over.set()
 
 
-def test_messages_by_file_outlive_a_folder_that_is_away(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
-    begin_attempt(run)
-    files, folder = FileTransport(run, 1, size=2), run.attempt(1)
-    folder.rename(away := folder.with_name("away"))
-    assert [list(files.news()) for _ in range(3)] == [[], [], []]
-    away.rename(folder)
-    MessageFile(run.messages(1, 1)).append(Alive())
-    assert list(files.news()) == []  # no message of a rank, but it was read
-    said = capsys.readouterr().err
-    assert said.count("waiting for storage") == said.count("storage works again") == 1
-    assert "a message is damaged" in said
-
-
 def test_a_helper_thread_that_fails_says_so_and_goes_on(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,7 +138,7 @@ def test_a_mark_that_cannot_be_written_leaves_nothing_and_is_not_spoken_of(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail)
         decision = Decision(ExitCode.CHECKPOINT_FAILED, reason)
-        told = give_up(run, attempt, decision, Failure(3, 1), "")
+        told = give_up(run, Ledger(run.ledger), attempt, decision, Failure(3, 1), "")
     assert told.advice == "see why checkpoint.dir could not be written to; then start again"
     assert [path.name for path in run.path.iterdir() if "GAVE_UP" in path.name] == []
     assert [event["event"] for event in read_lines(run.ledger)] == ["gave_up"]
@@ -165,7 +147,9 @@ def test_a_mark_that_cannot_be_written_leaves_nothing_and_is_not_spoken_of(
 def test_room_is_advised_only_where_it_is_short(run: RunDirectory) -> None:
     reason = "rank 0: [Errno 28] No space left on device: 'x'"
     decision = Decision(ExitCode.CHECKPOINT_FAILED, reason)
-    assert "free disk space" in give_up(run, begin_attempt(run), decision, Failure(3, 1), "").advice
+    ledger, attempt = Ledger(run.ledger), begin_attempt(run)
+    told = give_up(run, ledger, attempt, decision, Failure(3, 1), "")
+    assert "free disk space" in told.advice
 
 
 def test_a_ledger_that_cannot_be_read_now_is_read_later(run: RunDirectory) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,19 +18,23 @@ import pytest
 from harness import python_script, wait_until
 from patience import scaled
 
+from kempner.cluster.slurm import command
 from kempner.cluster.slurm.allocation import Allocation
 from kempner.config.sections import SuperviseSection
-from kempner.run.control.launch_env import Control, Launch
-from kempner.run.control.protocol import Secret
+from kempner.probe.node import ProbeQuestion
+from kempner.run.control.launch_env import SUPERVISED, Launch
+from kempner.run.link.auth import Secret
+from kempner.run.process.exit_codes import ExitCode
 from kempner.run.record.attempts import Attempt
-from kempner.supervisor.launchers import srun
-from kempner.supervisor.launchers.agents import launcher, node_agent
+from kempner.supervisor.launchers.agents import node_agent, step
 from kempner.supervisor.launchers.agents.fleet import SILENT
-from kempner.supervisor.launchers.agents.launcher import AgentLauncher
+from kempner.supervisor.launchers.agents.stdio import BY_SRUN
+from kempner.supervisor.launchers.agents.step import SlurmAgents
 from kempner.supervisor.launchers.base import Program
+from kempner.supervisor.launchers.launcher import Launcher
+from kempner.supervisor.launchers.run_nodes import RunNodes
 from kempner.supervisor.nodes import srun_probe
-from kempner.supervisor.nodes.probe import ProbeQuestion
-from kempner.supervisor.policy.outcome import RankExit
+from kempner.supervisor.policy.outcome import RankExit, decide_outcome
 
 FAKE_SRUN = """
 import os, signal, subprocess, sys, time
@@ -38,11 +43,13 @@ options = []
 while words[0].startswith("-"):
     options.append(words.pop(0))
 nodes = next(o for o in options if o.startswith("--nodelist="))[11:].split(",")
+(each,) = (int(o[18:]) for o in options if o.startswith("--ntasks-per-node="))
+bound = os.environ.get("SLURM_TRES_BIND")
 silent = open("silent").read().split() if os.path.exists("silent") else []
-size = len(nodes)
-common = {**os.environ, "SLURM_STEP_NUM_TASKS": str(size), "SLURM_LOCALID": "0"}
+size = len(nodes) * each
+common = {**os.environ, "SLURM_STEP_NUM_TASKS": str(size)}
 common["SLURM_STEP_ID"] = "0"
-common["SLURM_STEP_TASKS_PER_NODE"] = f"1(x{size})"
+common["SLURM_STEP_TASKS_PER_NODE"] = f"{each}(x{len(nodes)})"
 cut_off = open("cut off").read().split() if os.path.exists("cut off") else []
 tasks = {
     subprocess.Popen(
@@ -51,11 +58,13 @@ tasks = {
             **common,
             "SLURMD_NODENAME": node,
             "SLURM_PROCID": str(task),
-            "SLURM_NODEID": str(task),
+            "SLURM_LOCALID": str(task % each),
+            "SLURM_NODEID": str(task // each),
             **({"KEMPNER_AGENTS_PORT": "1"} if node in cut_off else {}),
+            **({"CUDA_VISIBLE_DEVICES": str(task % each)} if bound else {}),
         },
     ): (node, task)
-    for task, node in enumerate(nodes) if node not in silent
+    for task, node in enumerate(node for node in nodes for _ in range(each)) if node not in silent
 }
 signal.signal(signal.SIGTERM, lambda *_: [process.kill() for process in tasks])
 while tasks:
@@ -75,7 +84,7 @@ NODES = ("node1", "node2", "node3")
 class Job:
     """A launcher in its job, and what it has told."""
 
-    launcher: AgentLauncher
+    launcher: Launcher
     folder: Path
     program: Program
     ends: list[RankExit] = field(default_factory=list)
@@ -84,7 +93,7 @@ class Job:
     def start(self) -> None:
         """Start the ranks once more."""
         self.attempt, self.ends[:] = self.attempt + 1, []
-        control = Control(("127.0.0.1",), 1, Secret.new())
+        control = Secret.new()
         launch = Launch(Attempt(self.attempt, "n"), control)
         self.launcher.start(launch, self.program, self.ends.append)
 
@@ -139,9 +148,10 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
-    monkeypatch.setattr(srun, "reachable_addresses", lambda *_: ("127.0.0.1",))
+    monkeypatch.setenv(SUPERVISED, f"ours:{tmp_path}/run")
+    monkeypatch.setattr(step, "reachable_addresses", lambda *_: ("127.0.0.1",))
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # answers of nodes must not mix
-    monkeypatch.setattr(launcher, "COME_WITHIN", scaled(120.0))
+    monkeypatch.setattr(step, "COME_WITHIN", scaled(120.0))
     monkeypatch.setattr(srun_probe, "_PAUSE", 0.0)
     monkeypatch.setattr(srun_probe, "PROBE_WITHIN", 60.0)  # a busy machine loses no node
     script = tmp_path / "program.py"
@@ -154,7 +164,9 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     )
     program = Program.of_user([sys.executable, str(script)], ["json"])
     allocation = Allocation("7", NODES[:2], 1, None, 0, batch=True, spare=NODES[2:])
-    job = Job(AgentLauncher(allocation, SuperviseSection(min_nodes=1)), tmp_path, program)
+    section = SuperviseSection(min_nodes=1)
+    nodes = RunNodes(allocation, section)
+    job = Job(Launcher(nodes, SlurmAgents(nodes, section)), tmp_path, program)
     before = set(psutil.Process().children(recursive=True))
     job.launcher.prepare(program)
     yield job
@@ -180,6 +192,45 @@ def test_the_same_agents_start_rank_after_rank(job: Job) -> None:
     job.launcher.ask_to_stop()
     wait_until(lambda: not job.launcher.alive(), "all have stopped", 20)
     assert sorted((end.rank, end.status) for end in job.ends) == [(0, 75), (1, 75)]
+
+
+def test_what_an_earlier_supervisor_has_left_is_ended_before_a_rank_starts(job: Job) -> None:
+    """Slurm may find a node again whose job it has started elsewhere meanwhile."""
+    shell = ["sh", "-c", "trap '' TERM; echo; while :; do sleep 0.2; done"]
+    marks = f"theirs:{job.folder}/run", f"theirs:{job.folder}/other", os.environ[SUPERVISED]
+    left = {
+        mark: subprocess.Popen(shell, env={**os.environ, SUPERVISED: mark}, stdout=subprocess.PIPE)
+        for mark in marks
+    }
+    for process in left.values():
+        assert process.stdout is not None
+        process.stdout.readline()  # it traps the signal by now
+    try:
+        job.start()
+        job.running()
+        assert [process.poll() is None for process in left.values()] == [False, True, True]
+        job.end()
+    finally:
+        for process in left.values():
+            process.kill()
+            process.wait()
+
+
+def test_what_slurm_refuses_to_start_is_not_the_ranks_failure(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.launcher.close()
+    said = "srun: error: Unable to create step for job 7: Invalid generic resource (gres)"
+    (job.folder / "srun").write_text(f"#!/bin/sh\necho '{said} specification' >&2\nexit 1\n")
+    monkeypatch.setattr(command, "UNCLEAR_WITHIN", 0.5)
+    job.start()
+    wait_until(lambda: not job.launcher.alive(), "it is given up", 60)
+    assert [(end.rank, end.status, end.unstarted) for end in job.ends] == [
+        (0, None, True), (1, None, True),
+    ]  # fmt: skip
+    told = decide_outcome(job.ends)
+    assert (told.code, told.scheduler) == (ExitCode.STOPPED, True)
+    assert "Invalid generic resource" in told.reason
 
 
 def _die(agent: psutil.Process) -> None:
@@ -236,36 +287,49 @@ def test_the_agent_of_a_spare_node_that_failed_unnoticed_is_replaced_by_a_survey
     assert {vitals.node for vitals in job.launcher.survey(question)} == set(NODES)
 
 
-def test_agents_that_cannot_connect_are_done_without(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job.launcher.close()
-    (job.folder / "cut off").write_text(" ".join(NODES))
-    monkeypatch.setattr(launcher, "COME_WITHIN", 1.0)
-    job.start()
-    ranks = job.running()
-    os.kill(ranks[1], signal.SIGKILL)
-    wait_until(lambda: job.ends[:1] == [RankExit(1, -9)], "the end is told", 20)
-    job.end()
-    assert job.launcher.prepare_again([], {}) is None
-    job.start()
-    job.running()
-    job.end()
-
-
-def test_one_agent_that_does_not_connect_costs_one_start_its_forks(
+def test_agents_that_cannot_connect_speak_over_srun(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job.launcher.close()
     (job.folder / "cut off").write_text("node2")
-    monkeypatch.setattr(launcher, "COME_WITHIN", scaled(5.0))  # for node1, too
+    monkeypatch.setattr(step, "COME_WITHIN", scaled(5.0))  # for node1, too
     job.start()
-    by_srun = {psutil.Process(pid).parent() for pid in job.running().values()}
-    assert len(by_srun) == 1  # of both ranks
+    agents = [job.agent(rank) for rank in range(2)]
+    assert [BY_SRUN in agent.environ() for agent in agents] == [False, True]
+    os.kill(job.running()[1], signal.SIGKILL)
+    wait_until(lambda: job.ends[:1] == [RankExit(1, -9)], "the end is told", 20)
     job.end()
     assert job.launcher.prepare_again([], {}) is None
-    (job.folder / "cut off").unlink()
-    monkeypatch.setattr(launcher, "COME_WITHIN", scaled(120.0))
     job.start()
-    assert job.agent(0) != job.agent(1)
-    job.end()
+    assert [job.agent(rank) for rank in range(2)] == agents
+    job.launcher.ask_to_stop()
+    wait_until(lambda: not job.launcher.alive(), "all have stopped", 20)
+
+
+def test_one_open_port_is_enough_for_all_agents_and_ranks(job: Job, tmp_path: Path) -> None:
+    job.launcher.close()
+    allocation = Allocation("7", NODES[:2], 1, None, 0, batch=True)
+    section = SuperviseSection(control_ports="14000-14000")
+    nodes = RunNodes(allocation, section)
+    other = Job(Launcher(nodes, SlurmAgents(nodes, section)), tmp_path, job.program)
+    other.start()
+    assert not any(BY_SRUN in other.agent(rank).environ() for rank in range(2))
+    other.end()
+    other.launcher.close()
+
+
+def test_ranks_are_bound_as_srun_would_bind_them(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By srun two tasks of a node get a GPU each; the agent itself is not bound."""
+    monkeypatch.setenv("SLURM_TRES_BIND", "gres/gpu:single:1")
+    allocation = Allocation("7", NODES[:1], 2, None, 2, batch=True)
+    section = SuperviseSection()
+    nodes = RunNodes(allocation, section)
+    cold = Program.of_user([sys.executable, str(job.folder / "program.py")])
+    bound = Job(Launcher(nodes, SlurmAgents(nodes, section)), job.folder, cold)
+    bound.start()
+    seen = {rank: psutil.Process(pid).environ() for rank, pid in bound.running().items()}
+    agent = bound.agent(0)
+    bound.end()
+    assert {rank: at["CUDA_VISIBLE_DEVICES"] for rank, at in seen.items()} == {0: "0", 1: "1"}
+    assert "SLURM_TRES_BIND" not in agent.environ()
+    bound.launcher.close()

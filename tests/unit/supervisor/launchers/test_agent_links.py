@@ -18,7 +18,10 @@ from harness import wait_until
 from patience import scaled
 
 from kempner.cluster.world import OF_AGENT
-from kempner.run.control.protocol import Secret
+from kempner.probe.node import MARK, ProbeQuestion, question_text, read_result
+from kempner.run.control.launch_env import Launch
+from kempner.run.link.auth import Secret
+from kempner.run.record.attempts import Attempt
 from kempner.supervisor.launchers.agents import node_agent
 from kempner.supervisor.launchers.agents.affinity import shares
 from kempner.supervisor.launchers.agents.fleet import Fleet, FleetNews
@@ -30,13 +33,11 @@ from kempner.supervisor.launchers.agents.messages import (
     Ended,
     KillRanks,
     Question,
+    SealedLaunch,
     StartRanks,
     StopRanks,
-    seal,
-    unseal,
 )
 from kempner.supervisor.launchers.base import Program
-from kempner.supervisor.nodes.probe import ProbeQuestion, question_text, read_result
 
 LOOPBACK, NODE = "127.0.0.1", "node1"
 
@@ -110,10 +111,11 @@ class Place:
         self.agents.append(subprocess.Popen(command, env=environ))
         return self.agents[-1]
 
-    def start(self, attempt: int, count: int, **variables: str) -> None:
+    def start(self, attempt: int, count: int) -> None:
         """Order ranks."""
-        sealed = seal(self.fleet.secret, "ab" * 32)
-        order = StartRanks(attempt, variables, sealed, 0, count, count, ("node1", 1))
+        control = Secret("ab" * 32)
+        sealed = SealedLaunch.of(Launch(Attempt(attempt, "n"), control), self.fleet.secret)
+        order = StartRanks(attempt, sealed, 0, count, count, ("node1", 1))
         self.fleet.order(NODE, order)
 
     def statuses(self) -> dict[int, int | None]:
@@ -234,7 +236,7 @@ def test_an_agent_answers_for_its_node_while_its_ranks_work(
     agent = place.agent(program("import time; time.sleep(600)"))
     place.start(1, 1)
     (tmp_path / "health").mkdir()
-    (tmp_path / "health" / "supervisor").write_text("n")
+    (tmp_path / "health" / MARK).write_text("n")
     about = question_text(ProbeQuestion("n", (str(tmp_path / "health"),), None, True))
     asked = {NODE: Question(about=about, pids=(agent.pid, 2**22), look=(agent.pid, 2**22))}
     answers = place.fleet.ask(asked, 30, lambda node: False)
@@ -260,11 +262,11 @@ def test_who_does_not_know_the_secret_is_no_agent(
 
 def test_a_token_travels_under_a_pad() -> None:
     secret, token = Secret.new(), Secret.new().token
-    sealed = seal(secret, token)
-    assert unseal(secret, sealed) == token
+    sealed = secret.seal(token)
+    assert secret.unseal(sealed) == token
     assert token not in sealed
-    assert sealed != seal(secret, token)
-    assert unseal(Secret.new(), sealed) != token
+    assert sealed != secret.seal(token)
+    assert Secret.new().unseal(sealed) != token
 
 
 @pytest.mark.parametrize(("cpus", "ranks"), [(range(8), 4), (range(7), 3), ((1, 5, 9), 2)])

@@ -20,6 +20,7 @@ from kempner.checkpoint.slots.memory import (
     Board,
     Branch,
     CopyHolder,
+    HeldSlot,
     LentSlots,
     Notes,
     SlotContents,
@@ -27,14 +28,12 @@ from kempner.checkpoint.slots.memory import (
     SlotMemory,
 )
 from kempner.checkpoint.slots.pour import offers
-from kempner.run.control.handshake import open_wire
-from kempner.run.control.launch_env import Control, Launch
-from kempner.run.control.protocol import Secret
-from kempner.run.record.attempts import Attempt
-from kempner.supervisor.launchers.agents.buddy import sender
-from kempner.supervisor.launchers.agents.buddy.receiver import CopyReceiver
-from kempner.supervisor.launchers.agents.buddy.sender import Buddy, CopySender
-from kempner.supervisor.launchers.agents.launcher import buddies
+from kempner.run.link.auth import Door, Secret, copies_of
+from kempner.run.link.messages import Caller, Role
+from kempner.supervisor.launchers.agents.buddy import copies as buddy_module
+from kempner.supervisor.launchers.agents.buddy.copies import CopyReceiver, CopySender
+from kempner.supervisor.launchers.agents.fleet import buddies
+from kempner.supervisor.launchers.agents.messages import Buddy
 
 SECRET = Secret.new()
 IMAGE = os.urandom(24 << 20)  # more than two sockets hold
@@ -43,7 +42,7 @@ NOTES = Notes(9, {"index": b"what is where"})
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender, "AGAIN", 0.02)
+    monkeypatch.setattr(buddy_module, "AGAIN", 0.02)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
@@ -90,7 +89,7 @@ def copies() -> CopyHolder:
 
 @pytest.fixture
 def port(copies: CopyHolder) -> int:
-    address, port = CopyReceiver(copies, SECRET, "127.0.0.1").listen("")
+    address, port = CopyReceiver(copies, SECRET, ("127.0.0.1",), "node1").listen("")
     assert address == "127.0.0.1"
     return port
 
@@ -103,7 +102,7 @@ def node() -> Iterator[Node]:
 
 
 def begin(node: Node, port: int, ranks: dict[int, LentSlots] | None = None) -> None:
-    node.sender.begin(Buddy("127.0.0.1", port, 1.0), ranks or {0: node.lent})
+    node.sender.begin(Buddy("node1", "127.0.0.1", port, 1.0), ranks or {0: node.lent})
 
 
 def steps(copies: CopyHolder) -> list[int]:
@@ -121,12 +120,18 @@ def test_what_is_pinned_arrives_whole_and_the_one_before_it_stays(
         node.sent()
     assert steps(copies) == [8, 9]
     assert copies.notes() == NOTES
-    arrived = {state_of(memory).step: bytes(memory.image) for memory in copies.slots()[0]}
+    arrived = {state_of(slot).step: content(slot) for slot in copies.slots()[0]}
     assert arrived == {8: image_of(8), 9: image_of(9)}
 
 
-def state_of(memory: SlotMemory) -> TrainState:
-    held = memory.held()
+def content(slot: HeldSlot) -> bytes:
+    image = bytearray(len(IMAGE))
+    slot.read(memoryview(image), 0)
+    return bytes(image)
+
+
+def state_of(slot: HeldSlot) -> TrainState:
+    held = slot.held()
     assert held is not None
     return held.train_state
 
@@ -188,7 +193,7 @@ def test_a_copy_that_does_not_arrive_as_it_was_is_sent_again(
     node.sent()
     assert seen == [[7], [7]]
     assert steps(copies) == [7, 8]
-    arrived = {state_of(memory).step: bytes(memory.image) for memory in copies.slots()[0]}
+    arrived = {state_of(slot).step: content(slot) for slot in copies.slots()[0]}
     assert arrived == {7: image_of(7), 8: image_of(8)}
 
 
@@ -253,9 +258,10 @@ def nobody() -> Iterator[int]:
 
 
 def test_who_does_not_know_the_secret_brings_nothing(copies: CopyHolder, port: int) -> None:
-    stranger = Launch(Attempt(0, ""), Control(("127.0.0.1",), port, Secret.new()))
-    with pytest.raises(OSError, match="closed by the other side"):
-        open_wire(stranger, 0)
+    caller = Caller(Role.SENDER, 0, 0, "node2", 1)
+    for stranger in (Door(Secret.new(), copies_of("node1")), Door(SECRET, copies_of("node3"))):
+        with pytest.raises(OSError, match="closed by the other side"):
+            stranger.open(socket.create_connection(("127.0.0.1", port)), caller)
     with socket.create_connection(("127.0.0.1", port)) as wire:
         wire.sendall(b"\0" * 4096)
         while wire.recv(4096):  # a challenge, then the end

@@ -12,8 +12,8 @@ import sys
 import pytest
 from patience import scaled
 
-from kempner.run.control.launch_env import Control, Launch
-from kempner.run.control.protocol import Secret
+from kempner.run.control.launch_env import Launch
+from kempner.run.link.auth import Secret
 from kempner.run.record.attempts import Attempt
 
 AS_INIT = """
@@ -38,7 +38,7 @@ stranger.wait()
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a process namespace needs root")
 def test_the_first_process_of_a_container_ends_no_orphans_of_others() -> None:
-    launch = Launch(Attempt(1, "abcd"), Control(("127.0.0.1",), 20_000, Secret.new()))
+    launch = Launch(Attempt(1, "abcd"), Secret.new())
     inside = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", AS_INIT]
     environ = {**os.environ, **launch.environment()}
     done = subprocess.run(inside, env=environ, capture_output=True, text=True, timeout=scaled(100))

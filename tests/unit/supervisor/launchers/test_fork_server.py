@@ -128,7 +128,7 @@ def test_a_forked_program_is_as_if_python_had_been_started(tmp_path: Path, serve
         with open(tmp_path / "out", "wb") as output:
             command = [sys.executable, str(tmp_path / "program.py"), str(number)]
             child = forks.fork(
-                command, {"SAID": "yes", "RANK": "7"}, output.fileno(), ours=bool(number)
+                command, {"SAID": "yes", "RANK": "7"}, (output.fileno(),) * 2, ours=bool(number)
             )
         assert child.wait() == number
         told.append(eval((tmp_path / "out").read_text().replace("null", "None"), {"true": True}))
@@ -147,7 +147,9 @@ def test_a_forked_program_is_as_if_python_had_been_started(tmp_path: Path, serve
 def test_a_module_is_run_by_its_name(tmp_path: Path, server: Any) -> None:
     with open(tmp_path / "out", "wb") as output:
         command = [sys.executable, "-m", "kempner", "--version"]
-        child = server("kempner.cli.entry").fork(command, os.environ, output.fileno(), ours=True)
+        child = server("kempner.cli.entry").fork(
+            command, os.environ, (output.fileno(),) * 2, ours=True
+        )
     assert child.wait() == 0
     assert (tmp_path / "out").read_text().startswith("kempner ")
 
@@ -156,7 +158,7 @@ def test_an_exception_ends_a_forked_program_as_any_other(tmp_path: Path, server:
     (tmp_path / "fails.py").write_text("import atexit\natexit.register(print, 'bye')\n1 / 0\n")
     with open(tmp_path / "out", "wb") as output:
         command = [sys.executable, str(tmp_path / "fails.py")]
-        child = server().fork(command, os.environ, output.fileno(), ours=False)
+        child = server().fork(command, os.environ, (output.fileno(),) * 2, ours=False)
     assert child.wait() == 1
     assert "ZeroDivisionError" in (tmp_path / "out").read_text()
     assert "bye" in (tmp_path / "out").read_text()
@@ -166,19 +168,19 @@ def test_whom_a_dead_server_has_forked_lives_on_and_its_end_is_known(
     tmp_path: Path, server: Any
 ) -> None:
     forks = server()
-    child = forks.fork(sleeper(tmp_path), os.environ, None, ours=True)
+    child = forks.fork(sleeper(tmp_path), os.environ, (), ours=True)
     dead = forks.pid
     os.kill(dead, signal.SIGKILL)
     wait_until(lambda: forks.pid is None, "the end to be noticed")
     assert psutil.Process(child.pid).ppid() == os.getpid()
     with pytest.raises(CannotForkError, match="there is no fork server"):
-        forks.fork(sleeper(tmp_path), os.environ, None, ours=True)
+        forks.fork(sleeper(tmp_path), os.environ, (), ours=True)
     os.kill(child.pid, signal.SIGINT)  # blocked, as its program is one of ours
     os.kill(child.pid, signal.SIGUSR1)
     os.kill(child.pid, signal.SIGKILL)
     assert child.wait() == -signal.SIGKILL
     forks.start()
-    again = forks.fork(sleeper(tmp_path, 0.0), os.environ, None, ours=True)
+    again = forks.fork(sleeper(tmp_path, 0.0), os.environ, (), ours=True)
     assert again.wait() == 0
 
 
@@ -199,7 +201,7 @@ def test_a_program_of_the_users_is_not_told_to_stop_by_the_death_of_the_server(
     forks, out = server(), tmp_path / "out"
     with open(out, "wb") as output:
         command = [sys.executable, str(tmp_path / "saves.py")]
-        child = forks.fork(command, os.environ, output.fileno(), ours=False)
+        child = forks.fork(command, os.environ, (output.fileno(),) * 2, ours=False)
     wait_until(lambda: "ready" in out.read_text(), "it to trap the signal")
     os.kill(forks.pid, signal.SIGKILL)
     wait_until(lambda: forks.pid is None, "the end to be noticed")
@@ -216,7 +218,7 @@ from kempner.supervisor.launchers.fork_server.client import ForkServerClient
 Family()
 forks = ForkServerClient(())
 forks.start()
-print(forks.fork([sys.executable, sys.argv[1]], os.environ, None, ours=False).pid, flush=True)
+print(forks.fork([sys.executable, sys.argv[1]], os.environ, (), ours=False).pid, flush=True)
 time.sleep(100)
 """
 
@@ -239,17 +241,17 @@ def test_a_server_that_does_not_answer_is_replaced(
     tmp_path: Path, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forks = server()
-    forks.fork(sleeper(tmp_path, 0.0), os.environ, None, ours=True).wait()
+    forks.fork(sleeper(tmp_path, 0.0), os.environ, (), ours=True).wait()
     monkeypatch.setattr(client, "FORKED_WITHIN", 0.2)
     stopped = forks.pid
     os.kill(stopped, signal.SIGSTOP)
     with pytest.raises(CannotForkError, match="does not answer"):
-        forks.fork(sleeper(tmp_path), os.environ, None, ours=True)
+        forks.fork(sleeper(tmp_path), os.environ, (), ours=True)
     monkeypatch.undo()
     wait_until(lambda: forks.pid is None, "the stopped one to be gone")
     assert not psutil.pid_exists(stopped)
     forks.start()
-    assert forks.fork(sleeper(tmp_path, 0.0), os.environ, None, ours=True).wait() == 0
+    assert forks.fork(sleeper(tmp_path, 0.0), os.environ, (), ours=True).wait() == 0
 
 
 @pytest.mark.parametrize(
@@ -276,7 +278,7 @@ def test_what_a_module_does_may_forbid_every_fork(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(client, *patch)
     with pytest.raises(CannotForkError, match=refusal):
-        server("spoils").fork(sleeper(tmp_path), os.environ, None, ours=True)
+        server("spoils").fork(sleeper(tmp_path), os.environ, (), ours=True)
 
 
 def test_an_open_gpu_forbids_every_fork(tmp_path: Path) -> None:
@@ -295,7 +297,7 @@ def test_a_stop_need_not_wait_for_the_imports(tmp_path: Path, server: Any) -> No
 
     def order() -> None:
         try:
-            forks.fork(sleeper(tmp_path), os.environ, None, ours=True)
+            forks.fork(sleeper(tmp_path), os.environ, (), ours=True)
         except CannotForkError as error:
             refused.append(str(error))
 
@@ -341,4 +343,4 @@ def test_many_forks_and_none_hangs(tmp_path: Path, server: Any, forks: int) -> N
     command = [sys.executable, str(tmp_path / "computes.py")]
     forking = server("kempner.training.imports")
     for _ in range(forks):
-        assert forking.fork(command, os.environ, None, ours=True).wait() == 0
+        assert forking.fork(command, os.environ, (), ours=True).wait() == 0

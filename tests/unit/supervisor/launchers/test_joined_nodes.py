@@ -18,6 +18,7 @@ from patience import scaled
 
 from kempner.cluster.slurm.allocation import Allocation
 from kempner.config.sections import SuperviseSection
+from kempner.run.link.messages import Joins
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.signals import inbox
 from kempner.run.record.events import (
@@ -31,43 +32,50 @@ from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.save_times import SaveSeconds
 from kempner.supervisor import joining
 from kempner.supervisor.joining import AgentEnded, StopTimes
-from kempner.supervisor.launchers import srun
-from kempner.supervisor.launchers.agents import node_agent
-from kempner.supervisor.launchers.agents.joined.invitation import Invitation
-from kempner.supervisor.launchers.agents.joined.launcher import PoolLauncher
-from kempner.supervisor.launchers.agents.launcher import AgentLauncher
-from kempner.supervisor.launchers.agents.messages import AgentHello, DepartureRequest, Joins
+from kempner.supervisor.launchers.agents import node_agent, step
+from kempner.supervisor.launchers.agents.invitation import Invitation
+from kempner.supervisor.launchers.agents.messages import AgentHello, DepartureRequest
+from kempner.supervisor.launchers.agents.step import SlurmAgents
 from kempner.supervisor.launchers.base import Idle, Program
+from kempner.supervisor.launchers.launcher import Launcher
+from kempner.supervisor.launchers.run_nodes import RunNodes
 
 INVITATION = Invitation(("127.0.0.1", "127.0.0.2"), 1, "ab" * 32, "{}", "/")
 
 
-class Pool(PoolLauncher):
+class Pool(RunNodes):
     """Two nodes and a spare one, with two ranks on each; agents are well unless they are `away`."""
 
     def __init__(self, *sizes: int, least: int | None = None) -> None:
         allocation = Allocation("7", ("node1", "node2"), 2, None, 0, batch=True, spare=("node3",))
-        section = SuperviseSection(min_nodes=least)
-        super().__init__(allocation, section, fits=lambda size: not sizes or size in sizes)
+        self.section = SuperviseSection(min_nodes=least)
+        super().__init__(allocation, self.section, lambda size: not sizes or size in sizes)
         self.away = set[str]()
+        self.is_well = lambda node: node not in self.away
 
-    def _is_well(self, node: str) -> bool:
-        return node not in self.away
+    @property
+    def used(self) -> Sequence[str]:
+        return self.allocation.nodes
+
+    @property
+    def launcher(self) -> Launcher:
+        return Launcher(self, SlurmAgents(self, self.section))
 
     def come(self, *nodes: str) -> None:
         for number, node in enumerate(nodes):
-            self._joined.come(node, 100 + number, Joins("8", 2, 600.0))
+            self.joined.come(node, 100 + number, Joins("8", 2, 600.0))
 
     def go(self, node: str) -> None:
-        self._joined.depart(node, DepartureRequest(1, 30.0, "its time is over"))
+        self.joined.depart(node, DepartureRequest(1, 30.0, "its time is over"))
 
-    def refusal(self, node: str, ranks: int = 2) -> str:
-        return self._refusal(AgentHello(node, 1, Joins("8", ranks, None)))
+
+def refusal(node: str, ranks: int = 2) -> str:
+    return Pool().refusal(AgentHello(node, 1, Joins("8", ranks, None)))
 
 
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(srun, "reachable_addresses", lambda *_: ("127.0.0.1",))
+    monkeypatch.setattr(step, "reachable_addresses", lambda *_: ("127.0.0.1",))
 
 
 def test_nodes_that_join_get_ranks_at_the_next_start_behind_those_of_the_job() -> None:
@@ -78,7 +86,7 @@ def test_nodes_that_join_get_ranks_at_the_next_start_behind_those_of_the_job() -
     assert pool.used == ("node1", "node2")
     pool.avoid({})
     assert pool.used == ("node1", "node2", "node5", "node6")
-    assert (pool.idle, pool.nodes[-1]) == (Idle(), "node3")
+    assert (pool.idle, pool.all[-1]) == (Idle(), "node3")
     pool.avoid({"node1": "it is broken", "node5": "it is, too"})
     assert pool.used == ("node2", "node3", "node6")
     assert pool.idle.nodes == ("node5",)
@@ -92,7 +100,7 @@ def test_those_that_leave_or_are_gone_get_none() -> None:
     pool.away = {"node6"}
     pool.avoid({})
     assert pool.used == ("node1", "node2", "node7")
-    assert set(pool.joined) == {"node5", "node6", "node7"}
+    assert set(pool.joined.all()) == {"node5", "node6", "node7"}
     pool.come("node5")  # the same agent, over another connection: it leaves all the same
     pool.away.clear()
     pool.avoid({})
@@ -102,9 +110,9 @@ def test_those_that_leave_or_are_gone_get_none() -> None:
 def test_who_begins_to_leave_has_the_time_that_it_has_asked_for() -> None:
     """It begins when that is due, and not before: then nothing would be left of the time."""
     pool = Pool()
-    pool._joined.come("node5", 100, Joins("8", 2, 0.0))
-    pool._joined.depart("node5", DepartureRequest(1, 30.0, "15 s are left of the job's time"))
-    left = pool.joined["node5"].seconds_left
+    pool.joined.come("node5", 100, Joins("8", 2, 0.0))
+    pool.joined.depart("node5", DepartureRequest(1, 30.0, "15 s are left of the job's time"))
+    left = pool.joined.all()["node5"].seconds_left
     assert left is not None
     assert 20.0 < left <= 30.0
 
@@ -128,7 +136,7 @@ def test_the_run_goes_on_with_as_many_nodes_as_its_job_had_at_first(
     pool = Pool(least=least)
     pool.come("node5", "node6")
     pool.avoid({})
-    assert pool._least == left
+    assert pool.least == left
 
 
 @pytest.mark.parametrize(
@@ -142,8 +150,8 @@ def test_the_run_goes_on_with_as_many_nodes_as_its_job_had_at_first(
     ],
 )
 def test_who_may_join(node: str, ranks: int, words: str) -> None:
-    assert Pool().refusal(node, ranks).startswith(words)
-    assert bool(Pool().refusal(node, ranks)) is bool(words)
+    assert refusal(node, ranks).startswith(words)
+    assert bool(refusal(node, ranks)) is bool(words)
 
 
 def test_an_invitation_is_private_and_withdrawn_by_who_has_written_it(
@@ -171,7 +179,7 @@ def test_an_invitation_is_private_and_withdrawn_by_who_has_written_it(
 def test_where_the_run_directory_cannot_be_written_nobody_joins_and_all_goes_on(
     tmp_path: Path,
 ) -> None:
-    pool = Pool()
+    pool = Pool().launcher
     pool.invite(tmp_path / "nowhere" / "invitation.json")  # before it has agents: nothing at all
     pool._program = Program.of_user(["true"])
     pool.close()
@@ -182,12 +190,13 @@ def test_what_hangs_on_a_node_of_another_job_is_sent_away_and_not_ended(
 ) -> None:
     pool, done = Pool(), list[str]()
     pool.come("node5")
-    agents = SimpleNamespace(dismiss=lambda node: done.append(f"{node} is sent away"))
-    monkeypatch.setattr(Pool, "_agents", agents)
+    launcher = pool.launcher
+    fleet = SimpleNamespace(dismiss=lambda node: done.append(f"{node} is sent away"))
+    monkeypatch.setattr(launcher, "_opened", fleet)
     end = lambda _, node: done.append(f"{node} is ended")  # noqa: E731
-    monkeypatch.setattr(AgentLauncher, "_give_up", end)
+    monkeypatch.setattr(SlurmAgents, "end", end)
     for node in ("node5", "node1"):
-        pool._give_up(node)
+        launcher._give_up(node)
     assert done == ["node5 is sent away", "node1 is ended"]
 
 

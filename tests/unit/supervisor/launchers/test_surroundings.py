@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,13 @@ from pydantic import ValidationError
 
 from kempner.cluster.network.interfaces import INFINIBAND, Interface
 from kempner.cluster.slurm.allocation import Allocation
-from kempner.cluster.slurm.node_step import knows_option
+from kempner.cluster.slurm.node_step import knows_option, without_binding
 from kempner.config.sections import SuperviseSection
 from kempner.config.site import SlurmSection
-from kempner.run.control.launch_env import Control, Launch
-from kempner.run.control.protocol import Secret
-from kempner.run.record.attempts import Attempt
-from kempner.supervisor.launchers import srun, surroundings
-from kempner.supervisor.launchers.agents.affinity import why_no_agents
-from kempner.supervisor.launchers.base import Program
-from kempner.supervisor.launchers.srun import SrunLauncher, TorchrunLauncher
+from kempner.supervisor.launchers import surroundings
+from kempner.supervisor.launchers.agents import step
+from kempner.supervisor.launchers.agents.step import SlurmAgents
+from kempner.supervisor.launchers.run_nodes import RunNodes
 from kempner.supervisor.launchers.surroundings import Surroundings, reachable_addresses
 from kempner.supervisor.slurm.setup import complaint
 
@@ -34,7 +30,7 @@ def of(**values: Any) -> Surroundings:
 
 @pytest.fixture(autouse=True)
 def _anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(srun, "reachable_addresses", lambda *_: ("127.0.0.1",))
+    monkeypatch.setattr(step, "reachable_addresses", lambda *_: ("127.0.0.1",))
     monkeypatch.chdir(tmp_path)
 
 
@@ -48,22 +44,10 @@ def test_an_image_is_named_to_srun_with_all_about_it(tmp_path: Path) -> None:
         f"--container-workdir={tmp_path}",
         "--network=x",
     )
-    step = SrunLauncher(ALLOCATION, SuperviseSection(), around)._step("x", ALLOCATION.nodes, 4)
-    assert step[-5:] == list(around.options)
+    agents = SlurmAgents(RunNodes(ALLOCATION, SuperviseSection()), SuperviseSection(), around)
+    assert agents.srun("x", ALLOCATION.nodes, 4, around.options)[-5:] == list(around.options)
     assert around.foreign
     assert str(around) == "python3 in `--container-image=repo#img:1`"
-
-
-@pytest.mark.parametrize("kind", [SrunLauncher, TorchrunLauncher])
-def test_a_prefix_comes_before_whatever_a_task_runs(kind: type[SrunLauncher]) -> None:
-    around = of(container={"prefix": ["apptainer", "exec", "x.sif"]}, python="/in/python")
-    program = Program.train(["a.toml"], python=around.python)
-    launch = Launch(Attempt(1, "nonce"), Control(("127.0.0.1",), 1, Secret("s")))
-    task = kind(ALLOCATION, SuperviseSection(), around)._rank(launch, program)
-    inside = task.index("apptainer")
-    assert task[inside : inside + 4] == ["apptainer", "exec", "x.sif", "/in/python"]
-    assert not any("python" in word for word in task[:inside])
-    assert sys.executable not in task
 
 
 def test_without_any_of_it_nothing_is_different() -> None:
@@ -74,16 +58,21 @@ def test_without_any_of_it_nothing_is_different() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "why"),
+    ("options", "binding", "rest"),
     [
-        (["--cpu-bind=cores"], "--cpu-bind binds them, which only srun can do"),
-        (["--gpu-bind", "closest"], "--gpu-bind binds them, which only srun can do"),
-        (["-mblock:cyclic"], "-mblock:cyclic binds them, which only srun can do"),
-        (["--network=single_node_vni", "--task-prolog=x"], ""),
+        (["--cpu-bind=cores"], "--cpu-bind", []),
+        (["--gpu-bind", "closest", "--exclusive"], "--gpu-bind", ["--exclusive"]),
+        (["--chdir", "/x", "-mblock:cyclic"], "-mblock:cyclic", ["--chdir", "/x"]),
+        (["-m", "cyclic", "--network=x"], "-m", ["--network=x"]),
+        (["--network=single_node_vni", "--task-prolog=x"], "",
+         ["--network=single_node_vni", "--task-prolog=x"]),
     ],
-)
-def test_ranks_that_srun_is_to_bind_are_tasks_of_its_own(options: list[str], why: str) -> None:
-    assert why_no_agents(SuperviseSection(), {}, of(srun_args=options)) == why
+)  # fmt: skip
+def test_options_that_bind_ranks_are_not_for_their_agents(
+    options: list[str], binding: str, rest: list[str]
+) -> None:
+    assert of(srun_args=options).binding == binding
+    assert without_binding(options) == rest
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ import pytest
 from patience import scaled
 
 from kempner.cluster.network.interfaces import Interface, InterfaceChoice
-from kempner.cluster.rank_network import network_of_rank
-from kempner.cluster.world import World
+from kempner.cluster.world import World, network_of_rank
 from kempner.config.site import DistributedSection
-from kempner.run.control.launch_env import Control, Launch, LaunchTerms
-from kempner.run.control.protocol import Secret
+from kempner.run.control.launch_env import Launch, LaunchTerms
+from kempner.run.link.auth import Secret
 from kempner.run.record.attempts import Attempt
 from kempner.supervisor.launchers.base import Program
-from kempner.supervisor.launchers.children import ChildRank, Children
+from kempner.supervisor.launchers.children import Children
+from kempner.supervisor.launchers.rank_output import ChildRank
 from kempner.supervisor.policy.outcome import RankExit
 from kempner.training.groups import process_groups
 
@@ -38,7 +38,7 @@ TELLS = "import os\nprint({n: os.environ.get(n) for n in os.environ if n.endswit
 def environment(tmp_path: Path) -> dict[str, str]:
     """Of a rank of several nodes."""
     terms = LaunchTerms(tmp_path / "run", 1.0, 1.0, 1.0)
-    launch = Launch(Attempt(1, "n"), Control(("::1",), 7, Secret("x")), terms=terms)
+    launch = Launch(Attempt(1, "n"), Secret("x"), terms=terms)
     place = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     (tmp_path / "sitecustomize.py").write_text(PATCH)
     (tmp_path / "tells.py").write_text(TELLS)

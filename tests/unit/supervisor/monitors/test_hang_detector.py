@@ -8,16 +8,23 @@ from math import inf
 import pytest
 
 from kempner.config.resilience import HangTimeouts, ResilienceSection
-from kempner.run.control.protocol import Moves, Phase, Report
-from kempner.supervisor.control.events import Connected, LastReport
-from kempner.supervisor.monitors.base import RankConditions, Snapshot
+from kempner.run.control.protocol import Connected, Moves, Phase, Report
+from kempner.supervisor.control.program_reports import LastReport
+from kempner.supervisor.monitors.base import (
+    DurationStats,
+    Hang,
+    LongWork,
+    PhaseDurations,
+    RankConditions,
+    Snapshot,
+)
 from kempner.supervisor.monitors.hangs import HangDetector
-from kempner.supervisor.monitors.phase_durations import DurationStats, PhaseDurations
 
 SECTION = ResilienceSection(
     hang_factor=10.0,
     hang_timeout_min=60.0,
     hang_timeout_max=600.0,
+    hang_timeout_at_work=3600.0,
     hang_timeout_max_of=HangTimeouts(load=900.0),
 )
 
@@ -205,7 +212,8 @@ def lasts(phase: Phase, waiting: tuple[str, ...], moving: bool, step: int = 7) -
     hung = {step: 60.0}
     watch, now = HangDetector(SECTION, 0.0, must_report=False, hung=hung), 0.0
     for beat in range(40_000):
-        if watch.check(own(now, phase, waiting, moves=beat * moving)):
+        found = watch.check(own(now, phase, waiting, moves=beat * moving))
+        if any(isinstance(one, Hang) for one in found):
             return now
         now += 1.0 if now < 1000 else 60.0
     return inf
@@ -221,16 +229,25 @@ BUSY, STUCK = ("", "barrier"), ("all_reduce", "barrier")
         (Phase.EVAL, STUCK, True, inf),
         (Phase.EVAL, STUCK, False, 600.0),
         (Phase.STEP, BUSY, False, 60.0),
-        (Phase.STEP, BUSY, True, 600.0),
+        (Phase.STEP, BUSY, True, 3600.0),
         (Phase.STEP, STUCK, False, 60.0),
-        (Phase.EXIT, BUSY, True, inf),
+        (Phase.EXIT, BUSY, True, 3600.0),
         (Phase.EXIT, BUSY, False, 600.0),
     ],
 )
 def test_a_program_at_work_is_told_from_one_that_hangs_by_its_stacks(
     phase: Phase, waiting: tuple[str, ...], moving: bool, limit: float
 ) -> None:
-    assert lasts(phase, waiting, moving, step=3) == pytest.approx(limit, abs=2.0)
+    assert lasts(phase, waiting, moving, step=3) == pytest.approx(limit, abs=60.0)
+
+
+def test_that_a_rank_is_at_work_is_told_at_once_and_every_five_minutes() -> None:
+    watch, told = HangDetector(SECTION, 0.0, must_report=False), []
+    for now in range(700):
+        for found in watch.check(own(float(now), Phase.STEP, BUSY, moves=now)):
+            assert isinstance(found, LongWork)
+            told.append((now, found.rank, found.waiting))
+    assert told == [(61, 0, 1), (361, 0, 1), (661, 0, 1)]
 
 
 def test_a_silent_evaluation_is_a_hang() -> None:

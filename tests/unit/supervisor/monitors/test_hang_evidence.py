@@ -20,23 +20,23 @@ from harness import wait_until
 from patience import scaled
 
 from kempner.cluster.network.tcp_stalls import stalled_connections, unanswered_calls
-from kempner.run.control.protocol import DumpStacks, FromSupervisor, Phase, Report
+from kempner.probe import processes
+from kempner.probe.processes import of_process
+from kempner.run.control.protocol import Connected, DumpStacks, FromSupervisor, Phase, Report
 from kempner.run.record.events import ConnectionsStalled, HangFound, NodeSuspected
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger
-from kempner.supervisor.control.events import Connected, LastReport
-from kempner.supervisor.monitors.base import Snapshot
-from kempner.supervisor.monitors.findings import Hang
+from kempner.supervisor.control.program_reports import LastReport
+from kempner.supervisor.monitors.base import Hang, Snapshot
 from kempner.supervisor.monitors.hangs import (
     EVIDENCE,
     HangEvidence,
+    ProcessLook,
     by_what_they_wait_for,
     cut_off_from_others,
     processes_to_look_at,
     silent_node,
 )
-from kempner.supervisor.monitors.process_probe import ProcessLook
-from kempner.supervisor.nodes.process_look import of_process
 
 HERE = platform.node()
 
@@ -52,7 +52,7 @@ def test_a_stopped_process_is_seen_from_outside() -> None:
         wait_until(lambda: "State: T (stopped)" in of_process(child.pid), "it is stopped")
         (here,) = ProcessLook({HERE: [child.pid]}, lambda *_: []).lines
         assert "State: T (stopped)" in here
-        probe = [sys.executable, "-m", "kempner.supervisor.nodes.process_look"]
+        probe = [sys.executable, "-m", processes.__name__]
         assert "T (stopped)" in subprocess.check_output([*probe, str(child.pid)], text=True)
     finally:
         child.kill()

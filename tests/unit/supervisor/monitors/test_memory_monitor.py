@@ -13,23 +13,26 @@ import psutil
 import pytest
 from harness import wait_until
 
-from kempner.cluster.machine.limits import MemoryGroup, memory_group
+from kempner.cluster.machine import MemoryGroup, memory_group
 from kempner.config.resilience import ResilienceSection
-from kempner.run.control.protocol import NodeMemory, Phase, Usage
+from kempner.run.control.protocol import Connected, NodeMemory, Phase, Usage
 from kempner.run.record.ledger import Ledger, read_lines
-from kempner.supervisor.control.events import Connected
-from kempner.supervisor.monitors.base import Snapshot
-from kempner.supervisor.monitors.findings import PhasesLearned, Shortage, SteadyGrowth
-from kempner.supervisor.monitors.memory import (
-    SPAN,
+from kempner.supervisor.monitors.advisers import (
+    GROWTH_SPAN,
     SPANS,
     GrowthTracker,
     MemoryMonitor,
     explain_kill,
     explained,
 )
-from kempner.supervisor.monitors.phase_durations import DurationStats
-from kempner.supervisor.monitors.reporter import Reporter
+from kempner.supervisor.monitors.base import (
+    DurationStats,
+    PhasesLearned,
+    Reporter,
+    Shortage,
+    Snapshot,
+    SteadyGrowth,
+)
 from kempner.supervisor.policy.outcome import RankExit
 from kempner.training.rank_link.rank_link import measure
 
@@ -84,13 +87,13 @@ def test_a_node_that_runs_short_is_named_once_with_its_largest_rank() -> None:
 
 def grow(watch: GrowthTracker, values: list[float], room: float) -> list[float]:
     """What is said of one value per span."""
-    told = [watch.full_in(v, room, at * SPAN) for at, v in enumerate(values)]
+    told = [watch.full_in(v, room, at * GROWTH_SPAN) for at, v in enumerate(values)]
     return [seconds for seconds in told if seconds is not None]
 
 
 def test_steady_growth_is_told_from_use_that_comes_and_goes() -> None:
     steady = [100.0 + 10 * n for n in range(SPANS + 1)]
-    assert grow(GrowthTracker(), steady, room=1000.0) == [1000.0 / 10 * SPAN]
+    assert grow(GrowthTracker(), steady, room=1000.0) == [1000.0 / 10 * GROWTH_SPAN]
     assert grow(GrowthTracker(), [100.0] * 20, room=1000.0) == []
     assert grow(GrowthTracker(), [100.0, 300.0] * 10, room=1000.0) == []
     assert grow(GrowthTracker(), [*steady[:4], 120.0, *steady[4:]], room=1000.0) == []
@@ -104,7 +107,7 @@ def test_a_rank_that_leaks_is_named_once(what: str) -> None:
     watch, told = MemoryMonitor(ResilienceSection()), []
     for span in range(3 * SPANS):
         leak = {"rss": CALM.rss + span * GIB} if what == "memory" else {"files": 80 + 20 * span}
-        told += watch.check(using({0: CALM, 1: replace(CALM, **leak)}, span * SPAN))
+        told += watch.check(using({0: CALM, 1: replace(CALM, **leak)}, span * GROWTH_SPAN))
     (trouble,) = told
     assert isinstance(trouble, SteadyGrowth)
     assert trouble.rank == 1
@@ -114,7 +117,10 @@ def test_a_rank_that_leaks_is_named_once(what: str) -> None:
 def test_a_slow_leak_that_a_day_can_bear_is_not_worth_a_word() -> None:
     watch = MemoryMonitor(ResilienceSection())
     for span in range(3 * SPANS):
-        assert watch.check(using({0: replace(CALM, rss=CALM.rss + span * 4096)}, span * SPAN)) == []
+        assert (
+            watch.check(using({0: replace(CALM, rss=CALM.rss + span * 4096)}, span * GROWTH_SPAN))
+            == []
+        )
 
 
 def test_what_is_found_is_in_the_ledger_with_its_node(tmp_path: Path) -> None:

@@ -13,18 +13,21 @@ from kempner.config.resilience import ResilienceSection
 from kempner.run.control.protocol import Phase, Report
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger
-from kempner.supervisor.control.events import LastReport
-from kempner.supervisor.monitors.base import Snapshot
-from kempner.supervisor.monitors.findings import Hang, PhasesLearned
-from kempner.supervisor.monitors.hangs import HangDetector
-from kempner.supervisor.monitors.phase_durations import (
+from kempner.supervisor.control.program_reports import LastReport
+from kempner.supervisor.monitors.base import (
+    ENOUGH,
+    RECORD_EVERY,
     DurationStats,
+    Hang,
     PhaseDurations,
+    PhasesLearned,
+    PhaseStats,
+    Snapshot,
     learned,
     longer,
     to_event,
 )
-from kempner.supervisor.monitors.phase_stats import ENOUGH, RECORD_EVERY, PhaseStats
+from kempner.supervisor.monitors.hangs import HangDetector
 
 START, LOAD, COMPILE, STEP, EVAL, SAVE = (
     *(Phase.START, Phase.LOAD, Phase.COMPILE),

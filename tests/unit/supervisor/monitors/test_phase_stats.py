@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kempner.run.control.protocol import Phase, Report
-from kempner.supervisor.monitors.base import RankConditions, Snapshot
-from kempner.supervisor.monitors.phase_stats import REMEMBERED, PhaseStats
+from kempner.supervisor.monitors.base import STEPS_REMEMBERED, PhaseStats, RankConditions, Snapshot
 
 
 def seen(*reports: tuple[float, int, Phase]) -> PhaseStats:
@@ -55,10 +54,10 @@ def test_the_rank_that_is_ahead_counts() -> None:
 
 def test_a_quantile_is_one_of_the_last_steps() -> None:
     slow_then_fast = [(0.0, 0, STEP), (50.0, 1, STEP)]
-    slow_then_fast += [(50.0 + n, 1 + n, STEP) for n in range(1, REMEMBERED)]
+    slow_then_fast += [(50.0 + n, 1 + n, STEP) for n in range(1, STEPS_REMEMBERED)]
     assert seen(*slow_then_fast).quantile(1.0) == 50.0
     assert seen(*slow_then_fast).quantile(0.95) == 1.0
-    one_more = (50.0 + REMEMBERED, 1 + REMEMBERED, STEP)
+    one_more = (50.0 + STEPS_REMEMBERED, 1 + STEPS_REMEMBERED, STEP)
     assert seen(*slow_then_fast, one_more).quantile(1.0) == 1.0
 
 

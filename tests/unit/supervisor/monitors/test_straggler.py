@@ -8,19 +8,25 @@ from pathlib import Path
 import pytest
 
 from kempner.config.resilience import ResilienceSection
-from kempner.run.control.protocol import Phase, Report
+from kempner.run.control.protocol import Connected, Phase, Report
 from kempner.run.record.events import SlowDownFound, StragglerFound
 from kempner.run.record.ledger import Ledger, read_lines
-from kempner.supervisor.control.events import Connected
-from kempner.supervisor.monitors.base import Adviser, Monitors, Snapshot
-from kempner.supervisor.monitors.findings import Finding, Recovery, Remark, SlowDown, Straggler
-from kempner.supervisor.monitors.reporter import Reporter
-from kempner.supervisor.monitors.straggler import (
+from kempner.supervisor.monitors.advisers import (
     SPAN,
     Effort,
     StragglerMonitor,
     Streak,
     find_straggler,
+)
+from kempner.supervisor.monitors.base import (
+    Finding,
+    Monitors,
+    Recovery,
+    Remark,
+    Reporter,
+    SlowDown,
+    Snapshot,
+    Straggler,
 )
 
 SECTION = ResilienceSection(straggler_share=0.2, slowdown_factor=1.5)
@@ -144,7 +150,7 @@ def test_an_adviser_that_fails_is_told_of_once_and_ends_nothing(
         def check(self, snapshot: Snapshot) -> Sequence[Finding]:
             raise ZeroDivisionError
 
-    advisers, ranks = Monitors(Adviser(Mistaken())), Ranks(2)
+    advisers, ranks = Monitors(advisers=[Mistaken()]), Ranks(2)
     for _ in range(2):
         assert advisers.check(ranks.snapshot()) == []
     assert capfd.readouterr().err.count("Mistaken has failed, and is not asked again") == 1

@@ -12,11 +12,13 @@ import pytest
 
 from kempner.cluster.slurm.allocation import Allocation
 from kempner.config.sections import SuperviseSection
-from kempner.supervisor.launchers import srun
-from kempner.supervisor.launchers.srun import SrunLauncher, StepErrors, task_ends
+from kempner.probe.processes import answer, came_after, read_answer
+from kempner.supervisor.launchers.agents import step
+from kempner.supervisor.launchers.agents.step import SlurmAgents, StepErrors, task_ends
+from kempner.supervisor.launchers.launcher import Launcher
+from kempner.supervisor.launchers.run_nodes import RunNodes
 from kempner.supervisor.nodes import srun_probe
 from kempner.supervisor.nodes.exclusion import lost_nodes, node_flags, still_boots
-from kempner.supervisor.nodes.presence import answer, came_after, read_answer
 
 UP = {"node1": (), "node3": ()}
 SILENT = {"node2": "it does not respond"}
@@ -99,8 +101,13 @@ done
 """
 
 
+def over(allocation: Allocation, section: SuperviseSection) -> Launcher:
+    nodes = RunNodes(allocation, section)
+    return Launcher(nodes, SlurmAgents(nodes, section))
+
+
 @pytest.fixture
-def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SrunLauncher:
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launcher:
     """Over two nodes, of which it is on the first, with a srun of our own and no scontrol."""
     (tmp_path / "srun").write_text(FAKE_SRUN)
     (tmp_path / "srun").chmod(0o755)
@@ -109,15 +116,15 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SrunLauncher:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
-    monkeypatch.setattr(srun, "reachable_addresses", lambda *_: ("127.0.0.1",))
+    monkeypatch.setattr(step, "reachable_addresses", lambda *_: ("127.0.0.1",))
     monkeypatch.setattr(srun_probe, "_PAUSE", 0.0)
     allocation = Allocation("7", ("node1", "node2"), 1, None, 0, batch=False)
-    return SrunLauncher(allocation, SuperviseSection(min_nodes=1))
+    return over(allocation, SuperviseSection(min_nodes=1))
 
 
 @pytest.mark.parametrize("mood", ["fails", "hangs"])
 def test_a_controller_that_does_not_answer_costs_no_node(
-    launcher: SrunLauncher, monkeypatch: pytest.MonkeyPatch, mood: str
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, mood: str
 ) -> None:
     monkeypatch.setenv("MOOD", mood)
     monkeypatch.setattr(srun_probe, "PROBE_WITHIN", 0.5)
@@ -126,7 +133,7 @@ def test_a_controller_that_does_not_answer_costs_no_node(
 
 
 def test_a_node_that_alone_does_not_answer_is_left_out(
-    launcher: SrunLauncher, monkeypatch: pytest.MonkeyPatch
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert launcher.prepare_again(["node1", "node2"], {}) is None
     assert launcher.nodes == ("node1", "node2")
@@ -137,15 +144,13 @@ def test_a_node_that_alone_does_not_answer_is_left_out(
     assert len(Path("calls").read_text().splitlines()) == 2
 
 
-def test_a_node_is_used_again_only_once_an_old_rank_is_gone(launcher: SrunLauncher) -> None:
+def test_a_node_is_used_again_only_once_an_old_rank_is_gone(launcher: Launcher) -> None:
     old = subprocess.Popen(["sleep", "60"])
     assert launcher.prepare_again([], {"node2": [old.pid]}) is None
     assert launcher.nodes == ("node1",)
     old.kill()
     old.wait()
-    again = SrunLauncher(
-        Allocation("7", ("node1", "node2"), 1, None, 0, batch=False), SuperviseSection()
-    )
+    again = over(Allocation("7", ("node1", "node2"), 1, None, 0, batch=False), SuperviseSection())
     assert again.prepare_again([], {"node2": [old.pid]}) is None
     assert again.nodes == ("node1", "node2")
 

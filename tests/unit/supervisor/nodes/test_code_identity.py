@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import kempner
-from kempner.supervisor.nodes.probe import CodeIdentity, code_identity, other_code
+from kempner.probe.node import CodeIdentity, code_identity, other_code
 
 A, B, C = (CodeIdentity("3.11.2", digit * 64, "2.13.0") for digit in "abc")
 OLD = CodeIdentity("3.11.2", "a" * 64, "2.9.1")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kempner.cluster.slurm.job import Demand, eligible, gpu_types, satisfies
+from kempner.cluster.slurm.job import eligible, gpu_types, satisfies
 from kempner.run.record.history import RunHistory
-from kempner.supervisor.slurm.exclusion_list import Exclusion, choose, of_the_user
+from kempner.supervisor.slurm.job_nodes import Exclusion, choose, of_the_user
 
 
 def requeued(job: str, *without: str) -> dict[str, Any]:
@@ -86,7 +86,7 @@ NODES = [
     ],
 )
 def test_where_a_job_can_run(features: str, resources: str, found: set[str] | None) -> None:
-    assert eligible(Demand(features, resources), NODES) == found
+    assert eligible(features, resources, NODES) == found
 
 
 def test_spellings() -> None:

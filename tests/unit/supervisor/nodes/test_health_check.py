@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kempner.cluster.machine.limits import OPEN_FILES, ROOM, SKEW
+from kempner.cluster.machine import OPEN_FILES, ROOM, SKEW
 from kempner.cluster.network.interfaces import Interface
-from kempner.supervisor.nodes.health_check import Diagnosis, diagnose, health_problems
-from kempner.supervisor.nodes.probe import SITE_CHECK, CodeIdentity, ProbedMemory, ProbeResult
+from kempner.probe.node import SITE_CHECK, CodeIdentity, ProbedMemory, ProbeResult
+from kempner.supervisor.nodes.exclusion import Diagnosis, diagnose, health_problems
 
 DURING = (1000.0, 1002.0)
 GIB = 2**30
@@ -115,3 +115,21 @@ def test_what_the_sites_own_check_says_counts_on_all_nodes() -> None:
     assert diagnose([node], [vitals(node, troubles=troubles)], {}, DURING, 1).unfit == {
         node: troubles[SITE_CHECK]
     }
+
+
+@pytest.mark.parametrize(
+    ("host", "others", "unfit", "warnings"),
+    [
+        (-300.0, 0.0, {"node1": "its clock is 300 s behind"}, ()),
+        (0.0, 0.0, {}, ()),
+        (0.0, 302.0, dict.fromkeys(("node2", "node3"), "its clock is 300 s ahead"), ()),
+        (302.0, 302.0, {}, ("its clock is 300 s ahead",)),  # it is the controller's that is wrong
+    ],
+)
+def test_the_controllers_clock_says_whose_is_wrong(
+    host: float, others: float, unfit: dict[str, str], warnings: tuple[str, ...]
+) -> None:
+    """The supervisor runs on node1, and what it asks is timed by the controller."""
+    rest = [vitals(node, time=DURING[0] + others) for node in NODES[1:]]
+    found = examined(vitals(time=DURING[0] + host), *rest)
+    assert (found.unfit, found.warnings) == (unfit, warnings)

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from kempner.cluster.slurm.node_step import whole_answers
-from kempner.supervisor.nodes import probe
-from kempner.supervisor.nodes.probe import (
+from kempner.probe import node as probe
+from kempner.probe.node import (
+    MARK,
     ProbeQuestion,
     ProbeResult,
     measure,
@@ -32,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
     """A folder in which the supervisor has written its nonce."""
     folder = tmp_path / "run" / "health"
     folder.mkdir(parents=True)
-    (folder / "supervisor").write_text(NONCE)
+    (folder / MARK).write_text(NONCE)
     return folder
 
 
@@ -60,14 +61,14 @@ def test_a_node_that_is_well_has_no_troubles(folder: Path, monkeypatch: pytest.M
 
 def test_a_folder_of_the_same_name_that_is_another_one(tmp_path: Path, folder: Path) -> None:
     elsewhere = tmp_path / "other" / "health"
-    (folder / "supervisor").write_text("what another one wrote")
+    (folder / MARK).write_text("what another one wrote")
     expected = "is not the same folder as on the supervisor's node"
     told = measure(ask(folder, elsewhere)).troubles
     assert told == {str(f): f"{f.parent} {expected}" for f in (folder, elsewhere)}
 
 
 def test_a_full_file_system(small_disk: Path) -> None:
-    (small_disk / "supervisor").write_text(NONCE)
+    (small_disk / MARK).write_text(NONCE)
     with pytest.raises(OSError, match="No space left"):
         (small_disk / "ballast").write_bytes(bytes(8 << 20))
     told = measure(ask(small_disk)).troubles
@@ -75,7 +76,7 @@ def test_a_full_file_system(small_disk: Path) -> None:
 
 
 def test_a_file_system_that_is_read_only(small_disk: Path) -> None:
-    (small_disk / "supervisor").write_text(NONCE)
+    (small_disk / MARK).write_text(NONCE)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     told = measure(ask(small_disk)).troubles
     assert told[str(small_disk)].endswith("cannot be used: Read-only file system")

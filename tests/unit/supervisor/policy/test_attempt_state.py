@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from kempner.supervisor.policy.attempt_state import (
+from kempner.supervisor.policy.stop import (
     BEGINS,
     DEADLINES,
     OVER,
@@ -17,7 +17,6 @@ from kempner.supervisor.policy.attempt_state import (
     AttemptState,
     Deadline,
     Trigger,
-    next_state,
 )
 
 LAUNCHING, JOINING, RUNNING, STOPPING, FAILING, COLLECTING, KILLING, ABANDONED, ENDED = AttemptState
@@ -70,6 +69,10 @@ def test_every_state_has_an_answer_to_every_trigger() -> None:
     assert set(TRANSITIONS) == set(product(AttemptState, Trigger))
     assert set(DEADLINES) == set(AttemptState)
     assert set(BEGINS.values()) == set(GRACES)
+
+
+def next_state(state: AttemptState, trigger: Trigger) -> AttemptState:
+    return AttemptLife(GRACES, state, 0.0).after(trigger, 0.0).state
 
 
 @pytest.mark.parametrize(("state", "trigger"), list(product(AttemptState, Trigger)))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kempner.run.record.history import RunHistory
-from kempner.supervisor.policy.grow import (
+from kempner.supervisor.nodes.changes import (
     DOUBLINGS,
     SETTLED,
     UNMEASURED_RESTART,

@@ -6,17 +6,18 @@ import signal
 
 import pytest
 
-from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.exit_codes import ExitCode, StopReason
 from kempner.run.process.signals import ReceivedSignal, insists
-from kempner.run.process.stop_reason import StopReason
 from kempner.supervisor.policy.outcome import (
     Decision,
     RankExit,
     after_training,
     decide_outcome,
+    ended_by_signal,
     failed,
     left_early,
 )
+from kempner.supervisor.policy.restart import FAILURES
 
 NONE, LIMIT, GROW = StopReason.NONE, StopReason.TIME_LIMIT, StopReason.GROW
 KILL, TERM, SEGV = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV
@@ -147,6 +148,22 @@ def test_a_hang_after_training_keeps_its_sentence() -> None:
     decision = after_training(hang, ends(KILL, KILL, ours=(0, 1)))
     assert (decision.code, decision.culprit) == (ExitCode.AFTER_TRAINING, 0)
     assert decision.reason.endswith(hang.reason)
+
+
+def test_an_exit_with_0_after_a_signal_is_a_stop_that_goes_on() -> None:
+    told = ended_by_signal(decide_outcome(ends(0, 0)), StopReason.PREEMPTION)
+    assert told.code is ExitCode.STOPPED
+    assert told.reason.endswith("not complete (preemption); start again to continue")
+    assert ended_by_signal(decide_outcome(ends(0)), NONE).code is ExitCode.STOPPED
+
+
+def test_what_slurm_has_not_started_is_no_failure_of_the_run() -> None:
+    refused = [RankExit(0, None, sentence="Invalid generic resource", unstarted=True)]
+    for others in ([], ends(1, None)):
+        told = decide_outcome([*others, *refused])
+        assert (told.code, told.scheduler, told.culprit) == (ExitCode.STOPPED, True, None)
+        assert told.reason == "the ranks cannot be started here: Invalid generic resource"
+        assert told.code not in FAILURES  # so it counts towards no end
 
 
 def test_a_loop_that_was_left_early_is_not_complete() -> None:

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from kempner.config.program import ProgramSection
-from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.stop_reason import StopReason
+from kempner.config.sections import ProgramSection
+from kempner.run.process.exit_codes import ExitCode, StopReason
 from kempner.run.record.history import RunHistory
 from kempner.supervisor.policy.outcome import (
     STARTED,
@@ -19,8 +18,12 @@ from kempner.supervisor.policy.outcome import (
     has_advanced,
     interpret,
 )
-from kempner.supervisor.policy.requeue import requeues_without_progress
-from kempner.supervisor.policy.restart import Failure, decide_restart, failures
+from kempner.supervisor.policy.restart import (
+    Failure,
+    decide_restart,
+    failures,
+    requeues_without_progress,
+)
 
 NONE, LIMIT = StopReason.NONE, StopReason.TIME_LIMIT
 DONE, STOPPED, CRASHED = ExitCode.COMPLETED, ExitCode.STOPPED, ExitCode.CRASHED

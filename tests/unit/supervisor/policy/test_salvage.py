@@ -10,7 +10,7 @@ import pytest
 from kempner.checkpoint.slots.pour import Offer
 from kempner.run.record.history import RunHistory
 from kempner.supervisor.policy.outcome import OUT_OF_MEMORY
-from kempner.supervisor.policy.salvage import (
+from kempner.supervisor.policy.restart import (
     decide_salvage,
     dismissed_steps,
     in_vain,

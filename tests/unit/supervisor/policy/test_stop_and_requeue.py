@@ -9,14 +9,14 @@ import pytest
 
 from kempner.cluster.slurm.job import JobNodes, JobState, JobTimes
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.stop_reason import StopReason as R
+from kempner.run.process.exit_codes import StopReason as R
 from kempner.run.record.history import RunHistory
 from kempner.run.record.save_times import Durations, SaveSeconds
 from kempner.supervisor.policy.outcome import Decision
-from kempner.supervisor.policy.requeue import (
+from kempner.supervisor.policy.restart import (
     MAX_REQUEUES_WITHOUT_PROGRESS as MAX,
 )
-from kempner.supervisor.policy.requeue import (
+from kempner.supervisor.policy.restart import (
     decide_requeue,
     requeues_without_progress,
 )
@@ -219,6 +219,17 @@ CRASHED = Decision(ExitCode.CRASHED, "rank 3 was killed by SIGSEGV", 3)
         (STOPPED, job(state="COMPLETING", reason="NodeDown"), True, 0, False,
          "the job is COMPLETING: if Slurm does not requeue it"),
         (STOPPED, job(state="FAILED"), True, 0, False, "the job is FAILED"),
+        (STOPPED, job(state="SUSPENDED"), True, 0, True, "requeueing the job"),
+        (STOPPED, job(state="A_STATE_TO_COME"), True, 0, True, "requeueing the job"),
+        (STOPPED, job(state="PENDING", reason="launch_failed_requeued_held"), True, 0, False,
+         "Slurm holds the job: launch_failed_requeued_held: Slurm does not start it again until it "
+         "is released; a node could not start it: look at Slurm's Prolog there, then `scontrol "
+         "release 7`"),
+        (STOPPED, job(state="PENDING", reason="JobHoldMaxRequeue"), True, 0, False,
+         "max_batch_requeue"),
+        (STOPPED, job(state="PENDING", reason="JobHeldAdmin"), True, 0, False,
+         "an administrator holds it: ask for `scontrol release 7`"),
+        (STOPPED, job(state="REQUEUE_HOLD"), True, 0, False, "`scontrol release 7` lets it go"),
         (COMPLETED, RUNNING, True, 0, False, "completed"),
         (CRASHED, RUNNING, True, 0, False, "rank 3 was killed by SIGSEGV"),
         (CRASHED, None, False, MAX, False, "rank 3 was killed by SIGSEGV"),

@@ -30,17 +30,20 @@ GIVEN_UP = {"event": "gave_up", "time": 5.0, "attempt": 1, "code": 69, "reason":
 @pytest.mark.parametrize(
     ("lines", "outage"),
     [
-        ([], StorageOutage(0, 99.0)),
-        ([failed(1.0), failed(7.0)], StorageOutage(2, 1.0)),
-        ([failed(1.0, committed=10), failed(7.0)], StorageOutage(1, 7.0)),
-        ([failed(1.0), failed(3.0, code=1), failed(7.0)], StorageOutage(1, 7.0)),
-        ([failed(1.0), GIVEN_UP, failed(7.0)], StorageOutage(1, 7.0)),
+        ([], StorageOutage(0, 9.0)),
+        ([failed(1.0), failed(7.0)], StorageOutage(2, 4.0)),
+        ([failed(1.0, committed=10), failed(7.0)], StorageOutage(1, 9.0)),
+        ([failed(1.0), failed(3.0, code=1), failed(7.0)], StorageOutage(1, 9.0)),
+        ([failed(1.0), GIVEN_UP, failed(7.0)], StorageOutage(1, 9.0)),
+        # The clock of the day was set by an hour.
+        ([failed(1.0), failed(3607.0)], StorageOutage(2, 4.0)),
     ],
 )
 def test_an_outage_begins_after_the_last_commit(
     lines: list[dict[str, object]], outage: StorageOutage
 ) -> None:
-    assert find_outage(RunHistory(lines), committed=20, now=99.0) == outage
+    before = StorageOutage(1, 4.0)
+    assert find_outage(RunHistory(lines), committed=20, before=before, now=9.0) == outage
 
 
 def test_it_is_tried_again_with_pauses_until_the_patience_is_over() -> None:

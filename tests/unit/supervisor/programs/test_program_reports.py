@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,13 +14,14 @@ import pytest
 from harness import wait_until
 from pydantic import ValidationError
 
-from kempner.config.program import ProgramSection
+from kempner.config.sections import ProgramSection
 from kempner.run.control.heartbeat_file import HEARTBEAT_FILE, Heartbeat, parse, write
 from kempner.run.control.protocol import Phase
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.control.program_reports import FileSeen, ProgramReports
 from kempner.supervisor.launchers.base import Program
-from kempner.supervisor.launchers.children import ChildRank, Children, StepFinder
+from kempner.supervisor.launchers.children import Children
+from kempner.supervisor.launchers.rank_output import ChildRank, StepFinder
 from kempner.supervisor.policy.outcome import RankExit
 
 
@@ -176,7 +178,52 @@ def test_what_a_rank_prints_is_read_on_its_way(tmp_path: Path) -> None:
     assert (ends[0].rank, ends[0].status, ends[0].asked) == (1, 5, False)
     assert printed.read_text() == "step 3\nstep 4\n"
     assert parse(heartbeat.read_text()) == Heartbeat(4)
-    assert set(Path("/proc/self/fd").iterdir()) == before
+    assert set(Path("/proc/self/fd").iterdir()) <= before
+
+
+SUPERVISES = """
+import os, sys
+from pathlib import Path
+from kempner.supervisor.launchers.base import Program
+from kempner.supervisor.launchers.children import Children
+from kempner.supervisor.launchers.rank_output import ChildRank
+
+children, program = Children(), Program.of_user([sys.executable, "-c", sys.argv[1]])
+children.prepare(program)
+rank = {**os.environ, "RANK": "1", "WORLD_SIZE": "2"}
+children.start(ChildRank(1, rank, Path("rank-1.out")), program, print)
+while True:
+    os.read(0, 1)
+"""
+
+SAVES = """
+import os, pathlib, time
+pathlib.Path("there").touch()
+while not os.path.exists("alone"):
+    time.sleep(0.01)
+for _ in range(4096):
+    print("." * 1023, flush=True)
+print("saved")
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_supervisor_that_is_gone_or_stuck_holds_up_no_rank_that_prints(
+    tmp_path: Path, how: signal.Signals
+) -> None:
+    """Much more than a pipe has room for; its last words are kept."""
+    kept = tmp_path / "rank-1.out"
+    command = [sys.executable, "-c", SUPERVISES, SAVES]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE) as supervisor:
+        wait_until((tmp_path / "there").exists, "the rank", 30)
+        supervisor.send_signal(how)
+        (tmp_path / "alone").touch()
+        try:
+            wait_until(
+                lambda: kept.exists() and kept.read_text().endswith("saved\n"), "its end", 30
+            )
+        finally:
+            supervisor.kill()
 
 
 def tell(folder: Path, *words: str, file: str = "heartbeat") -> subprocess.CompletedProcess[str]:

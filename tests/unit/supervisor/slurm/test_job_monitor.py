@@ -22,9 +22,10 @@ from kempner.run.record.events import Requeued
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.run.record.run_dir import RunDirectory
+from kempner.supervisor.monitors.base import RunTimes
 from kempner.supervisor.policy.outcome import Decision
 from kempner.supervisor.slurm import job_monitor
-from kempner.supervisor.slurm.job_monitor import LATE, WITHOUT_END, JobMonitor, JobSeen
+from kempner.supervisor.slurm.job_monitor import LATE, WITHOUT_END, JobMonitor, JobSeen, JobView
 from kempner.supervisor.slurm.requeue_job import requeue_or_explain
 
 DATA = Path(__file__).parents[2] / "cluster" / "slurm_data" / "jobs.json"
@@ -184,3 +185,17 @@ def test_nobody_asks_for_an_allocation_of_somebody_else(
     names, reasons = part(tmp_path, batch=False)
     assert (names, controller.orders) == (["not_requeued"], [])
     assert "this is an interactive allocation" in reasons[0]
+
+
+@pytest.mark.parametrize(("left", "too_late"), [(600.0, False), (10.0, False), (8.0, True)])
+def test_nothing_is_waited_for_in_the_last_of_the_margin(left: float, too_late: bool) -> None:
+    """Of 15 seconds, six tenths: a salvage, the lease, the ledger. Slurm requeues a job that it
+    preempts by itself."""
+    view, times = JobView(JobMonitor("7", batch=True)), RunTimes()
+    assert not view.too_late_to_wait(times)
+    job = replace(RUNNING, times=JobTimes(end=1.0))
+    view.take_in(JobSeen(job, left, 30.0), times.now())
+    assert view.too_late_to_wait(times) is too_late
+    preempted = replace(RUNNING, times=JobTimes(end=1.0, preempt=1.0))
+    view.take_in(JobSeen(preempted, left, 30.0), times.now())
+    assert not view.too_late_to_wait(times)

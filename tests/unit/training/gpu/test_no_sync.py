@@ -70,9 +70,8 @@ def good_step(
     batches = [MicroBatch(tokens, tokens), MicroBatch(tokens, torch.full_like(tokens, IGNORE))]
 
     def step(number: int) -> None:
-        loss = forward_backward.accumulate(
-            model, batches, device=device, seed=0, step=number, rank=0
-        )
+        gradient = forward_backward.StepGradient(model, device, seed=0, rank=0)
+        loss = gradient.add(batches, number)
         norm = optimizer.update(model, adamw, loss, 1e-3, 1.0)
         metrics.send(TrainState(step=number), loss, norm, 1e-3)
 
@@ -90,8 +89,8 @@ def test_a_good_step_makes_the_host_wait_for_nothing(monkeypatch: pytest.MonkeyP
     assert syncs.copies >= 4, "inputs and targets of both micro batches are copied"
 
 
-def count_on_the_host(batches: Any, device: torch.device) -> Tensor:
-    return torch.tensor(20.0).to(device)
+def count_on_the_host(value: Tensor) -> Tensor:
+    return value + torch.tensor(20.0).to(value.device)
 
 
 def read_the_norm(*args: Any, real: Callable[..., Tensor] = optimizer.clip_gradients) -> Tensor:
@@ -103,7 +102,7 @@ def read_the_norm(*args: Any, real: Callable[..., Tensor] = optimizer.clip_gradi
 @pytest.mark.parametrize(
     ("module", "name", "planted", "found"),
     [
-        (forward_backward, "_valid_tokens", count_on_the_host, "blocking _to_copy of ()"),
+        (forward_backward, "sum_over_ranks", count_on_the_host, "blocking _to_copy of ()"),
         (optimizer, "clip_gradients", read_the_norm, "_local_scalar_dense"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from kempner.cluster.slurm.job import JobState, parse_job
 from kempner.cluster.slurm.scontrol import SlurmAccess
 from kempner.run.output import logs
 from kempner.run.record.attempts import begin_attempt
-from kempner.run.record.events import CheckpointCommitted
+from kempner.run.record.events import CheckpointCommitted, Requeued
 from kempner.run.record.lease import RELEASED, Holder, LeaseReading
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.run.record.run_dir import RunDirectory
@@ -117,6 +118,23 @@ def test_a_job_that_loses_its_supervisor_again_and_again_is_given_up(run: RunDir
         ledger.record(CheckpointCommitted(saved), attempt.number)
         hand_back("7", run, attempt, 0, slurm.means)
         assert ("requeue" in slurm.asked) is back
+
+
+def test_a_supervisors_own_requeue_is_no_loss_of_a_supervisor(run: RunDirectory) -> None:
+    """It requeued the job at step 10, was lost at once when that came back, and nothing is new."""
+    ledger = Ledger(run.ledger)
+    attempt, slurm = begin_attempt(run), Slurm(away=0)
+    ledger.record(CheckpointCommitted(10), attempt.number)
+    ledger.record(Requeued(step=10, job="7"), attempt.number)
+    hand_back("7", run, begin_attempt(run), 0, slurm.means)
+    assert "requeue" in slurm.asked
+
+
+def test_storage_that_cannot_keep_a_claim_keeps_no_job_from_its_requeue(run: RunDirectory) -> None:
+    attempt, slurm = begin_attempt(run), Slurm(away=0)
+    shutil.rmtree(run.attempt(attempt.number))
+    hand_back("7", run, attempt, 0, slurm.means)
+    assert slurm.asked.count("requeue") == 1
 
 
 def test_only_a_job_that_did_not_go_back_is_to_be_submitted_again(

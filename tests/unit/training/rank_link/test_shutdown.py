@@ -10,8 +10,8 @@ import time
 import pytest
 from patience import scaled
 
+from kempner.run.process.exit_codes import StopReason, reason_of_signal
 from kempner.run.process.signals import ReceivedSignal
-from kempner.run.process.stop_reason import StopReason, reason_of_signal
 from kempner.training.rank_link import shutdown as shutdown_module
 from kempner.training.rank_link.shutdown import (
     TRANSITIONS,

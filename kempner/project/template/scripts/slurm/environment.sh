@@ -22,11 +22,24 @@ KEMPNER_PYTHON=${KEMPNER_PYTHON:-$(find_python)}
 # end
 set -u
 
-if ! found=$("$KEMPNER_PYTHON" -P -m kempner --version 2>&1); then
+# A job that comes back has run before: what is away now is away for a moment.
+comes_back=$((${SLURM_RESTART_COUNT:-0} > 0))
+until found=$("$KEMPNER_PYTHON" -P -m kempner --version 2>&1); do
+    if ((comes_back && SECONDS < 600)); then
+        sleep 10
+        if [[ $KEMPNER_PYTHON == python3 ]] && declare -F find_python >/dev/null; then
+            KEMPNER_PYTHON=$(find_python)
+        fi
+        continue
+    fi
     echo "$KEMPNER_PYTHON cannot run kempner on $HOSTNAME (${found##*$'\n'}): install kempner where" \
         "all nodes see it, and set KEMPNER_PYTHON to the path of its Python" >&2
+    if ((comes_back)); then
+        array=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID:-}}
+        scontrol requeue "${array:-$SLURM_JOB_ID}"
+    fi
     exit 2
-fi
+done
 if [[ $KEMPNER_PYTHON == */* ]]; then # its torchrun, and what else it has, is found first
     export PATH="${KEMPNER_PYTHON%/*}:$PATH"
 fi
@@ -36,7 +49,7 @@ require_config() {
         echo "usage: sbatch [options] SCRIPT CONFIG [--section.key=value]..." >&2
         exit 2
     fi
-    if [[ ! -f $1 ]]; then
+    if [[ ! -f $1 ]] && ! ((comes_back)); then # else kempner goes on with the one that worked
         echo "there is no configuration $1 in $PWD" >&2
         exit 2
     fi

@@ -22,5 +22,5 @@ cd "${SLURM_SUBMIT_DIR:?submit this script with sbatch}"
 source scripts/slurm/environment.sh
 require_config "$@"
 
-# exec: the supervisor becomes the batch process, and gets the warning itself.
+# exec: kempner becomes the batch process, and gets the warning itself.
 exec "$KEMPNER_PYTHON" -P -m kempner supervise "$@" --launcher srun

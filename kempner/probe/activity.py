@@ -1,0 +1,157 @@
+"""Whether the processes of a rank do anything, as the kernel counts it from outside.
+
+A program that says nothing of itself is judged by this alone: its ranks may download, compile,
+wait for a lock or for each other, before the first step or after the last one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from kempner.run.process.whereabouts import CodePlace, place_in
+
+WORKS = 0.05
+"""Share of a processor that processes use at least if they are at work. Ranks that wait for each
+other in Gloo use 0.003 of one, those that poll torch's store 0.013."""
+
+TRANSFERS = 65536.0
+"""Bytes a second that processes at work read and write at least, if they use no processor."""
+
+POLLS = 1.0
+"""Times a second that a process wakes up at least that looks again and again whether it can go on.
+A worker of a data loader does so five times less often, whatever its trainer does."""
+
+STACK_WITHIN = 10.0
+"""Seconds for a look at a stack, which another process takes."""
+
+
+@dataclass(frozen=True)
+class TreeUsage:
+    """What a process and its descendants have used: CPU seconds, bytes read and written, and by
+    process how often it has gone to sleep."""
+
+    cpu: float
+    moved: int
+    sleeps: Mapping[int, int]
+
+
+def tree_usage(pid: int) -> TreeUsage | None:
+    """Of the processes below `pid`, itself included; None if it is gone, or if what one of them
+    uses may not be read, as another user's may not: it may be at work."""
+    cpu, moved, sleeps = 0.0, 0, dict[int, int]()
+    try:
+        for process in _tree(pid):
+            with suppress(psutil.NoSuchProcess), process.oneshot():  # it has just ended
+                times, counted = process.cpu_times(), process.io_counters()
+                cpu += times.user + times.system + times.children_user + times.children_system
+                moved += counted.read_chars + counted.write_chars
+                sleeps[process.pid] = process.num_ctx_switches().voluntary
+    except psutil.Error:
+        return None
+    return TreeUsage(cpu, moved, sleeps) if sleeps else None
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    """A process and all below it. Raises `psutil.Error`."""
+    top = psutil.Process(pid)
+    return [top, *top.children(recursive=True)]
+
+
+@dataclass(frozen=True)
+class Stillness:
+    """For how many seconds a rank has not worked, and has not even looked whether it can go on; and
+    where it stands, if that could be seen."""
+
+    idle: float = 0.0
+    still: float = 0.0
+    place: CodePlace | None = None
+
+    def after(self, before: TreeUsage | None, now: TreeUsage | None, seconds: float) -> Stillness:
+        """What it is `seconds` later, by the usage at both ends."""
+        if before is None or now is None or before.sleeps.keys() != now.sleeps.keys():
+            return Stillness()
+        if now.cpu - before.cpu > WORKS * seconds or now.moved - before.moved > TRANSFERS * seconds:
+            return Stillness()
+        woken = max(now.sleeps[pid] - before.sleeps[pid] for pid in now.sleeps)
+        still = 0.0 if woken > POLLS * seconds else self.still + seconds
+        return Stillness(self.idle + seconds, still)
+
+
+@dataclass
+class ActivityWatch:
+    """Looks at the ranks of one machine now and then. `clock` is in seconds."""
+
+    clock: Callable[[], float]
+    use: Callable[[int], TreeUsage | None] = tree_usage
+    _at: float = 0.0
+    _usage: dict[int, TreeUsage | None] = field(default_factory=dict)
+    _found: dict[int, Stillness] = field(default_factory=dict)
+
+    def look(self, pids: Mapping[int, int]) -> Mapping[int, Stillness]:
+        """By rank, of the process of each that runs."""
+        now, usage = self.clock(), {rank: self.use(pid) for rank, pid in pids.items()}
+        self._found = {
+            rank: self._found.get(rank, Stillness()).after(
+                self._usage.get(rank), used, now - self._at
+            )
+            for rank, used in usage.items()
+        }
+        self._at, self._usage = now, usage
+        return self._found
+
+
+class StackReader:
+    """Reads stacks of Python from outside, with py-spy (the extra `stacks`), where that may."""
+
+    @cached_property
+    def _command(self) -> str | None:
+        beside = Path(sys.executable).with_name("py-spy")
+        return str(beside) if beside.exists() else shutil.which("py-spy")
+
+    def place(self, pid: int) -> CodePlace | None:
+        """Where the main thread of a process stands, or of the first below it that is Python; None
+        if that cannot be seen."""
+        if self._command is None:
+            return None
+        try:
+            tree = _tree(pid)
+        except psutil.Error:
+            return None
+        return next(filter(None, (self._place(self._command, one.pid) for one in tree)), None)
+
+    def _place(self, py_spy: str, pid: int) -> CodePlace | None:
+        command = [py_spy, "dump", "--nonblocking", "--json", "--pid", str(pid)]
+        try:
+            seen = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=STACK_WITHIN
+            )
+            return main_place(seen.stdout, pid)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+
+
+def main_place(told: bytes, pid: int) -> CodePlace | None:
+    """Where the main thread stands in what `py-spy dump --json` prints of a process; None if it
+    prints no such thread."""
+    try:
+        threads: list[dict[str, Any]] = json.loads(told)
+        frames = [
+            (str(frame["filename"]), str(frame["name"]).rpartition(".")[2], int(frame["line"]))
+            for thread in threads
+            if thread["os_thread_id"] == pid
+            for frame in thread["frames"]
+        ]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return place_in(frames) if frames else None

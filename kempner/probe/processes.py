@@ -1,0 +1,84 @@
+"""What is known from outside of processes on a node, even of those that run no code of ours.
+
+    python -m kempner.probe.processes '{"node2": [4711]}'
+
+says that a node answers, and which of these processes still run there, in one line of JSON;
+
+    python -m kempner.probe.processes PID...
+
+what can be seen of them. Both import no more than they must: the first runs on every node at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kempner.cluster.slurm.hostlist import node_name
+from kempner.run.process.whereabouts import thread_states
+
+_FIELDS = ("State", "Threads", "VmRSS", "SigBlk")
+
+
+def still_runs(pid: int, proc: Path = Path("/proc")) -> bool:
+    return any(state not in ("Z", "X") for state in thread_states(pid, proc))
+
+
+def came_after(pid: int, earlier: int, proc: Path = Path("/proc")) -> bool:
+    """Whether process `pid` has the same owner as `earlier` and was started no sooner. A rank in a
+    container may be known by a number that is another process's here."""
+    try:
+        same = (proc / str(pid)).stat().st_uid == (proc / str(earlier)).stat().st_uid
+        return same and _started(pid, proc) >= _started(earlier, proc)
+    except OSError:
+        return False
+
+
+def _started(pid: int, proc: Path) -> int:
+    """When a process was started, in ticks since the boot (proc(5), field 22)."""
+    return int((proc / str(pid) / "stat").read_text().rpartition(") ")[2].split()[19])
+
+
+def of_process(pid: int, proc: Path = Path("/proc")) -> str:
+    """Its state (`T` if it is stopped, `D` if stuck on storage) and the kernel function in which it
+    waits (proc(5)), on one line."""
+    try:
+        lines = (proc / str(pid) / "status").read_text().splitlines()
+        waits_in = (proc / str(pid) / "wchan").read_text().strip() or "0"
+    except OSError as error:
+        return f"process {pid} cannot be looked at: {error.strerror}"
+    told = [" ".join(line.split()) for line in lines if line.split(":")[0] in _FIELDS]
+    stuck = thread_states(pid, proc).count("D")
+    told += [f"{stuck} thread{'s' * (stuck > 1)} in D (disk sleep)"] if stuck else []
+    return f"process {pid}: {', '.join(told)}, waits in {waits_in}"
+
+
+def answer(node: str, pids: Sequence[int]) -> str:
+    return json.dumps({"node": node, "left": [pid for pid in pids if still_runs(pid)]})
+
+
+def read_answer(line: str) -> tuple[str, tuple[int, ...]] | None:
+    """A node, and the processes that still run there; None if the line is no answer."""
+    try:
+        told = json.loads(line)
+        return str(told["node"]), tuple(int(pid) for pid in told["left"])
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def main(asked: Sequence[str]) -> None:
+    if asked[0].startswith("{"):
+        node = node_name(os.environ)
+        told = [answer(node, json.loads(asked[0]).get(node, ()))]
+    else:
+        told = [of_process(int(pid)) for pid in asked]
+    # At one go, or it mixes with other nodes' where Python's output is unbuffered.
+    sys.stdout.write("".join(f"{line}\n" for line in told))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,62 @@
+"""A connection over the standard input and output of an srun, whose ports a site has to leave open.
+
+For agents that cannot reach the supervisor's own. What they print goes to their standard error.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+from kempner.run.process.threads import start_thread
+
+BY_SRUN = "KEMPNER_AGENTS_BY_SRUN"
+"""Tells an agent that its link is its standard input and output."""
+
+_HERE, _CHUNK = b"+", 65536
+
+
+def offer_stdio() -> int:
+    """The port of this host that leads to the supervisor. To be called once, before output."""
+    inward, outward = os.dup(0), os.dup(1)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    sys.stdout.flush()
+    os.dup2(2, 1)
+    listener = socket.create_server(("127.0.0.1", 0))
+    start_thread("link", partial(_offer, listener, inward, outward))
+    return int(listener.getsockname()[1])
+
+
+def _offer(listener: socket.socket, inward: int, outward: int) -> None:
+    """One connection: the supervisor's end cannot be opened again."""
+    connection, _ = listener.accept()
+    os.write(outward, _HERE)
+    start_thread("from supervisor", partial(_copy, partial(os.read, inward), connection.sendall))
+    _copy(connection.recv, partial(_write, outward))
+
+
+def carry(srun: socket.socket, address: str, port: int) -> None:
+    """Connect the standard input and output of an srun with a port, once its task has begun to
+    speak; until one of them ends."""
+    with srun, suppress(OSError):
+        if srun.recv(len(_HERE)) == _HERE:
+            with socket.create_connection((address, port)) as link:
+                start_thread("to agent", partial(_copy, link.recv, srun.sendall))
+                _copy(srun.recv, link.sendall)
+
+
+def _write(target: int, chunk: bytes) -> None:
+    left = memoryview(chunk)
+    while left:
+        left = left[os.write(target, left) :]
+
+
+def _copy(read: Callable[[int], bytes], write: Callable[[bytes], object]) -> None:
+    with suppress(OSError):
+        while chunk := read(_CHUNK):
+            write(chunk)

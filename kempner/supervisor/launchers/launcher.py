@@ -1,0 +1,566 @@
+"""The launcher: the agents of a run's nodes start, signal and kill its ranks, and look at nodes.
+
+Every node has an agent: in a Slurm job a task of its own (`agents/step.py`), on a laptop a thread
+of this process (`local.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kempner.checkpoint.slots.pour import Offer, Poured
+from kempner.cluster.slurm.hostlist import node_name, node_of
+from kempner.probe.activity import Stillness
+from kempner.probe.node import (
+    SITE_CHECK,
+    ProbeQuestion,
+    ProbeResult,
+    question_text,
+    read_result,
+)
+from kempner.run.control.launch_env import Launch
+from kempner.run.control.protocol import RankNews, SummedReports, TellRanks
+from kempner.run.output.logs import logger
+from kempner.run.process.threads import AwakeClock
+from kempner.run.process.whereabouts import CodePlace
+from kempner.supervisor.control.channel import RankChannel
+from kempner.supervisor.launchers.agents import node_agent
+from kempner.supervisor.launchers.agents.fleet import (
+    AgentConnected,
+    AgentDisconnected,
+    Fleet,
+    FleetNews,
+    SlotsAway,
+)
+from kempner.supervisor.launchers.agents.invitation import Invitation
+from kempner.supervisor.launchers.agents.messages import (
+    DepartureRequest,
+    Ended,
+    KillRanks,
+    Question,
+    RanksStill,
+    RankStill,
+    SealedLaunch,
+    StartRanks,
+    StopRanks,
+)
+from kempner.supervisor.launchers.base import CannotRestart, Idle, JoinedNode, Program
+from kempner.supervisor.launchers.run_nodes import EndsOfTorchrun, RanksAway, RunNodes
+from kempner.supervisor.nodes import srun_probe
+from kempner.supervisor.nodes.exclusion import lost_nodes, still_boots
+from kempner.supervisor.policy.outcome import RankExit
+
+if TYPE_CHECKING:
+    from kempner.supervisor.launchers.agents.step import SlurmAgents
+    from kempner.supervisor.launchers.local import AgentHere
+
+ANSWER_WITHIN = 3.0
+"""Seconds that agents get to say that they are there, before Slurm is asked about their nodes."""
+
+SURVEYS = 2
+"""Times that nodes are asked: agents may have died unnoticed, or with a step that Slurm aborted."""
+
+DEAF_AFTER = 4.0
+"""Seconds without the end of ranks that were to be killed after which their agent is killed."""
+
+BOOT_WITHIN, BOOT_LOOK = 600.0, 10.0
+"""Seconds that a node gets that is on its way up when the job begins, and between two looks."""
+
+AWAY, HUNG_UP = 15.0, 1.0
+"""Seconds after which an agent of another job whose link is over is not waited for; where its
+process has ended, as a rule. One that lives connects at once, and can join again later."""
+
+LEFT = "it has left the run"
+
+
+class Launcher:
+    """Starts one attempt's ranks after the other. How they end, the control channel tells, too,
+    where it can.
+
+    The agents live as long as this launcher. With `torchrun` each of them starts one torchrun,
+    which starts the ranks of the node. `contained` says that the ranks run in a container, where
+    agents cannot do the site's own check.
+    """
+
+    def __init__(
+        self,
+        nodes: RunNodes,
+        agents: SlurmAgents | AgentHere,
+        *,
+        torchrun: bool = False,
+        contained: bool = False,
+    ) -> None:
+        self._nodes, self._agents = nodes, agents
+        self._torchrun, self._contained = torchrun, contained
+        nodes.is_well = self._is_well
+        self._ranks, self._slots = RanksAway(), SlotsAway(self._ask_for_slots)
+        self._program: Program | None = None
+        self._channel: RankChannel | None = None
+        self._opened: Fleet | None = None
+        self._attempt = 0
+        self._killed_at: float | None = None
+        self._clock = AwakeClock()
+        self._still: dict[str, tuple[RankStill, ...]] = {}
+        self._unheard: tuple[str, ...] = ()
+        self._invited: tuple[Path, Invitation] | None = None
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Those of this machine at which ranks may reach the supervisor, the likeliest first."""
+        return self._agents.addresses
+
+    @property
+    def size(self) -> int:
+        """How many ranks `start` starts."""
+        return self._nodes.allocation.size
+
+    @property
+    def used(self) -> Sequence[str]:
+        """The nodes of the ranks."""
+        return self._nodes.allocation.nodes
+
+    @property
+    def nodes(self) -> Sequence[str]:
+        """The nodes of the ranks, and those in reserve."""
+        return self._nodes.all
+
+    @property
+    def idle(self) -> Idle:
+        """Nodes to which the ranks could grow again."""
+        return self._nodes.idle
+
+    @property
+    def joined(self) -> Mapping[str, JoinedNode]:
+        """All nodes of other jobs that ever joined, whether they are still there or not."""
+        return self._nodes.joined.all()
+
+    def avoid(self, suspects: Mapping[str, str]) -> None:
+        """Start no ranks on these nodes (each with a reason) if others can do, or fewer.
+
+        Nodes that are named no more are used again, if some are missing.
+        """
+        self._nodes.avoid(suspects)
+
+    def unavoidable(self, suspects: Collection[str]) -> Sequence[str]:
+        """Those of these nodes on which ranks would be started all the same."""
+        return self._nodes.unavoidable(suspects)
+
+    def prepare(self, program: Program) -> None:
+        """Start the agents, which begin with the imports."""
+        if self._opened is None:
+            tasks = self._nodes.allocation.tasks_per_node
+            self._program = program.in_torchrun(tasks) if self._torchrun else program
+            self._opened = self._agents.open(
+                self._program, self._hear, self._nodes.refusal, self._lose
+            )
+        self._agents.have()
+
+    def invite(self, invitation: Path) -> None:
+        """Have nodes of other jobs join, where that is possible: this file tells them how, until
+        `close`. If it cannot be written no node can join, and all else goes on."""
+        if self._program is None or not (self._nodes.takes_others and self._agents.takes_others):
+            return
+        program, token = node_agent.program_text(self._program), self._fleet.secret.token
+        folder = str(Path.cwd())
+        content = Invitation(self.addresses, self._fleet.port, token, program, folder)
+        try:
+            content.write(invitation)
+            self._invited = invitation, content
+        except OSError as error:
+            logger().warning("no other job can join this run", reason=error.strerror)
+
+    def start(
+        self,
+        launch: Launch,
+        program: Program,
+        post: Callable[[RankExit], None],
+        channel: RankChannel | None = None,
+    ) -> None:
+        """Have every rank started as `program`, with `launch` in its environment.
+
+        `post` is called, from any thread, with each end that an agent gets to see; `channel` hears
+        what the ranks say.
+        """
+        self._channel = channel
+        self.prepare(program)
+        self._still.clear()
+        self._await_agents()
+        allocation, self._attempt, self._killed_at = (
+            self._nodes.allocation,
+            launch.attempt.number,
+            None,
+        )
+        nodes, places, size = allocation.nodes, allocation.places(), allocation.size
+        ranks_in_all = size if self._torchrun else None
+        if self._torchrun:
+            launch = replace(launch, in_memory=False, buddy=None)
+            post = EndsOfTorchrun(len(nodes), size, post).post
+            places, size = {node: range(n, n + 1) for n, node in enumerate(nodes)}, len(nodes)
+        launch = self._agents.launch(launch)
+        buddies, master = self._slots.pair(nodes, launch.buddy), self._agents.master(launch)
+        bindings = {} if self._torchrun else self._agents.bindings()
+        self._ranks.begin(places, post)
+        for node, ranks in places.items():
+            sealed, which = SealedLaunch.of(launch, self._fleet.secret), (ranks.start, len(ranks))
+            buddy, bound = buddies.get(node), tuple(bindings.get(node, ()))
+            order = StartRanks(
+                self._attempt, sealed, *which, size, master, buddy, bound, ranks_in_all
+            )
+            self._fleet.order(node, order)
+
+    def tell_ranks(self, message: TellRanks, node: str | None) -> None:
+        """Have the agent of a node, or all (None), tell their ranks; from any thread."""
+        if self._opened is not None:
+            self._opened.tell_ranks(message, node)
+
+    def ask_to_stop(self) -> None:
+        """Have the agents signal each living rank. Asking twice does no harm."""
+        for node in self.used:
+            if self._opened is not None:
+                self._fleet.order(node, StopRanks(self._attempt))
+
+    def kill(self) -> None:
+        """Have the agents end all that is left; called again later, end agents that do not."""
+        if not self._attempt:
+            return
+        if self._killed_at is None:
+            self._killed_at = self._clock.now()
+            for node in self.used:
+                self._fleet.order(node, KillRanks(self._attempt))
+            settled = lambda: all(map(self._is_settled, self.used))  # noqa: E731
+            self._fleet.wait_until(settled, self._agents.killed_within)
+        elif self._clock.now() - self._killed_at > DEAF_AFTER:
+            for node in self._ranks.nodes():
+                if not self._is_gone(node) and not self._is_well(node):
+                    self._give_up(node)
+
+    def alive(self) -> bool:
+        """Whether any rank has not been seen to end, with its node's agent there to see it; all
+        ends have been posted if not."""
+        for node in self._ranks.nodes():
+            if self._is_gone(node):
+                self._lose(node, None, self._agents.refusal_of(node))
+        return bool(self._ranks.nodes())
+
+    def still(self) -> dict[int, Stillness]:
+        """The ranks of this attempt that do nothing, as their agents see it from outside; of a
+        program of the user's own alone."""
+        told = [rank for ranks in list(self._still.values()) for rank in ranks]
+        at = {of.rank: of.place and CodePlace(*of.place) for of in told}
+        return {of.rank: Stillness(of.idle, of.still, at[of.rank]) for of in told}
+
+    def waits(self) -> bool:
+        """Whether the agents cannot be started yet, because Slurm does not answer, say."""
+        return self._agents.waits
+
+    def prepare_again(
+        self, lost: Sequence[str], stuck: Mapping[str, Sequence[int]]
+    ) -> CannotRestart | None:
+        """Get ready to start once more, without those of the `lost` hosts that do not answer, nor
+        agents that do not do what they are told; spare nodes take their place.
+
+        Nor on a host where one of the `stuck` processes, which were killed, still runs. May take a
+        minute. Returns why there can be no other start here, or None if there can.
+        """
+        least, unresponsive = self._nodes.least, list[str]()
+        if self._opened is not None:
+            unresponsive = self._clear()
+        if unresponsive and self._agents.here:
+            reason = "a rank of the attempt before cannot be killed, and nothing can replace it"
+            return CannotRestart(f"{reason} on this machine", ())
+        bad = self._leave_out([*lost, *unresponsive], stuck)
+        for node in set(unresponsive) & set(self.nodes) - set(self.joined):
+            if not self._has_cleared(node):
+                self._agents.remove(node)
+        if self._opened is not None:
+            self._fleet.forget_orders()
+            for node, joined in self.joined.items():
+                if joined.leaves_by is not None:
+                    self._fleet.dismiss(node)
+        self._killed_at = None
+        if len(self.used) < least:
+            why = "; ".join(f"{node}: {reason}" for node, reason in bad.items())
+            return CannotRestart(f"too few nodes: {why}", tuple(bad))
+        return None
+
+    def survey(self, question: ProbeQuestion) -> Sequence[ProbeResult]:
+        """Ask all `nodes`, for some seconds; the answers of those that gave one. Those that give
+        none are probed before the next start.
+
+        Nodes of a cloud that still boot are waited for.
+        """
+        found: dict[str, str] = {}
+        if question.site_check is not None and self._contained:
+            found = self._check_site(question)
+            question = replace(question, site_check=None)
+        told, began = self._survey(question, self.nodes), self._clock.now()
+        while booting := [
+            n
+            for n, flags in srun_probe.states(_unheard(self._of_slurm, told)).items()
+            if still_boots(flags)
+        ]:
+            if self._clock.now() - began > BOOT_WITHIN:
+                break
+            logger().info("waiting for nodes that boot", nodes=booting)
+            time.sleep(BOOT_LOOK)
+            told += self._survey(question, booting)
+        self._unheard = _unheard(self.nodes, told)
+        self._agents.bound |= {result.node: result.interface for result in told}
+        return [_with_site_check(result, found) for result in told]
+
+    def ask_idle(self, question: ProbeQuestion) -> Sequence[ProbeResult]:
+        """Ask the nodes without ranks, while the ranks run; the answers of those that gave one.
+        From any thread."""
+        asked = dict.fromkeys(self.idle.nodes, Question(about=question_text(question)))
+        within = srun_probe.survey_within(question)
+        answers = self._fleet.ask(asked, within, lambda node: not self._is_well(node))
+        return [v for answer in answers.values() if (v := read_result(answer.vitals)) is not None]
+
+    def offers(self, nonce: str) -> Sequence[Offer]:
+        """The steps of the attempt with this nonce that are held in memory, once its ranks are
+        gone; with nodes that cannot be reached, those of their buddies. Raises `OSError`."""
+        settled = lambda: all(map(self._is_settled, self.used))  # noqa: E731
+        if self._torchrun or not self._fleet.wait_until(settled, self._agents.cleared_within):
+            logger().warning("a rank is still there, so its steps in memory are not salvaged")
+            return ()
+        return self._slots.offers(list(filter(self._has_cleared, self.used)), nonce)
+
+    def pour(self, nonce: str, step: int, folder: Path) -> Sequence[Poured]:
+        """Write what is held of a step into a folder on every node's storage. Raises `OSError`."""
+        return self._slots.pour(nonce, step, folder)
+
+    def leave_out(self, nodes: Collection[str]) -> None:
+        """Start nothing on these nodes any more, and send their agents away; spare ones take their
+        place."""
+        self._nodes.lose(nodes)
+        for node in nodes:
+            self._fleet.dismiss(node)
+
+    def look(self, node: str, pids: Sequence[int]) -> Sequence[str]:
+        """What can be seen from outside of processes on another node: a line each, or none without
+        an answer. From any thread."""
+        if self._agents.here:
+            return ()
+        if self._opened is not None and self._is_well(node):
+            asked = {node: Question(look=tuple(pids))}
+            if told := self._fleet.ask(asked, ANSWER_WITHIN, self._is_gone):
+                return told[node].seen
+        return () if node in self.joined else srun_probe.look(node, pids, self._nodes.outside)
+
+    def close(self) -> None:
+        """Send the agents away, and wait until they are gone: no other ranks follow."""
+        if self._opened is None:
+            return
+        if self._invited is not None:
+            path, content = self._invited
+            try:
+                content.withdraw(path)
+            except OSError as error:
+                logger().warning("the invitation is still there", reason=error.strerror)
+        self._fleet.close()
+        self._agents.close(self._has_left)
+        self._opened, self._attempt, self._invited = None, 0, None
+
+    @property
+    def _fleet(self) -> Fleet:
+        assert self._opened is not None, "prepare comes first"
+        return self._opened
+
+    @property
+    def _of_slurm(self) -> Sequence[str]:
+        """The nodes of which Slurm can be asked."""
+        return () if self._agents.here else self._nodes.own
+
+    def _await_agents(self) -> None:
+        """Until each node that is used has an agent; those that do not connect are started again,
+        and speak over srun. A node where that does not help either has lost its ranks."""
+        connected = lambda: self._agents.waits or not self._unconnected(self.used)  # noqa: E731
+        if self._fleet.wait_until(connected, self._agents.time_to_come()):
+            return
+        missing = sorted(self._unconnected(self.used))
+        logger().warning("agents do not connect, and are spoken to through srun", nodes=missing)
+        self._agents.reach_by_srun(missing)
+        if not self._fleet.wait_until(connected, self._agents.time_to_come()):
+            for node in self._unconnected(self.used):
+                logger().warning("a node has no agent", node=node)
+                self._agents.forget(node)
+
+    def _unconnected(self, nodes: Collection[str]) -> set[str]:
+        """Those of these nodes that are of the job, and have no agent yet."""
+        own = set(nodes) & set(self._nodes.own)
+        return {node for node in own if not self._agents.is_connected(node)}
+
+    def _clear(self) -> list[str]:
+        """Wait until nothing is left of the attempt; the nodes of which that is not known."""
+        used = self.used
+        awaited = [node for node in used if self._is_well(node)]
+        settled = lambda: all(map(self._is_settled, awaited))  # noqa: E731
+        self._fleet.wait_until(settled, self._agents.cleared_within)
+        unresponsive = [
+            node for node in used if not self._is_gone(node) and not self._has_cleared(node)
+        ]
+        if silent := set(unresponsive) & set(awaited):
+            logger().warning("agents do not do what they are told", nodes=sorted(silent))
+        return unresponsive
+
+    def _leave_out(self, lost: Sequence[str], stuck: Mapping[str, Sequence[int]]) -> dict[str, str]:
+        """Do without nodes that are of no more use; those, and why."""
+        names = self.nodes
+        known = {node_of(host, names) for host in (*lost, *stuck, *self._unheard)}
+        bad = self._lost_nodes(known, {node_of(host, names): pids for host, pids in stuck.items()})
+        self._nodes.lose(bad)
+        if bad:
+            why = "; ".join(f"{node}: {reason}" for node, reason in bad.items())
+            left = len(self.used)
+            logger().warning(
+                f"{why}; {left} node{'' if left == 1 else 's'} remain{'s' * (left == 1)}"
+            )
+        return bad
+
+    def _lost_nodes(
+        self, accused: Collection[str], stuck: Mapping[str, Sequence[int]]
+    ) -> dict[str, str]:
+        """Those of the `accused` that are of no more use, by what all nodes of the job say; of
+        other jobs' nodes, those that are not there, whatever the reason."""
+        own, here = set(self._of_slurm), node_name(os.environ)
+        held = (*self.used, *self._nodes.allocation.spare)
+        there = set(self._nodes.there()) - stuck.keys()
+        gone = {node: LEFT for node in held if node in self.joined and node not in there}
+        accused = own & set(accused)
+        stuck = {node: pids for node, pids in stuck.items() if node in own}
+        if not stuck and not accused - {here}:
+            return gone
+        answers = self._present(accused, stuck)
+        silent = sorted(accused - set(answers))
+        found = lost_nodes(accused, answers, srun_probe.states(silent), here)
+        for node in sorted(set(silent) - set(found)):
+            logger().info("no answer, and no sign against it", node=node)
+        return found | gone
+
+    def _present(
+        self, accused: Collection[str], stuck: Mapping[str, Sequence[int]]
+    ) -> dict[str, tuple[int, ...]]:
+        """The nodes that answer, each with those of the `stuck` processes that still run: by the
+        agents; Slurm is asked where accused ones do not answer."""
+        if self._opened is not None:
+            asked = {node: Question(pids=tuple(stuck.get(node, ()))) for node in self.nodes}
+            expected = {node for node in accused if self._is_well(node)}
+            told = self._fleet.ask(asked, ANSWER_WITHIN, lambda node: node not in expected)
+            answers = {node: answer.left for node, answer in told.items()}
+            if set(accused) <= set(answers):
+                return answers
+        return srun_probe.present(self._nodes.own, stuck, self._nodes.outside)
+
+    def _check_site(self, question: ProbeQuestion) -> dict[str, str]:
+        """Have the nodes do the site's check outside of the ranks' container; what is wrong."""
+        asked = replace(question, folders=(), on_one_node=True)
+        told = srun_probe.survey(asked, self._nodes.own, self._nodes.outside)
+        return {v.node: v.troubles[SITE_CHECK] for v in told if SITE_CHECK in v.troubles}
+
+    def _survey(self, question: ProbeQuestion, nodes: Sequence[str]) -> list[ProbeResult]:
+        """What these nodes say of themselves."""
+        asked, answers = Question(about=question_text(question)), dict[str, ProbeResult]()
+        left = list(nodes)
+        for _ in range(SURVEYS):
+            self._agents.have()
+            within = srun_probe.survey_within(question)
+            if self._unconnected(left):  # one that stands still does not come, it is there
+                within += self._agents.time_to_come()
+            told = self._fleet.ask(dict.fromkeys(left, asked), within, self._is_gone)
+            answers |= {n: v for n, a in told.items() if (v := read_result(a.vitals)) is not None}
+            left = [node for node in nodes if node not in told]
+            for node in set(left) - set(self.joined):
+                if not self._is_gone(node) and not self._is_well(node):
+                    self._agents.remove(node)
+            if not any(map(self._is_gone, left)):
+                break
+        return list(answers.values())
+
+    def _ask_for_slots(self, texts: Mapping[str, str], patient: bool) -> dict[str, str]:
+        asked = {node: Question(slots=text) for node, text in texts.items()}
+        answers = self._fleet.ask(asked, inf if patient else ANSWER_WITHIN, self._is_gone)
+        return {node: answer.slots for node, answer in answers.items()}
+
+    def _is_well(self, node: str) -> bool:
+        """Whether a node's agent has sent a message recently."""
+        seen = None if self._opened is None else self._opened.seen(node)
+        return seen is not None and (seen.well or self._agents.here)
+
+    def _has_cleared(self, node: str) -> bool:
+        seen = self._fleet.seen(node)
+        return seen is not None and seen.cleared >= self._attempt
+
+    def _is_settled(self, node: str) -> bool:
+        """Whether nothing is left of the attempt on a node, or it cannot be said."""
+        return self._has_cleared(node) or not self._is_well(node)
+
+    def _has_left(self, node: str) -> bool:
+        seen = self._fleet.seen(node)
+        return seen is not None and not seen.linked and seen.hung_up
+
+    def _is_gone(self, node: str) -> bool:
+        """Whether the agent of a node has ended."""
+        if node not in self.joined:
+            return self._agents.is_gone(node)
+        seen = self._fleet.seen(node)
+        if seen is None or seen.linked:
+            return seen is None
+        return time.monotonic() - seen.went_at > (HUNG_UP if seen.hung_up else AWAY)
+
+    def _give_up(self, node: str) -> None:
+        """An agent of another job is sent away, and not waited for: whatever it still runs has no
+        part in the run any more. One of this job is ended."""
+        if node in self.joined:
+            self._fleet.dismiss(node)
+            self._lose(node, None)
+        else:
+            self._agents.end(node)
+
+    def _lose(self, node: str, status: int | None, refusal: str = "") -> None:
+        """What is left on a node is gone, or was never started because of a `refusal`."""
+        self._ranks.lose(node, status, self._killed_at is not None, refusal)
+
+    def _hear(self, node: str, news: FleetNews) -> None:
+        """Take in that a rank has ended or says something, as its agent reports, or that a node
+        comes or goes."""
+        match news:
+            case Ended() if news.attempt == self._attempt:
+                how = (news.sent == "kill", news.sentence, news.oom_kills, news.sent == "stop")
+                unstarted = news.sent == "nothing"
+                self._ranks.end(RankExit(news.rank, news.status, *how, unstarted=unstarted))
+            case RankNews() | SummedReports():
+                if self._channel is not None:
+                    self._channel.hear(node, news)
+            case RanksStill(attempt, ranks) if attempt == self._attempt:
+                self._still[node] = ranks
+            case AgentDisconnected(reason, hung_up):
+                self._cut_off(node, reason, hung_up)
+            case AgentConnected(joins=joins):
+                self._cut_off(node, "its agent has connected again", False)
+                if joins is not None and self._nodes.joined.come(node, news.pid, joins):
+                    self._lose(node, None)  # with the agent before
+            case DepartureRequest():
+                self._nodes.joined.depart(node, news)
+                if node not in self.used:
+                    self._fleet.dismiss(node)
+
+    def _cut_off(self, node: str, reason: str, hung_up: bool) -> None:
+        if self._channel is not None:
+            self._channel.cut_off(node, reason, hung_up)
+
+
+def _unheard(nodes: Sequence[str], told: Sequence[ProbeResult]) -> tuple[str, ...]:
+    answered = {vitals.node for vitals in told}
+    return tuple(node for node in nodes if node not in answered)
+
+
+def _with_site_check(result: ProbeResult, found: Mapping[str, str]) -> ProbeResult:
+    if result.node not in found:
+        return result
+    return replace(result, troubles={**result.troubles, SITE_CHECK: found[result.node]})

@@ -1,0 +1,258 @@
+"""The nodes of a run: those of its job, and those of other jobs that have joined.
+
+Its ranks that were started, and have not been seen to end.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+from kempner.cluster.slurm.allocation import Allocation, avoid, without
+from kempner.config.sections import SuperviseSection
+from kempner.run.link.messages import Joins
+from kempner.run.output.logs import logger
+from kempner.run.process.exit_codes import ExitCode
+from kempner.supervisor.launchers.agents.messages import AgentHello, DepartureRequest
+from kempner.supervisor.launchers.base import Idle, JoinedNode
+from kempner.supervisor.policy.outcome import RankExit
+
+NO_OTHERS = "this run takes no nodes of other jobs (supervise.grow=false)"
+
+
+class JoinedNodes:
+    """Filled by the thread that listens to agents, read by others."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._nodes: dict[str, JoinedNode] = {}
+
+    def __contains__(self, node: str) -> bool:
+        return node in self._nodes
+
+    def all(self) -> Mapping[str, JoinedNode]:
+        """All that ever joined, by node, in this order."""
+        with self._lock:
+            return dict(self._nodes)
+
+    def come(self, node: str, pid: int, joins: Joins) -> bool:
+        """A node has joined, or its agent has connected again; whether that is another agent."""
+        until = None if joins.seconds is None else time.monotonic() + joins.seconds
+        with self._lock:
+            known = self._nodes.get(node)
+            another = known is None or known.pid != pid
+            if another:
+                self._nodes[node] = JoinedNode(joins.job, pid, until)
+            return another
+
+    def depart(self, node: str, departs: DepartureRequest) -> None:
+        """Note that a node wants to leave."""
+        by = time.monotonic() + departs.seconds
+        with self._lock:
+            if (known := self._nodes.get(node)) is not None:
+                self._nodes[node] = replace(known, leaves_by=by, reason=departs.reason)
+
+
+class RunNodes:
+    """Which nodes have ranks, and which are in reserve.
+
+    Nodes of other jobs get ranks at the next start, behind those of the job. `fits` says with how
+    many ranks the program can be started; None where no other job's node can join.
+    """
+
+    def __init__(
+        self,
+        allocation: Allocation,
+        section: SuperviseSection,
+        fits: Callable[[int], bool] | None = None,
+    ) -> None:
+        self.allocation = self._given = allocation
+        self._section, self._fits = section, fits
+        self.joined = JoinedNodes()
+        self.is_well: Callable[[str], bool] = lambda node: False
+        """Whether a node's agent has sent a message recently."""
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """The nodes of the ranks, and those in reserve."""
+        return (*self._held, *self._waiting())
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Those of them that belong to the job."""
+        return self._of_job(self._held)
+
+    @property
+    def outside(self) -> str | None:
+        """The job, if this process is not its batch process."""
+        return None if self.allocation.batch else self.allocation.job
+
+    @property
+    def in_order(self) -> list[str]:
+        """The nodes of the ranks in the order in which the job has them."""
+        given = (*self._given.nodes, *self._given.spare)
+        return sorted(self._of_job(self.allocation.nodes), key=given.index)
+
+    @property
+    def takes_others(self) -> bool:
+        """Whether nodes of other jobs can join."""
+        return self._fits is not None
+
+    @property
+    def idle(self) -> Idle:
+        """Nodes to which the ranks could grow: spare ones of the job, if they have fewer of these
+        than wanted, and those that wait."""
+        used = self.allocation.nodes
+        own = len(self._of_job(used))
+        missing = max(0, self._wanted - own)
+        at_most = self._most(missing + len(self.there()), own)
+        if at_most <= len(used):
+            return Idle()
+        left_out = [n for n in self.allocation.spare if missing > 0 or n in self.joined]
+        return Idle((*left_out, *self._waiting()), at_most - len(used))
+
+    @property
+    def least(self) -> int:
+        """Nodes without which there is no other start."""
+        used = len(self.allocation.nodes)
+        return min(used, self._section.min_nodes or len(self._given.nodes))
+
+    def there(self) -> list[str]:
+        """The nodes of other jobs that could have ranks."""
+        stay = (node for node, joined in self.joined.all().items() if joined.leaves_by is None)
+        return [node for node in stay if self.is_well(node)]
+
+    def lose(self, gone: Collection[str]) -> None:
+        """Do without these; spare nodes take their place."""
+        self.allocation = without(self.allocation, gone)
+
+    def avoid(self, suspects: Mapping[str, str]) -> None:
+        """Give these nodes, each with a reason, no ranks if others can do, or fewer."""
+        self.allocation = self._without_suspects(suspects)
+        for node in self.all if self._given.job else ():
+            if node in suspects:
+                what = "used anyway" if node in self.allocation.nodes else "left out"
+                logger().warning(f"{node} is suspect, and {what}: {suspects[node]}")
+
+    def unavoidable(self, suspects: Collection[str]) -> list[str]:
+        """Those of the suspects that no spare node replaces, nor `supervise.min_nodes` spares; on a
+        single machine none, since no other would be any better."""
+        if not self._given.job:
+            return []
+        return [n for n in self._without_suspects(suspects).nodes if n in suspects]
+
+    def refusal(self, hello: AgentHello) -> str:
+        """Why an agent of another job cannot join; empty if it can."""
+        allocation, joins = self.allocation, hello.joins
+        if not self.takes_others:
+            return NO_OTHERS
+        if hello.node in self.own:
+            return f"{hello.node} belongs to job {allocation.job}, which trains there already"
+        if allocation.uneven:
+            return f"the nodes of job {allocation.job} have different numbers of GPUs"
+        if joins is not None and joins.ranks < allocation.tasks_per_node:
+            needed, room = allocation.tasks_per_node, joins.ranks
+            return f"a node needs room for {needed} ranks, and {hello.node} has it for {room}"
+        return ""
+
+    @property
+    def _held(self) -> tuple[str, ...]:
+        return (*self.allocation.nodes, *self.allocation.spare)
+
+    @property
+    def _wanted(self) -> int:
+        """Nodes of the job that get ranks if there are enough sound ones."""
+        used = len(self._of_job(self.allocation.nodes))
+        return len(self._given.nodes) if self._section.grow else used
+
+    def _without_suspects(self, suspects: Collection[str]) -> Allocation:
+        """The allocation with as few of them as can be: as many of the job's own nodes as are
+        wanted, and rank 0 on the first of them; then those that have joined."""
+        now, there = self.allocation, self.there()
+        sound = [node for node in there if node not in suspects]
+        own = replace(now, nodes=self._of_job(now.nodes), spare=self._of_job(now.spare))
+        own = avoid(own, suspects, max(0, self.least - len(sound)), self._wanted)
+        added = self._most(len(sound), len(own.nodes)) - len(own.nodes)
+        rest = [node for node in there if node not in sound[:added]]
+        return replace(own, nodes=(*own.nodes, *sound[:added]), spare=(*own.spare, *rest))
+
+    def _most(self, others: int, own: int) -> int:
+        """The most nodes that can be used: `own` nodes of the job, and at most `others` more."""
+        counts = range(own + others, own, -1)
+        return next((count for count in counts if self._allows(count)), own)
+
+    def _allows(self, nodes: int) -> bool:
+        """Whether the program can be started on `nodes` nodes: always on up to those of the job."""
+        if nodes <= len(self._given.nodes) or self._fits is None:
+            return True
+        return self._fits(nodes * self.allocation.tasks_per_node)
+
+    def _of_job(self, nodes: Sequence[str]) -> tuple[str, ...]:
+        return tuple(node for node in nodes if node not in self.joined)
+
+    def _waiting(self) -> list[str]:
+        return [node for node in self.there() if node not in self._held]
+
+
+class RanksAway:
+    """The ranks that were started and have not been seen to end."""
+
+    def __init__(self) -> None:
+        self._left: dict[int, str] = {}
+        self._post: Callable[[RankExit], None] = lambda end: None
+        self._lock = threading.Lock()
+
+    def begin(self, places: Mapping[str, Sequence[int]], post: Callable[[RankExit], None]) -> None:
+        """These are started now, by node."""
+        with self._lock:
+            self._left = {rank: node for node, ranks in places.items() for rank in ranks}
+            self._post = post
+
+    def nodes(self) -> Sequence[str]:
+        """The nodes on which ranks are left, in the order of these."""
+        with self._lock:
+            return tuple(dict.fromkeys(self._left.values()))
+
+    def end(self, end: RankExit) -> None:
+        """Note that a rank has ended."""
+        with self._lock:
+            known = self._left.pop(end.rank, None) is not None
+        if known:
+            self._post(end)
+
+    def lose(self, node: str, status: int | None, ended_by_us: bool, refusal: str = "") -> None:
+        """All that are left on a node are gone, or were never started because of a `refusal`."""
+        with self._lock:
+            lost = [rank for rank, where in self._left.items() if where == node]
+        for rank in lost:
+            self.end(RankExit(rank, status, ended_by_us, refusal, unstarted=bool(refusal)))
+
+
+class EndsOfTorchrun:
+    """Takes in how the torchruns of all nodes end, and posts that of the `ranks`.
+
+    One that ends with an error says little about its ranks; the control channel tells more.
+    """
+
+    def __init__(self, nodes: int, ranks: int, post: Callable[[RankExit], None]) -> None:
+        self._nodes, self._ranks, self._post = nodes, ranks, post
+        self._ends: list[RankExit] = []
+        self._lock = threading.Lock()
+
+    def post(self, end: RankExit) -> None:
+        """One has ended."""
+        with self._lock:
+            self._ends.append(end)
+            ends = list(self._ends)
+        if len(ends) < self._nodes:
+            return
+        statuses = {end.status for end in ends}
+        status = statuses.pop() if len(statuses) == 1 else None
+        ours = any(end.ended_by_us for end in ends)
+        for rank in range(self._ranks):
+            if status in (ExitCode.COMPLETED, ExitCode.STOPPED):
+                self._post(RankExit(rank, status))
+            else:
+                self._post(RankExit(rank, None, ended_by_us=ours))

@@ -408,8 +408,6 @@ class AttemptFollower:
             return
         self.stop.standing, seconds_left = standing, max(0.0, standing.by - now)
         self._channel.tell(Stop(standing.reason, shorten(standing.sentence), seconds_left))
-        if standing.reason.ends_run and not (before and before.reason.ends_run):
-            self._launcher.ask_to_stop()  # a signal would say more than that others are to come
         self._advance(Trigger.STOP_REQUESTED, seconds_left)
         if first:
             logger().warning(f"{standing.sentence}: stopping after this step, with a checkpoint")

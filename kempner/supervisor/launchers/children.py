@@ -61,22 +61,22 @@ class Family:
         self._stopping: list[psutil.Process] = []
         self._stuck: set[int] = set()
 
-    def ask_to_stop(self) -> None:
-        """Send SIGTERM to each process that can act on it.
+    def ask_to_stop(self, told: Collection[int] = ()) -> None:
+        """Send SIGTERM to each process that can act on it, but to those that are `told` without it.
 
         A process that traps the signal ends its children itself: without the workers of its data
         loader, say, its last step would fail. One that does not trap it, such as a shell that runs
         a script, ends and leaves its children: they get the signal as well.
         """
-        asked = [found for head in self._heads() for found in processes_to_signal(head)]
+        asked = [found for head in self._heads() for found in processes_to_signal(head, told)]
         # First, since another thread looks at `stops` as soon as a wrapper has ended.
-        self._stopping += [process for process, traps in asked if traps]
-        for process, _ in asked:
+        self._stopping += [process for process, answers in asked if answers]
+        for process in (process for process, _ in asked if process.pid not in told):
             with suppress(psutil.Error):
                 process.terminate()
 
     def stops(self) -> bool:
-        """Whether any that was asked, and traps the signal, has not ended yet."""
+        """Whether any that was asked, or told, and answers for its children, has not ended yet."""
         return any(_lives(process) for process in self._stopping)
 
     def kill(self) -> None:
@@ -198,6 +198,7 @@ class Children:
         self._started: dict[int, StartedProcess] = {}
         self._killed: set[int] = set()
         self._asked, self._over = threading.Event(), threading.Event()
+        self._told: Collection[int] = ()
         self._signalled = False
         self._watchers: list[threading.Thread] = []
 
@@ -224,11 +225,18 @@ class Children:
         started = list(self._started.items())
         return {rank: child.pid for rank, child in started if child.poll() is None}
 
-    def ask_to_stop(self) -> None:
-        """Send SIGTERM to every living rank, and through a wrapper to the program in it."""
+    def ask_to_stop(self, told: Collection[int] = ()) -> None:
+        """Send SIGTERM to every living rank, and through a wrapper to the program in it; not to
+        processes that are `told` of the stop without it."""
+        self._told = told
         self._asked.set()
         self._give_up_orders()
-        self._family.ask_to_stop()
+        self._family.ask_to_stop(told)
+
+    @property
+    def asked(self) -> bool:
+        """Whether the ranks were asked to stop."""
+        return self._asked.is_set()
 
     def signal(self, number: signal.Signals) -> None:
         """Send any other signal to every living rank."""
@@ -386,5 +394,5 @@ class Children:
             self._killed.add(child.rank)
             self._family.kill()
         elif self._asked.is_set():
-            self._family.ask_to_stop()
+            self._family.ask_to_stop(self._told)
         return started

@@ -48,7 +48,6 @@ from kempner.supervisor.launchers.agents.messages import (
     RankStill,
     SealedLaunch,
     StartRanks,
-    StopRanks,
 )
 from kempner.supervisor.launchers.base import CannotRestart, Idle, JoinedNode, Program
 from kempner.supervisor.launchers.run_nodes import EndsOfTorchrun, RanksAway, RunNodes
@@ -218,12 +217,6 @@ class Launcher:
         """Have the agent of a node, or all (None), tell their ranks; from any thread."""
         if self._opened is not None:
             self._opened.tell_ranks(message, node)
-
-    def ask_to_stop(self) -> None:
-        """Have the agents signal each living rank. Asking twice does no harm."""
-        for node in self.used:
-            if self._opened is not None:
-                self._fleet.order(node, StopRanks(self._attempt))
 
     def kill(self) -> None:
         """Have the agents end all that is left; called again later, end agents that do not."""

@@ -1,6 +1,6 @@
 """A supervisor that can only start its ranks: python told_by_channel_alone.py CONFIG [overrides].
 
-It cannot signal them and does not see them end; all it knows comes over the control channel.
+It does not see them end; all it knows comes over the control channel.
 """
 
 from __future__ import annotations
@@ -36,9 +36,6 @@ class Elsewhere(Launcher):
     ) -> None:
         """Start the ranks and look away."""
         super().start(launch, program, lambda end: None, channel)
-
-    def ask_to_stop(self) -> None:
-        """Say nothing."""
 
     def alive(self) -> bool:
         """Not known to be over."""

@@ -118,14 +118,6 @@ class StartRanks(Message):
 
 
 @dataclass(frozen=True)
-class StopRanks(Message):
-    """Supervisor to agent: SIGTERM to the ranks of an attempt."""
-
-    attempt: Natural
-    kind: Literal["stop"] = "stop"
-
-
-@dataclass(frozen=True)
 class KillRanks(Message):
     """Supervisor to agent: SIGKILL to all that is left of an attempt; then say that it is gone."""
 
@@ -226,9 +218,7 @@ class DepartureRequest(Post):
     kind: Literal["departs"] = "departs"
 
 
-ToAgent: TypeAlias = (
-    StartRanks | StopRanks | KillRanks | Question | Noted | LeaveOrder | TellRanks | Alive
-)
+ToAgent: TypeAlias = StartRanks | KillRanks | Question | Noted | LeaveOrder | TellRanks | Alive
 FromAgent: TypeAlias = (
     Alive
     | Answer

@@ -32,7 +32,7 @@ class Hands:
 
     def __init__(self) -> None:
         self.told: list[FromSupervisor] = []
-        self.asked_to_stop = self.killed = 0
+        self.killed = 0
         self.living = True
         self.seen: dict[int, LastReport] = {}
         self.used: dict[int, Usage] = {}
@@ -43,9 +43,6 @@ class Hands:
 
     def alive(self) -> bool:
         return self.living
-
-    def ask_to_stop(self) -> None:
-        self.asked_to_stop += 1
 
     def kill(self) -> None:
         self.killed += 1

@@ -23,8 +23,9 @@ from kempner.cluster.slurm.allocation import Allocation
 from kempner.config.sections import SuperviseSection
 from kempner.probe.node import ProbeQuestion
 from kempner.run.control.launch_env import SUPERVISED, Launch
+from kempner.run.control.protocol import Stop, TellRanks
 from kempner.run.link.auth import Secret
-from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.exit_codes import ExitCode, StopReason
 from kempner.run.record.attempts import Attempt
 from kempner.supervisor.launchers.agents import node_agent, step
 from kempner.supervisor.launchers.agents.fleet import SILENT
@@ -96,6 +97,10 @@ class Job:
         control = Secret.new()
         launch = Launch(Attempt(self.attempt, "n"), control)
         self.launcher.start(launch, self.program, self.ends.append)
+
+    def stop(self) -> None:
+        """Ask the ranks to stop."""
+        self.launcher.tell_ranks(TellRanks(self.attempt, Stop(StopReason.SIGNAL)), None)
 
     def ranks(self) -> dict[int, int]:
         """The processes of the ranks of this attempt that have begun, by rank."""
@@ -189,7 +194,7 @@ def test_the_same_agents_start_rank_after_rank(job: Job) -> None:
     assert job.launcher.prepare_again([], {}) is None
     job.start()
     assert [job.agent(rank) for rank in range(2)] == agents
-    job.launcher.ask_to_stop()
+    job.stop()
     wait_until(lambda: not job.launcher.alive(), "all have stopped", 20)
     assert sorted((end.rank, end.status) for end in job.ends) == [(0, 75), (1, 75)]
 
@@ -302,7 +307,7 @@ def test_agents_that_cannot_connect_speak_over_srun(
     assert job.launcher.prepare_again([], {}) is None
     job.start()
     assert [job.agent(rank) for rank in range(2)] == agents
-    job.launcher.ask_to_stop()
+    job.stop()
     wait_until(lambda: not job.launcher.alive(), "all have stopped", 20)
 
 

@@ -343,7 +343,7 @@ class AttemptFollower:
                 self._note_end(RankExit(rank, outcome.code, sentence=outcome.sentence))
 
     def _note_connection(self, there: Connected) -> None:
-        node = node_of(there.host, self._launcher.nodes)
+        node = node_of(there.host, self._launcher.nodes.all)
         self.roster.connected(replace(there, host=node), self.times.now())
         self._advance(Trigger.ALL_JOINED if self.roster.all_joined else Trigger.RANK_JOINED)
         logger().info("rank connected", rank=there.rank, host=there.host, pid=there.pid)

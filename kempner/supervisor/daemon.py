@@ -336,7 +336,7 @@ def _follow_attempt(context: SupervisorContext) -> tuple[AttemptFollower, Decisi
         incoming.put(UserStopSignal(came) if context.lease.stop_asked else came)
 
     signals.react_with(pass_on)  # from here on a stop is passed on to the ranks
-    attempt, secret, size = _begin(context), Secret.new(), launcher.size
+    attempt, secret, size = _begin(context), Secret.new(), launcher.nodes.allocation.size
     program = None
     if not context.program.ours:
         program = ProgramReports(context.run, attempt.number, size, context.config.program)
@@ -399,7 +399,9 @@ def _begin(context: SupervisorContext) -> Attempt:
     choose_nodes(launcher, attempt, run, context.config, ledger, history, patient, clock)
     context.growth.note_changes(ledger, attempt)
     own = not context.program.ours
-    event = AttemptStarted(launcher.size, own_program=own, process_began=context.began)
+    event = AttemptStarted(
+        launcher.nodes.allocation.size, own_program=own, process_began=context.began
+    )
     if context.job is not None:
         job, restarts, nodes = job_facts(context.job)
         event = replace(event, job=job, restarts=restarts, nodes=nodes)
@@ -415,7 +417,7 @@ def _begin(context: SupervisorContext) -> Attempt:
 def _follower(
     context: SupervisorContext, attempt: Attempt, channel: RankChannel
 ) -> AttemptFollower:
-    size = context.launcher.size
+    size = context.launcher.nodes.allocation.size
     return AttemptFollower(
         attempt,
         RankRoster(size, must_report=context.program.ours),
@@ -437,7 +439,7 @@ def _run_attempt(
 ) -> None:
     rank_status = RankStatusFile(context.run.ranks(launch.attempt.number))
     last_step, ours = context.history.last_step, context.program.ours
-    progress = StartProgress(context.launcher.size, last_step, ours)
+    progress = StartProgress(context.launcher.nodes.allocation.size, last_step, ours)
     outputs = OutputLimit(context.run.attempt(launch.attempt.number))
     outputs.start()
     try:

@@ -49,7 +49,7 @@ from kempner.supervisor.launchers.agents.messages import (
     SealedLaunch,
     StartRanks,
 )
-from kempner.supervisor.launchers.base import CannotRestart, Idle, JoinedNode, Program
+from kempner.supervisor.launchers.base import CannotRestart, Program
 from kempner.supervisor.launchers.run_nodes import EndsOfTorchrun, RanksAway, RunNodes
 from kempner.supervisor.nodes import srun_probe
 from kempner.supervisor.nodes.exclusion import lost_nodes, still_boots
@@ -95,7 +95,7 @@ class Launcher:
         torchrun: bool = False,
         contained: bool = False,
     ) -> None:
-        self._nodes, self._agents = nodes, agents
+        self.nodes, self._agents = nodes, agents
         self._torchrun, self._contained = torchrun, contained
         nodes.is_well = self._is_well
         self._ranks, self._slots = RanksAway(), SlotsAway(self._ask_for_slots)
@@ -114,56 +114,20 @@ class Launcher:
         """Those of this machine at which ranks may reach the supervisor, the likeliest first."""
         return self._agents.addresses
 
-    @property
-    def size(self) -> int:
-        """How many ranks `start` starts."""
-        return self._nodes.allocation.size
-
-    @property
-    def used(self) -> Sequence[str]:
-        """The nodes of the ranks."""
-        return self._nodes.allocation.nodes
-
-    @property
-    def nodes(self) -> Sequence[str]:
-        """The nodes of the ranks, and those in reserve."""
-        return self._nodes.all
-
-    @property
-    def idle(self) -> Idle:
-        """Nodes to which the ranks could grow again."""
-        return self._nodes.idle
-
-    @property
-    def joined(self) -> Mapping[str, JoinedNode]:
-        """All nodes of other jobs that ever joined, whether they are still there or not."""
-        return self._nodes.joined.all()
-
-    def avoid(self, suspects: Mapping[str, str]) -> None:
-        """Start no ranks on these nodes (each with a reason) if others can do, or fewer.
-
-        Nodes that are named no more are used again, if some are missing.
-        """
-        self._nodes.avoid(suspects)
-
-    def unavoidable(self, suspects: Collection[str]) -> Sequence[str]:
-        """Those of these nodes on which ranks would be started all the same."""
-        return self._nodes.unavoidable(suspects)
-
     def prepare(self, program: Program) -> None:
         """Start the agents, which begin with the imports."""
         if self._opened is None:
-            tasks = self._nodes.allocation.tasks_per_node
+            tasks = self.nodes.allocation.tasks_per_node
             self._program = program.in_torchrun(tasks) if self._torchrun else program
             self._opened = self._agents.open(
-                self._program, self._hear, self._nodes.refusal, self._lose
+                self._program, self._hear, self.nodes.refusal, self._lose
             )
         self._agents.have()
 
     def invite(self, invitation: Path) -> None:
         """Have nodes of other jobs join, where that is possible: this file tells them how, until
         `close`. If it cannot be written no node can join, and all else goes on."""
-        if self._program is None or not (self._nodes.takes_others and self._agents.takes_others):
+        if self._program is None or not (self.nodes.takes_others and self._agents.takes_others):
             return
         program, token = node_agent.program_text(self._program), self._fleet.secret.token
         folder = str(Path.cwd())
@@ -191,7 +155,7 @@ class Launcher:
         self._still.clear()
         self._await_agents()
         allocation, self._attempt, self._killed_at = (
-            self._nodes.allocation,
+            self.nodes.allocation,
             launch.attempt.number,
             None,
         )
@@ -224,9 +188,9 @@ class Launcher:
             return
         if self._killed_at is None:
             self._killed_at = self._clock.now()
-            for node in self.used:
+            for node in self.nodes.allocation.nodes:
                 self._fleet.order(node, KillRanks(self._attempt))
-            settled = lambda: all(map(self._is_settled, self.used))  # noqa: E731
+            settled = lambda: all(map(self._is_settled, self.nodes.allocation.nodes))  # noqa: E731
             self._fleet.wait_until(settled, self._agents.killed_within)
         elif self._clock.now() - self._killed_at > DEAF_AFTER:
             for node in self._ranks.nodes():
@@ -261,23 +225,23 @@ class Launcher:
         Nor on a host where one of the `stuck` processes, which were killed, still runs. May take a
         minute. Returns why there can be no other start here, or None if there can.
         """
-        least, unresponsive = self._nodes.least, list[str]()
+        least, unresponsive = self.nodes.least, list[str]()
         if self._opened is not None:
             unresponsive = self._clear()
         if unresponsive and self._agents.here:
             reason = "a rank of the attempt before cannot be killed, and nothing can replace it"
             return CannotRestart(f"{reason} on this machine", ())
         bad = self._leave_out([*lost, *unresponsive], stuck)
-        for node in set(unresponsive) & set(self.nodes) - set(self.joined):
+        for node in set(unresponsive) & set(self.nodes.all) - set(self.nodes.joined):
             if not self._has_cleared(node):
                 self._agents.remove(node)
         if self._opened is not None:
             self._fleet.forget_orders()
-            for node, joined in self.joined.items():
+            for node, joined in self.nodes.joined.items():
                 if joined.leaves_by is not None:
                     self._fleet.dismiss(node)
         self._killed_at = None
-        if len(self.used) < least:
+        if len(self.nodes.allocation.nodes) < least:
             why = "; ".join(f"{node}: {reason}" for node, reason in bad.items())
             return CannotRestart(f"too few nodes: {why}", tuple(bad))
         return None
@@ -292,7 +256,7 @@ class Launcher:
         if question.site_check is not None and self._contained:
             found = self._check_site(question)
             question = replace(question, site_check=None)
-        told, began = self._survey(question, self.nodes), self._clock.now()
+        told, began = self._survey(question, self.nodes.all), self._clock.now()
         while booting := [
             n
             for n, flags in srun_probe.states(_unheard(self._of_slurm, told)).items()
@@ -303,14 +267,14 @@ class Launcher:
             logger().info("waiting for nodes that boot", nodes=booting)
             time.sleep(BOOT_LOOK)
             told += self._survey(question, booting)
-        self._unheard = _unheard(self.nodes, told)
+        self._unheard = _unheard(self.nodes.all, told)
         self._agents.bound |= {result.node: result.interface for result in told}
         return [_with_site_check(result, found) for result in told]
 
     def ask_idle(self, question: ProbeQuestion) -> Sequence[ProbeResult]:
         """Ask the nodes without ranks, while the ranks run; the answers of those that gave one.
         From any thread."""
-        asked = dict.fromkeys(self.idle.nodes, Question(about=question_text(question)))
+        asked = dict.fromkeys(self.nodes.idle.nodes, Question(about=question_text(question)))
         within = srun_probe.survey_within(question)
         answers = self._fleet.ask(asked, within, lambda node: not self._is_well(node))
         return [v for answer in answers.values() if (v := read_result(answer.vitals)) is not None]
@@ -318,11 +282,12 @@ class Launcher:
     def offers(self, nonce: str) -> Sequence[Offer]:
         """The steps of the attempt with this nonce that are held in memory, once its ranks are
         gone; with nodes that cannot be reached, those of their buddies. Raises `OSError`."""
-        settled = lambda: all(map(self._is_settled, self.used))  # noqa: E731
+        settled = lambda: all(map(self._is_settled, self.nodes.allocation.nodes))  # noqa: E731
         if self._torchrun or not self._fleet.wait_until(settled, self._agents.cleared_within):
             logger().warning("a rank is still there, so its steps in memory are not salvaged")
             return ()
-        return self._slots.offers(list(filter(self._has_cleared, self.used)), nonce)
+        cleared = list(filter(self._has_cleared, self.nodes.allocation.nodes))
+        return self._slots.offers(cleared, nonce)
 
     def pour(self, nonce: str, step: int, folder: Path) -> Sequence[Poured]:
         """Write what is held of a step into a folder on every node's storage. Raises `OSError`."""
@@ -331,7 +296,7 @@ class Launcher:
     def leave_out(self, nodes: Collection[str]) -> None:
         """Start nothing on these nodes any more, and send their agents away; spare ones take their
         place."""
-        self._nodes.lose(nodes)
+        self.nodes.lose(nodes)
         for node in nodes:
             self._fleet.dismiss(node)
 
@@ -344,7 +309,7 @@ class Launcher:
             asked = {node: Question(look=tuple(pids))}
             if told := self._fleet.ask(asked, ANSWER_WITHIN, self._is_gone):
                 return told[node].seen
-        return () if node in self.joined else srun_probe.look(node, pids, self._nodes.outside)
+        return () if node in self.nodes.joined else srun_probe.look(node, pids, self.nodes.outside)
 
     def close(self) -> None:
         """Send the agents away, and wait until they are gone: no other ranks follow."""
@@ -368,30 +333,30 @@ class Launcher:
     @property
     def _of_slurm(self) -> Sequence[str]:
         """The nodes of which Slurm can be asked."""
-        return () if self._agents.here else self._nodes.own
+        return () if self._agents.here else self.nodes.own
 
     def _await_agents(self) -> None:
         """Until each node that is used has an agent; those that do not connect are started again,
         and speak over srun. A node where that does not help either has lost its ranks."""
-        connected = lambda: self._agents.waits or not self._unconnected(self.used)  # noqa: E731
+        connected = lambda: self._agents.waits or not self._unconnected(self.nodes.allocation.nodes)  # noqa: E731
         if self._fleet.wait_until(connected, self._agents.time_to_come()):
             return
-        missing = sorted(self._unconnected(self.used))
+        missing = sorted(self._unconnected(self.nodes.allocation.nodes))
         logger().warning("agents do not connect, and are spoken to through srun", nodes=missing)
         self._agents.reach_by_srun(missing)
         if not self._fleet.wait_until(connected, self._agents.time_to_come()):
-            for node in self._unconnected(self.used):
+            for node in self._unconnected(self.nodes.allocation.nodes):
                 logger().warning("a node has no agent", node=node)
                 self._agents.forget(node)
 
     def _unconnected(self, nodes: Collection[str]) -> set[str]:
         """Those of these nodes that are of the job, and have no agent yet."""
-        own = set(nodes) & set(self._nodes.own)
+        own = set(nodes) & set(self.nodes.own)
         return {node for node in own if not self._agents.is_connected(node)}
 
     def _clear(self) -> list[str]:
         """Wait until nothing is left of the attempt; the nodes of which that is not known."""
-        used = self.used
+        used = self.nodes.allocation.nodes
         awaited = [node for node in used if self._is_well(node)]
         settled = lambda: all(map(self._is_settled, awaited))  # noqa: E731
         self._fleet.wait_until(settled, self._agents.cleared_within)
@@ -404,13 +369,13 @@ class Launcher:
 
     def _leave_out(self, lost: Sequence[str], stuck: Mapping[str, Sequence[int]]) -> dict[str, str]:
         """Do without nodes that are of no more use; those, and why."""
-        names = self.nodes
+        names = self.nodes.all
         known = {node_of(host, names) for host in (*lost, *stuck, *self._unheard)}
         bad = self._lost_nodes(known, {node_of(host, names): pids for host, pids in stuck.items()})
-        self._nodes.lose(bad)
+        self.nodes.lose(bad)
         if bad:
             why = "; ".join(f"{node}: {reason}" for node, reason in bad.items())
-            left = len(self.used)
+            left = len(self.nodes.allocation.nodes)
             logger().warning(
                 f"{why}; {left} node{'' if left == 1 else 's'} remain{'s' * (left == 1)}"
             )
@@ -422,9 +387,9 @@ class Launcher:
         """Those of the `accused` that are of no more use, by what all nodes of the job say; of
         other jobs' nodes, those that are not there, whatever the reason."""
         own, here = set(self._of_slurm), node_name(os.environ)
-        held = (*self.used, *self._nodes.allocation.spare)
-        there = set(self._nodes.there()) - stuck.keys()
-        gone = {node: LEFT for node in held if node in self.joined and node not in there}
+        held = (*self.nodes.allocation.nodes, *self.nodes.allocation.spare)
+        there = set(self.nodes.there()) - stuck.keys()
+        gone = {node: LEFT for node in held if node in self.nodes.joined and node not in there}
         accused = own & set(accused)
         stuck = {node: pids for node, pids in stuck.items() if node in own}
         if not stuck and not accused - {here}:
@@ -442,18 +407,18 @@ class Launcher:
         """The nodes that answer, each with those of the `stuck` processes that still run: by the
         agents; Slurm is asked where accused ones do not answer."""
         if self._opened is not None:
-            asked = {node: Question(pids=tuple(stuck.get(node, ()))) for node in self.nodes}
+            asked = {node: Question(pids=tuple(stuck.get(node, ()))) for node in self.nodes.all}
             expected = {node for node in accused if self._is_well(node)}
             told = self._fleet.ask(asked, ANSWER_WITHIN, lambda node: node not in expected)
             answers = {node: answer.left for node, answer in told.items()}
             if set(accused) <= set(answers):
                 return answers
-        return srun_probe.present(self._nodes.own, stuck, self._nodes.outside)
+        return srun_probe.present(self.nodes.own, stuck, self.nodes.outside)
 
     def _check_site(self, question: ProbeQuestion) -> dict[str, str]:
         """Have the nodes do the site's check outside of the ranks' container; what is wrong."""
         asked = replace(question, folders=(), on_one_node=True)
-        told = srun_probe.survey(asked, self._nodes.own, self._nodes.outside)
+        told = srun_probe.survey(asked, self.nodes.own, self.nodes.outside)
         return {v.node: v.troubles[SITE_CHECK] for v in told if SITE_CHECK in v.troubles}
 
     def _survey(self, question: ProbeQuestion, nodes: Sequence[str]) -> list[ProbeResult]:
@@ -468,7 +433,7 @@ class Launcher:
             told = self._fleet.ask(dict.fromkeys(left, asked), within, self._is_gone)
             answers |= {n: v for n, a in told.items() if (v := read_result(a.vitals)) is not None}
             left = [node for node in nodes if node not in told]
-            for node in set(left) - set(self.joined):
+            for node in set(left) - set(self.nodes.joined):
                 if not self._is_gone(node) and not self._is_well(node):
                     self._agents.remove(node)
             if not any(map(self._is_gone, left)):
@@ -499,7 +464,7 @@ class Launcher:
 
     def _is_gone(self, node: str) -> bool:
         """Whether the agent of a node has ended."""
-        if node not in self.joined:
+        if node not in self.nodes.joined:
             return self._agents.is_gone(node)
         seen = self._fleet.seen(node)
         if seen is None or seen.linked:
@@ -509,7 +474,7 @@ class Launcher:
     def _give_up(self, node: str) -> None:
         """An agent of another job is sent away, and not waited for: whatever it still runs has no
         part in the run any more. One of this job is ended."""
-        if node in self.joined:
+        if node in self.nodes.joined:
             self._fleet.dismiss(node)
             self._lose(node, None)
         else:
@@ -536,11 +501,11 @@ class Launcher:
                 self._cut_off(node, reason, hung_up)
             case AgentConnected(joins=joins):
                 self._cut_off(node, "its agent has connected again", False)
-                if joins is not None and self._nodes.joined.come(node, news.pid, joins):
+                if joins is not None and self.nodes.join(node, news.pid, joins):
                     self._lose(node, None)  # with the agent before
             case DepartureRequest():
-                self._nodes.joined.depart(node, news)
-                if node not in self.used:
+                self.nodes.depart(node, news)
+                if node not in self.nodes.allocation.nodes:
                     self._fleet.dismiss(node)
 
     def _cut_off(self, node: str, reason: str, hung_up: bool) -> None:

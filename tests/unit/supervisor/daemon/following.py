@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 from harness import Clock
 
@@ -25,7 +26,7 @@ class Hands:
     """Stands for launcher and channel: keeps what it is asked to do."""
 
     address = "127.0.0.1"
-    nodes: tuple[str, ...] = ()
+    nodes = SimpleNamespace(all=())
     waits = staticmethod(lambda: False)
     still = staticmethod(dict)
     look = staticmethod(lambda node, pids: ())

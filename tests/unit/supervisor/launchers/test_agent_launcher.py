@@ -109,7 +109,9 @@ class Job:
 
     def running(self) -> dict[int, int]:
         """The same, once all have begun."""
-        wait_until(lambda: len(self.ranks()) == self.launcher.size, "the ranks run", 60)
+        wait_until(
+            lambda: len(self.ranks()) == self.launcher.nodes.allocation.size, "the ranks run", 60
+        )
         return self.ranks()
 
     def agent(self, rank: int) -> psutil.Process:
@@ -256,7 +258,7 @@ def test_an_agent_that_fails_is_replaced_and_its_node_used_again(
     job.end()
     assert {end.rank for end in job.ends} == {0, 1}
     assert job.launcher.prepare_again(["node2"], {}) is None
-    assert job.launcher.nodes == NODES
+    assert job.launcher.nodes.all == NODES
     job.start()
     assert job.agent(1) != before
     job.end()
@@ -270,7 +272,7 @@ def test_a_node_without_an_agent_that_gives_no_answer_is_left_out(job: Job) -> N
     wait_until(lambda: job.ends == [RankExit(1, -9)], "the loss is told", 20)
     job.end()
     assert job.launcher.prepare_again(["node2"], {}) is None
-    assert job.launcher.nodes == ("node1", "node3")
+    assert job.launcher.nodes.all == ("node1", "node3")
     job.start()
     job.running()
     job.end()

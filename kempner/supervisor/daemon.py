@@ -49,9 +49,8 @@ from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.attempt import AttemptEvent, AttemptFollower, UserStopSignal
 from kempner.supervisor.context import SupervisorContext
-from kempner.supervisor.control.channel import RankChannel
 from kempner.supervisor.control.program_reports import ProgramReports
-from kempner.supervisor.control.rank_roster import RankRoster, RankStatusFile
+from kempner.supervisor.control.ranks import RankChannel, RankRoster, RankStatusFile, StartProgress
 from kempner.supervisor.hooks import Hooks, LedgerWithHooks, MetricsExports
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.launcher import Launcher
@@ -83,7 +82,6 @@ from kempner.supervisor.readiness import (
 from kempner.supervisor.recovery import by_the_end, is_asked_to_stop, restart_or_finish, salvage
 from kempner.supervisor.slurm.job_monitor import JobMonitor, JobView
 from kempner.supervisor.slurm.requeue_job import end_without_requeue, job_facts, requeue_or_explain
-from kempner.supervisor.start_progress import StartProgress
 from kempner.supervisor.watchdog.board import board
 
 EVERY = 1.0

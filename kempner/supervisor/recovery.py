@@ -344,7 +344,7 @@ def _start_again(
     if unable is None and is_asked_to_stop(context, follower):
         return replace(decision, code=ExitCode.STOPPED, reason=f"{decision.reason}; stopped")
     gone_nodes = set(before) - set(nodes.all) - nodes.joined.keys()
-    for gone in sorted(gone_nodes - follower.roster.stuck_hosts - context.departures.left):
+    for gone in sorted(gone_nodes - follower.roster.stuck_pids().keys() - context.departures.left):
         context.ledger.record(NodeSuspected(gone, NO_ANSWER), attempt.number)
     if unable is not None:
         return replace(decision, reason=unable.reason, bad_nodes=unable.nodes)

@@ -183,14 +183,6 @@ class LinkServer(Generic[Member, Heard]):
             if not peer.wire.sending:
                 self._send(peer, line)
 
-    def _take_in(self, member: Member, message: Heard) -> None:
-        if isinstance(message, Post) and self._confirms:
-            pid, noted = self._noted[member]
-            if message.number <= noted:
-                return  # it was sent again
-            self._noted[member] = (pid, message.number)
-        self._owner.hear(member, message)
-
     def _serve(self) -> None:
         tick_at = time.monotonic()
         while True:
@@ -264,8 +256,14 @@ class LinkServer(Generic[Member, Heard]):
     def _hear(self, peer: _Peer[Member], line: bytes) -> None:
         if peer.caller is None:
             self._admit(peer, decode_hello(line))
-        elif peer.member is not None:  # one that is none was sent away
-            self._take_in(peer.member, self._decode(line))
+        elif (member := peer.member) is not None:  # one that is none was sent away
+            message = self._decode(line)
+            if isinstance(message, Post) and self._confirms:
+                pid, noted = self._noted[member]
+                if message.number <= noted:
+                    return  # it was sent again
+                self._noted[member] = (pid, message.number)
+            self._owner.hear(member, message)
 
     def _admit(self, peer: _Peer[Member], hello: Hello) -> None:
         caller = hello.caller

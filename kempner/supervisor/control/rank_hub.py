@@ -148,16 +148,19 @@ class RankHub:
 
     def hear(self, rank: int, message: FromRank) -> None:
         """Keep its newest report and usage, and pass the rest on."""
-        if not isinstance(message, Report | Usage):
-            self._tell_of(RankMessage(rank, message))
-            return
-        with self._lock:
-            if isinstance(message, Report):
-                self._reports[rank] = message
-            else:
-                self._usage[rank] = message
-        if self._here:
-            self._flush()
+        match message:
+            case Report() if self._here:
+                self._say(SummedReports(self._attempt, {rank: message}, {}))
+            case Usage() if self._here:
+                self._say(SummedReports(self._attempt, {}, {rank: message}))
+            case Report():
+                with self._lock:
+                    self._reports[rank] = message
+            case Usage():
+                with self._lock:
+                    self._usage[rank] = message
+            case _:
+                self._tell_of(RankMessage(rank, message))
 
     def disconnected(self, rank: int, why: Exception) -> None:
         """A rank's connection is over."""
@@ -171,12 +174,9 @@ class RankHub:
 
     def _tell_of(self, news: News) -> None:
         """Say it after what was reported before."""
-        self._flush()
-        self._say(RankNews(self._attempt, news))
-
-    def _flush(self) -> None:
         for message in self.summary():
             self._say(message)
+        self._say(RankNews(self._attempt, news))
 
     def _open(self) -> None:
         if not self._socket:

@@ -56,7 +56,8 @@ class Family:
         if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
             reason = os.strerror(ctypes.get_errno())
             logger().warning("a process that leaves its parent may outlive the run", reason=reason)
-        self._others = {session for session in map(_session, _children(recursive=True)) if session}
+        below = [process.pid for process in psutil.Process().children(recursive=True)]
+        self._others = {session for session in map(_session_of, below) if session}
         self._others.add(os.getsid(0))
         self._stopping: list[psutil.Process] = []
         self._stuck: set[int] = set()
@@ -125,7 +126,7 @@ class Family:
 
     def _heads(self) -> Iterator[psutil.Process]:
         """The ranks' top processes and the orphans."""
-        for child in _children():
+        for child in psutil.Process().children():
             if child.pid == self._server():
                 with suppress(psutil.Error):
                     yield from child.children()
@@ -152,10 +153,6 @@ def _has_launch(pid: int) -> bool:
         return False
 
 
-def _children(recursive: bool = False) -> list[psutil.Process]:
-    return psutil.Process().children(recursive)
-
-
 def _below(process: psutil.Process) -> list[psutil.Process]:
     try:
         return process.children(recursive=True)
@@ -168,10 +165,6 @@ def _lives(process: psutil.Process) -> bool:
         return process.is_running() and bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-
-
-def _session(process: psutil.Process) -> int | None:
-    return _session_of(process.pid)
 
 
 def _session_of(pid: int) -> int | None:

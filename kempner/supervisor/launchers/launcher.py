@@ -29,9 +29,10 @@ from kempner.run.control.protocol import RankNews, SummedReports, TellRanks
 from kempner.run.output.logs import logger
 from kempner.run.process.threads import AwakeClock
 from kempner.run.process.whereabouts import CodePlace
-from kempner.supervisor.control.channel import RankChannel
+from kempner.supervisor.control.ranks import RankChannel
 from kempner.supervisor.launchers.agents import node_agent
 from kempner.supervisor.launchers.agents.fleet import (
+    SILENT,
     AgentConnected,
     AgentDisconnected,
     Fleet,
@@ -95,13 +96,14 @@ class Launcher:
         torchrun: bool = False,
         contained: bool = False,
     ) -> None:
-        self.nodes, self._agents = nodes, agents
+        self.nodes, self.agents = nodes, agents
         self._torchrun, self._contained = torchrun, contained
         nodes.is_well = self._is_well
         self._ranks, self._slots = RanksAway(), SlotsAway(self._ask_for_slots)
         self._program: Program | None = None
         self._channel: RankChannel | None = None
-        self._opened: Fleet | None = None
+        self._fleet: Fleet
+        self._opened = False
         self._attempt = 0
         self._killed_at: float | None = None
         self._clock = AwakeClock()
@@ -109,29 +111,25 @@ class Launcher:
         self._unheard: tuple[str, ...] = ()
         self._invited: tuple[Path, Invitation] | None = None
 
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Those of this machine at which ranks may reach the supervisor, the likeliest first."""
-        return self._agents.addresses
-
     def prepare(self, program: Program) -> None:
         """Start the agents, which begin with the imports."""
-        if self._opened is None:
+        if not self._opened:
             tasks = self.nodes.allocation.tasks_per_node
             self._program = program.in_torchrun(tasks) if self._torchrun else program
-            self._opened = self._agents.open(
+            self._fleet = self.agents.open(
                 self._program, self._hear, self.nodes.refusal, self._lose
             )
-        self._agents.have()
+            self._opened = True
+        self.agents.have()
 
     def invite(self, invitation: Path) -> None:
         """Have nodes of other jobs join, where that is possible: this file tells them how, until
         `close`. If it cannot be written no node can join, and all else goes on."""
-        if self._program is None or not (self.nodes.takes_others and self._agents.takes_others):
+        if self._program is None or not (self.nodes.takes_others and self.agents.takes_others):
             return
         program, token = node_agent.program_text(self._program), self._fleet.secret.token
         folder = str(Path.cwd())
-        content = Invitation(self.addresses, self._fleet.port, token, program, folder)
+        content = Invitation(self.agents.addresses, self._fleet.port, token, program, folder)
         try:
             content.write(invitation)
             self._invited = invitation, content
@@ -165,9 +163,9 @@ class Launcher:
             launch = replace(launch, in_memory=False, buddy=None)
             post = EndsOfTorchrun(len(nodes), size, post).post
             places, size = {node: range(n, n + 1) for n, node in enumerate(nodes)}, len(nodes)
-        launch = self._agents.launch(launch)
-        buddies, master = self._slots.pair(nodes, launch.buddy), self._agents.master(launch)
-        bindings = {} if self._torchrun else self._agents.bindings()
+        launch = self.agents.launch(launch)
+        buddies, master = self._slots.pair(nodes, launch.buddy), self.agents.master(launch)
+        bindings = {} if self._torchrun else self.agents.bindings()
         self._ranks.begin(places, post)
         for node, ranks in places.items():
             sealed, which = SealedLaunch.of(launch, self._fleet.secret), (ranks.start, len(ranks))
@@ -179,8 +177,8 @@ class Launcher:
 
     def tell_ranks(self, message: TellRanks, node: str | None) -> None:
         """Have the agent of a node, or all (None), tell their ranks; from any thread."""
-        if self._opened is not None:
-            self._opened.tell_ranks(message, node)
+        if self._opened:
+            self._fleet.tell_ranks(message, node)
 
     def kill(self) -> None:
         """Have the agents end all that is left; called again later, end agents that do not."""
@@ -191,7 +189,7 @@ class Launcher:
             for node in self.nodes.allocation.nodes:
                 self._fleet.order(node, KillRanks(self._attempt))
             settled = lambda: all(map(self._is_settled, self.nodes.allocation.nodes))  # noqa: E731
-            self._fleet.wait_until(settled, self._agents.killed_within)
+            self._fleet.wait_until(settled, self.agents.killed_within)
         elif self._clock.now() - self._killed_at > DEAF_AFTER:
             for node in self._ranks.nodes():
                 if not self._is_gone(node) and not self._is_well(node):
@@ -202,7 +200,7 @@ class Launcher:
         ends have been posted if not."""
         for node in self._ranks.nodes():
             if self._is_gone(node):
-                self._lose(node, None, self._agents.refusal_of(node))
+                self._lose(node, None, self.agents.refusal_of(node))
         return bool(self._ranks.nodes())
 
     def still(self) -> dict[int, Stillness]:
@@ -211,10 +209,6 @@ class Launcher:
         told = [rank for ranks in list(self._still.values()) for rank in ranks]
         at = {of.rank: of.place and CodePlace(*of.place) for of in told}
         return {of.rank: Stillness(of.idle, of.still, at[of.rank]) for of in told}
-
-    def waits(self) -> bool:
-        """Whether the agents cannot be started yet, because Slurm does not answer, say."""
-        return self._agents.waits
 
     def prepare_again(
         self, lost: Sequence[str], stuck: Mapping[str, Sequence[int]]
@@ -226,16 +220,16 @@ class Launcher:
         minute. Returns why there can be no other start here, or None if there can.
         """
         least, unresponsive = self.nodes.least, list[str]()
-        if self._opened is not None:
+        if self._opened:
             unresponsive = self._clear()
-        if unresponsive and self._agents.here:
+        if unresponsive and self.agents.here:
             reason = "a rank of the attempt before cannot be killed, and nothing can replace it"
             return CannotRestart(f"{reason} on this machine", ())
         bad = self._leave_out([*lost, *unresponsive], stuck)
         for node in set(unresponsive) & set(self.nodes.all) - set(self.nodes.joined):
             if not self._has_cleared(node):
-                self._agents.remove(node)
-        if self._opened is not None:
+                self.agents.remove(node)
+        if self._opened:
             self._fleet.forget_orders()
             for node, joined in self.nodes.joined.items():
                 if joined.leaves_by is not None:
@@ -268,8 +262,13 @@ class Launcher:
             time.sleep(BOOT_LOOK)
             told += self._survey(question, booting)
         self._unheard = _unheard(self.nodes.all, told)
-        self._agents.bound |= {result.node: result.interface for result in told}
-        return [_with_site_check(result, found) for result in told]
+        self.agents.bound |= {result.node: result.interface for result in told}
+        return [
+            replace(said, troubles={**said.troubles, SITE_CHECK: found[said.node]})
+            if said.node in found
+            else said
+            for said in told
+        ]
 
     def ask_idle(self, question: ProbeQuestion) -> Sequence[ProbeResult]:
         """Ask the nodes without ranks, while the ranks run; the answers of those that gave one.
@@ -283,7 +282,7 @@ class Launcher:
         """The steps of the attempt with this nonce that are held in memory, once its ranks are
         gone; with nodes that cannot be reached, those of their buddies. Raises `OSError`."""
         settled = lambda: all(map(self._is_settled, self.nodes.allocation.nodes))  # noqa: E731
-        if self._torchrun or not self._fleet.wait_until(settled, self._agents.cleared_within):
+        if self._torchrun or not self._fleet.wait_until(settled, self.agents.cleared_within):
             logger().warning("a rank is still there, so its steps in memory are not salvaged")
             return ()
         cleared = list(filter(self._has_cleared, self.nodes.allocation.nodes))
@@ -303,9 +302,9 @@ class Launcher:
     def look(self, node: str, pids: Sequence[int]) -> Sequence[str]:
         """What can be seen from outside of processes on another node: a line each, or none without
         an answer. From any thread."""
-        if self._agents.here:
+        if self.agents.here:
             return ()
-        if self._opened is not None and self._is_well(node):
+        if self._opened and self._is_well(node):
             asked = {node: Question(look=tuple(pids))}
             if told := self._fleet.ask(asked, ANSWER_WITHIN, self._is_gone):
                 return told[node].seen
@@ -313,7 +312,7 @@ class Launcher:
 
     def close(self) -> None:
         """Send the agents away, and wait until they are gone: no other ranks follow."""
-        if self._opened is None:
+        if not self._opened:
             return
         if self._invited is not None:
             path, content = self._invited
@@ -322,44 +321,39 @@ class Launcher:
             except OSError as error:
                 logger().warning("the invitation is still there", reason=error.strerror)
         self._fleet.close()
-        self._agents.close(self._has_left)
-        self._opened, self._attempt, self._invited = None, 0, None
-
-    @property
-    def _fleet(self) -> Fleet:
-        assert self._opened is not None, "prepare comes first"
-        return self._opened
+        self.agents.close(self._has_left)
+        self._opened, self._attempt, self._invited = False, 0, None
 
     @property
     def _of_slurm(self) -> Sequence[str]:
         """The nodes of which Slurm can be asked."""
-        return () if self._agents.here else self.nodes.own
+        return () if self.agents.here else self.nodes.own
 
     def _await_agents(self) -> None:
         """Until each node that is used has an agent; those that do not connect are started again,
         and speak over srun. A node where that does not help either has lost its ranks."""
-        connected = lambda: self._agents.waits or not self._unconnected(self.nodes.allocation.nodes)  # noqa: E731
-        if self._fleet.wait_until(connected, self._agents.time_to_come()):
+        connected = lambda: self.agents.waits or not self._unconnected(self.nodes.allocation.nodes)  # noqa: E731
+        if self._fleet.wait_until(connected, self.agents.time_to_come()):
             return
         missing = sorted(self._unconnected(self.nodes.allocation.nodes))
         logger().warning("agents do not connect, and are spoken to through srun", nodes=missing)
-        self._agents.reach_by_srun(missing)
-        if not self._fleet.wait_until(connected, self._agents.time_to_come()):
+        self.agents.reach_by_srun(missing)
+        if not self._fleet.wait_until(connected, self.agents.time_to_come()):
             for node in self._unconnected(self.nodes.allocation.nodes):
                 logger().warning("a node has no agent", node=node)
-                self._agents.forget(node)
+                self.agents.forget(node)
 
     def _unconnected(self, nodes: Collection[str]) -> set[str]:
         """Those of these nodes that are of the job, and have no agent yet."""
         own = set(nodes) & set(self.nodes.own)
-        return {node for node in own if not self._agents.is_connected(node)}
+        return {node for node in own if not self.agents.is_connected(node)}
 
     def _clear(self) -> list[str]:
         """Wait until nothing is left of the attempt; the nodes of which that is not known."""
         used = self.nodes.allocation.nodes
         awaited = [node for node in used if self._is_well(node)]
         settled = lambda: all(map(self._is_settled, awaited))  # noqa: E731
-        self._fleet.wait_until(settled, self._agents.cleared_within)
+        self._fleet.wait_until(settled, self.agents.cleared_within)
         unresponsive = [
             node for node in used if not self._is_gone(node) and not self._has_cleared(node)
         ]
@@ -406,7 +400,7 @@ class Launcher:
     ) -> dict[str, tuple[int, ...]]:
         """The nodes that answer, each with those of the `stuck` processes that still run: by the
         agents; Slurm is asked where accused ones do not answer."""
-        if self._opened is not None:
+        if self._opened:
             asked = {node: Question(pids=tuple(stuck.get(node, ()))) for node in self.nodes.all}
             expected = {node for node in accused if self._is_well(node)}
             told = self._fleet.ask(asked, ANSWER_WITHIN, lambda node: node not in expected)
@@ -426,16 +420,16 @@ class Launcher:
         asked, answers = Question(about=question_text(question)), dict[str, ProbeResult]()
         left = list(nodes)
         for _ in range(SURVEYS):
-            self._agents.have()
+            self.agents.have()
             within = srun_probe.survey_within(question)
             if self._unconnected(left):  # one that stands still does not come, it is there
-                within += self._agents.time_to_come()
+                within += self.agents.time_to_come()
             told = self._fleet.ask(dict.fromkeys(left, asked), within, self._is_gone)
             answers |= {n: v for n, a in told.items() if (v := read_result(a.vitals)) is not None}
             left = [node for node in nodes if node not in told]
             for node in set(left) - set(self.nodes.joined):
                 if not self._is_gone(node) and not self._is_well(node):
-                    self._agents.remove(node)
+                    self.agents.remove(node)
             if not any(map(self._is_gone, left)):
                 break
         return list(answers.values())
@@ -447,11 +441,13 @@ class Launcher:
 
     def _is_well(self, node: str) -> bool:
         """Whether a node's agent has sent a message recently."""
-        seen = None if self._opened is None else self._opened.seen(node)
-        return seen is not None and (seen.well or self._agents.here)
+        seen = self._fleet.seen.get(node) if self._opened else None
+        if seen is None or self.agents.here:
+            return seen is not None
+        return seen.linked and time.monotonic() - seen.heard_at < SILENT
 
     def _has_cleared(self, node: str) -> bool:
-        seen = self._fleet.seen(node)
+        seen = self._fleet.seen.get(node)
         return seen is not None and seen.cleared >= self._attempt
 
     def _is_settled(self, node: str) -> bool:
@@ -459,14 +455,14 @@ class Launcher:
         return self._has_cleared(node) or not self._is_well(node)
 
     def _has_left(self, node: str) -> bool:
-        seen = self._fleet.seen(node)
+        seen = self._fleet.seen.get(node)
         return seen is not None and not seen.linked and seen.hung_up
 
     def _is_gone(self, node: str) -> bool:
         """Whether the agent of a node has ended."""
         if node not in self.nodes.joined:
-            return self._agents.is_gone(node)
-        seen = self._fleet.seen(node)
+            return self.agents.is_gone(node)
+        seen = self._fleet.seen.get(node)
         if seen is None or seen.linked:
             return seen is None
         return time.monotonic() - seen.went_at > (HUNG_UP if seen.hung_up else AWAY)
@@ -478,7 +474,7 @@ class Launcher:
             self._fleet.dismiss(node)
             self._lose(node, None)
         else:
-            self._agents.end(node)
+            self.agents.end(node)
 
     def _lose(self, node: str, status: int | None, refusal: str = "") -> None:
         """What is left on a node is gone, or was never started because of a `refusal`."""
@@ -516,9 +512,3 @@ class Launcher:
 def _unheard(nodes: Sequence[str], told: Sequence[ProbeResult]) -> tuple[str, ...]:
     answered = {vitals.node for vitals in told}
     return tuple(node for node in nodes if node not in answered)
-
-
-def _with_site_check(result: ProbeResult, found: Mapping[str, str]) -> ProbeResult:
-    if result.node not in found:
-        return result
-    return replace(result, troubles={**result.troubles, SITE_CHECK: found[result.node]})

@@ -14,7 +14,7 @@ from kempner.run.control.launch_env import Launch
 from kempner.run.output import logs
 from kempner.run.process.signals import inbox
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.control.channel import RankChannel
+from kempner.supervisor.control.ranks import RankChannel
 from kempner.supervisor.daemon import supervise
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.launcher import Launcher

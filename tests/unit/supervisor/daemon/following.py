@@ -16,7 +16,7 @@ from kempner.run.record.attempts import Attempt
 from kempner.run.record.ledger import Ledger
 from kempner.supervisor.attempt import AttemptEvent, AttemptFollower
 from kempner.supervisor.control.program_reports import LastReport
-from kempner.supervisor.control.rank_roster import RankRoster
+from kempner.supervisor.control.ranks import RankRoster
 from kempner.supervisor.monitors.base import RunTimes
 from kempner.supervisor.policy.outcome import RankExit
 from kempner.supervisor.slurm.job_monitor import JobMonitor, JobView
@@ -27,7 +27,7 @@ class Hands:
 
     address = "127.0.0.1"
     nodes = SimpleNamespace(all=())
-    waits = staticmethod(lambda: False)
+    agents = SimpleNamespace(waits=False)
     still = staticmethod(dict)
     look = staticmethod(lambda node, pids: ())
 
@@ -36,7 +36,7 @@ class Hands:
         self.killed = 0
         self.living = True
         self.seen: dict[int, LastReport] = {}
-        self.used: dict[int, Usage] = {}
+        self.usage: dict[int, Usage] = {}
 
     def start(
         self, launch: Launch, arguments: Sequence[str], post: Callable[[RankExit], None]
@@ -50,9 +50,6 @@ class Hands:
 
     def last_reports(self) -> dict[int, LastReport]:
         return self.seen
-
-    def usage(self) -> dict[int, Usage]:
-        return self.used
 
     def tell(self, message: FromSupervisor, rank: int | None = None) -> None:
         self.told.append(message)

@@ -31,7 +31,7 @@ from kempner.run.record.ledger import Ledger, read_lines
 from kempner.run.record.save_times import SaveSeconds
 from kempner.supervisor.attempt import EXIT_GRACE, EXPLAINED_WITHIN, AttemptFollower
 from kempner.supervisor.control.program_reports import LastReport
-from kempner.supervisor.control.rank_roster import JOIN, RECONNECT
+from kempner.supervisor.control.ranks import JOIN, RECONNECT
 from kempner.supervisor.policy.outcome import RankExit, decide_outcome
 from kempner.supervisor.policy.stop import StopOrder
 from kempner.supervisor.slurm.job_monitor import JobMonitor, JobSeen

@@ -197,12 +197,12 @@ def test_what_happens_while_the_link_is_broken_is_told_once_it_is_back(
     place.start(1, 1)
     writer = gate.open("w")  # returns once the rank reads
     place.relay.cut()
-    gone = lambda: (seen := place.fleet.seen(NODE)) is not None and not seen.linked  # noqa: E731
+    gone = lambda: (seen := place.fleet.seen.get(NODE)) is not None and not seen.linked  # noqa: E731
     wait_until(gone, "the link is over", 10)
     writer.close()
     place.fleet.order(NODE, KillRanks(1))
     place.relay.whole = True
-    cleared = lambda: (seen := place.fleet.seen(NODE)) is not None and seen.cleared == 1  # noqa: E731
+    cleared = lambda: (seen := place.fleet.seen.get(NODE)) is not None and seen.cleared == 1  # noqa: E731
     wait_until(cleared, "the agent has cleared up", 10)
     assert len(place.ends) == 1
     assert place.agents[0].poll() is None
@@ -285,8 +285,8 @@ def test_who_does_not_know_the_secret_is_no_agent(
 ) -> None:
     place.agent(program(""), secret=Secret.new())
     right = place.agent(program(""))
-    wait_until(lambda: place.fleet.seen(NODE) is not None, "the right one is there", 30)
-    seen = place.fleet.seen(NODE)
+    wait_until(lambda: place.fleet.seen.get(NODE) is not None, "the right one is there", 30)
+    seen = place.fleet.seen.get(NODE)
     assert seen is not None
     assert seen.pid == right.pid
 

@@ -351,7 +351,11 @@ def _follow_attempt(context: SupervisorContext) -> tuple[AttemptFollower, Decisi
             program.close()
     decision = _outcome(follower)
     follower.tell_phase_durations()
-    _close(context.ledger, attempt, decision, follower)
+    statuses, ending = {str(e.rank): e.status for e in follower.ends}, follower.seconds_ending()
+    seconds = None if ending is None else round(ending, 3)
+    said = int(decision.code), decision.reason, decision.culprit
+    ended = AttemptEnded(*said, statuses, seconds, decision.left_at)
+    context.ledger.record(ended, attempt.number)
     # Once: what this process records until the next end is known.
     by_the_end(context, follower, context.history.refresh, "ledger")
     if program is not None and follower.reports_nothing:
@@ -479,10 +483,3 @@ def _outcome(follower: AttemptFollower) -> Decision:
     if (under_way or follower.left_with_0_alone) and follower.was_signalled:
         return ended_by_signal(decision, follower.stop.reason)
     return left_early(decision, follower.steps_done) if under_way else decision
-
-
-def _close(ledger: Ledger, attempt: Attempt, decision: Decision, follower: AttemptFollower) -> None:
-    statuses, ending = {str(e.rank): e.status for e in follower.ends}, follower.seconds_ending()
-    seconds = None if ending is None else round(ending, 3)
-    said = int(decision.code), decision.reason, decision.culprit
-    ledger.record(AttemptEnded(*said, statuses, seconds, decision.left_at), attempt.number)

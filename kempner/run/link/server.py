@@ -130,7 +130,8 @@ class LinkServer(Generic[Member, Heard]):
             listener.setblocking(False)
             self._listen(listener)
         self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector.register(self._alarm, selectors.EVENT_READ, self._wake_up)
+        awake = lambda events: os.eventfd_read(self._alarm)  # noqa: E731
+        self._selector.register(self._alarm, selectors.EVENT_READ, awake)
         self._thread = helper_thread(self._serve, name)
 
     @property
@@ -211,9 +212,6 @@ class LinkServer(Generic[Member, Heard]):
         while self._members and time.monotonic() < until:
             for key, events in self._selector.select(_LEAVING):
                 key.data(events)
-
-    def _wake_up(self, events: int) -> None:
-        os.eventfd_read(self._alarm)
 
     def _listen(self, listener: socket.socket) -> None:
         self._selector.register(listener, selectors.EVENT_READ, partial(self._accept, listener))

@@ -5,7 +5,6 @@ What a reader makes of the events is its own affair: it asks for those of the ki
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -64,14 +63,15 @@ class RunHistory:
         """The same, with what this process records in the ledger. Raises `OSError`."""
         history = cls(tail=FileTail(ledger.path))
         ledger.tell(history._hear)
+        for line in map(str.encode, ledger.unwritten()):
+            if (entry := _entry_of(line)) is not None:
+                history._own.setdefault(line, entry)
         history.read_on()
         return history
 
-    def _hear(self, line: str) -> None:
-        entry = _parse_entry(json.loads(line))
-        if entry is not None:
-            with self._lock:
-                self._own[line.encode()] = entry
+    def _hear(self, line: str, event: LedgerEvent, time: float, attempt: int) -> None:
+        with self._lock:
+            self._own[line.encode()] = Entry(event, time, attempt)
 
     def refresh(self) -> Self:
         """Read what any process has written since, now or at the next time; returns this
@@ -87,16 +87,16 @@ class RunHistory:
         if self._tail is None:
             return
         lines, anew = self._tail.read()
-        read = list(parse_lines(b"\n".join(lines)))
-        if anew and not self._tail.whole:  # the first attempt would be told of in part
-            starts = (n for n, line in enumerate(read) if line.get("event") == AttemptStarted.name)
-            read = read[next(starts, 0) :]
         with self._lock:
+            # What this process has recorded is known without another look.
+            found = (self._own.pop(line, None) or _entry_of(line) for line in lines)
+            read = [entry for entry in found if entry is not None]
             if anew:
                 self._entries = []
-            for line in lines:
-                self._own.pop(line, None)
-            self.add(read)
+            if anew and not self._tail.whole:  # the first attempt would be told of in part
+                starts = (n for n, e in enumerate(read) if isinstance(e.event, AttemptStarted))
+                read = read[next(starts, 0) :]
+            self._entries += read
 
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
         self._entries += (entry for line in lines if (entry := _parse_entry(line)) is not None)
@@ -155,6 +155,10 @@ class RunHistory:
             if isinstance(event, CheckpointCommitted) or further:
                 newest[event.place] = event.step
         return newest
+
+
+def _entry_of(line: bytes) -> Entry[LedgerEvent] | None:
+    return next((_parse_entry(found) for found in parse_lines(line)), None)
 
 
 def _parse_entry(line: Mapping[str, Any]) -> Entry[LedgerEvent] | None:

@@ -20,7 +20,7 @@ from kempner.cluster.world import World
 from kempner.config.sections import SuperviseSection
 from kempner.run.control.launch_env import Launch
 from kempner.run.link.auth import Secret
-from kempner.run.link.messages import Message, Post
+from kempner.run.link.messages import Post
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.control.rank_hub import RankHub
 from kempner.supervisor.launchers.agents.fleet import AgentConnected, Fleet, FleetNews, Hear

@@ -18,7 +18,7 @@ from submitting import LONG, Project, assert_like
 from kempner.cluster.slurm.hostlist import expand_hosts
 from kempner.run.record.ledger import read_lines
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.every_slurm]
 
 
 def test_a_node_that_does_not_see_the_runs_folder_is_left_out(
@@ -186,7 +186,6 @@ def slow_clock(cluster: Cluster, node: str, folder: Path) -> Iterator[dict[str, 
         cluster.run(node, "umount", str(library))
 
 
-@pytest.mark.every_slurm
 @pytest.mark.skipif(shutil.which("cc") is None, reason="a slow clock needs a C compiler")
 def test_a_batch_host_whose_clock_is_slow_makes_no_other_node_suspect(
     cluster: Cluster, project: Project

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from random import Random
 
@@ -22,7 +23,7 @@ PARTS, KILLS = 20, 10
 INTERVAL = 5
 """Steps between two saves of the runs whose supervisor is killed."""
 
-MANY = [f"--train.max_steps={30 * KILLS}", f"--checkpoint.interval={INTERVAL}"]
+MANY = [f"--train.max_steps={15 * KILLS}", f"--checkpoint.interval={INTERVAL}"]
 """Overrides for a run that outlasts its kills."""
 
 LONGEST = {
@@ -151,7 +152,6 @@ def _begin(phase: str, cluster: Cluster, project: Project, job: str) -> None:
 
 def _kill(kill: SupervisorKill, supervisor: int) -> bool:
     """Whether it was still there."""
-    time.sleep(kill.after)  # the moment is what is drawn
     try:
         if kill.still:
             signal.pidfd_send_signal(supervisor, signal.SIGSTOP)
@@ -197,12 +197,13 @@ def test_a_supervisor_killed_at_any_moment_costs_no_step(
         supervisor = os.pidfd_open(family["supervisor"])
         if kill.phase != "start":
             project.reach(job, max([0, *_steps(project)]) + 1)
-        committed = max([0, *project.run.committed()])
-        since.append(time.time())
+        committed, began = max([0, *project.run.committed()]), time.time()
         _begin(kill.phase, cluster, project, job)
-        hit, killed = _kill(kill, supervisor), time.monotonic()
+        time.sleep(kill.after)  # the moment is what is drawn
+        ranks_too, killed = kill.phase == "restart", time.monotonic()
+        since.append(began if ranks_too else time.time())
+        hit = _kill(kill, supervisor)
         family = _await_family(cluster, project, job, launch)
-        ranks_too = kill.phase == "restart"
         may_lose.append(ranks_too * (max([0, *_steps(project)]) - committed))
         note("kill the supervisor", part=part, **asdict(kill), hit=hit,
              seconds_to_next_launch=round(time.monotonic() - killed, 1))  # fmt: skip
@@ -211,5 +212,7 @@ def test_a_supervisor_killed_at_any_moment_costs_no_step(
     again = _made_again(project, since)
     note("kill the supervisor, all", part=part, kills=KILLS, not_requeued=0, steps_made_again=again)
     assert cluster.job(job)["Restarts"] == str(KILLS)
-    assert all(made <= may for made, may in zip(again, may_lose, strict=True)), (again, may_lose)
+    # A launch that was too short to make all of the lost steps leaves some to the next.
+    lost = zip(accumulate(again), accumulate(may_lose), strict=True)
+    assert all(made <= may for made, may in lost), (again, may_lose)
     assert_like(project.run, reference)

@@ -192,15 +192,24 @@ def _never_comes(other: CollectivesUnderWay, collective: CollectiveCall, stuck: 
 
 
 def named(ranks: Collection[int]) -> str:
-    """Ranks for a sentence: "rank 3", "ranks 0 to 2", "ranks 0, 2 and 5"."""
-    first, *others = sorted(ranks)
-    if not others:
-        return f"rank {first}"
-    if others[-1] - first == len(others) and len(others) > 1:
-        return f"ranks {first} to {others[-1]}"
-    head, last = ", ".join(map(str, [first, *others[:-1]][:TOLD])), others[-1]
-    more = "" if len(others) <= TOLD else f", {len(others) - TOLD} others"
-    return f"ranks {head}{more} and {last}"
+    """Ranks for a sentence: "rank 3", "ranks 0 to 2 and 5", "ranks 0, 2, 4, 6 and 8 more"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [_span(run) for run in runs]
+    if len(parts) > TOLD + 1:
+        parts = [*parts[:TOLD], f"{len(ranks) - sum(map(len, runs[:TOLD]))} more"]
+    words = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {words}"
+
+
+def _span(run: Sequence[int]) -> str:
+    if len(run) == 2:
+        return f"{run[0]} and {run[1]}"
+    return f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}"
 
 
 def is_deadlock(raised: str) -> bool:
@@ -281,7 +290,7 @@ class HangDetector:
         self._section, self._must_report, self._hung = section, must_report, hung or {}
         self._still: Standstill[_Places] = Standstill({}, now)
         self._stacks: Standstill[dict[int, int]] = Standstill({}, now)
-        self._told_at = -inf
+        self._worked_at = self._told_at = -inf
 
     def check(self, snapshot: Snapshot) -> Sequence[Hang | LongWork]:
         places = {rank: (r.step, r.phase, r.moves.tries) for rank, r in snapshot.reports.items()}
@@ -291,6 +300,8 @@ class HangDetector:
         known = snapshot.usual if self._must_report or snapshot.joined else {}
         moves = {rank: report.moves.stacks for rank, report in snapshot.reports.items()}
         self._stacks = self._stacks.seen(moves, snapshot.now)
+        if works_unseen(snapshot):
+            self._worked_at = snapshot.now
         still, (limit, phase) = self._still.seconds(snapshot.now), self.patience(known)
         usual_limit = limit
         if not self._must_report and snapshot.joined:
@@ -365,7 +376,8 @@ class HangDetector:
 
     def _moving(self, now: float) -> bool:
         """Whether a rank of a program of the user's own was at work a moment ago."""
-        return self._stacks.seconds(now) <= self._section.hang_timeout_min
+        since = min(self._stacks.seconds(now), now - self._worked_at)
+        return since <= self._section.hang_timeout_min
 
     def _long_work(self, snapshot: Snapshot, still: float, limit: float) -> Sequence[LongWork]:
         """That a rank works for longer than any that waits may stand still, now and then."""
@@ -386,6 +398,24 @@ class HangDetector:
         ceiling = getattr(section.hang_timeout_max_of, phase) or section.hang_timeout_max
         long = None if usual is None else section.hang_factor * usual.long
         return patience(section.hang_timeout_min, ceiling, long)
+
+
+def works_unseen(snapshot: Snapshot) -> list[int]:
+    """The ranks that are at work as their nodes see it from outside, whatever they say themselves:
+    in a child or in other threads than the main one, in native code that lets no thread of Python
+    run, or before they have connected. Not those that wait for others, of which the main thread
+    does nothing that matters."""
+    works = {rank for rank, how in snapshot.around.still.items() if how.works}
+    works -= snapshot.around.ended
+    return sorted(rank for rank in works if not waits_for_others(snapshot, rank))
+
+
+def waits_for_others(snapshot: Snapshot, rank: int) -> bool:
+    report = snapshot.reports.get(rank)
+    if report is None or rank in snapshot.silent:
+        return False
+    collective = report.waiting or report.collectives.under_way
+    return bool(collective) or report.phase is Phase.RENDEZVOUS
 
 
 def _distinct_digits(longer: float, shorter: float) -> tuple[str, str]:
@@ -454,14 +484,17 @@ class HangEvidence:
     def collect(self, hang: Hang, snapshot: Snapshot) -> None:
         """Ask the ranks for their stacks, and look at processes that may be stuck."""
         self.hang, self._began = hang, snapshot.now
-        if hang.silent:
-            seen = snapshot.around.still
-            self._places = {rank: how.place for rank, how in seen.items() if how.place is not None}
         self._tell(DumpStacks())
         self._look = ProcessLook(processes_to_look_at(hang, snapshot), self._ask)
 
-    def complete(self, now: float) -> bool:
-        return self.hang is not None and now - self._began > EVIDENCE and self._look.complete
+    def complete(self, snapshot: Snapshot) -> bool:
+        if self.hang is None or snapshot.now - self._began <= EVIDENCE or not self._look.complete:
+            return False
+        seen, ended = snapshot.around.still, snapshot.around.ended
+        return bool(self.hang.deadlock) or all(
+            rank in self._places or how.place is not None or rank in ended
+            for rank, how in seen.items()
+        )
 
     def hear(self, rank: int, said: ConnectionsStalled | StandsAt) -> None:
         """A rank says which of its node's connections deliver nothing, by their addresses; or where
@@ -482,12 +515,13 @@ class HangEvidence:
             reason = f"rank {cut_off} on {node} is cut off: what is sent to and from it is lost"
             hang = replace(hang, laggard=cut_off, sentence=f"{hang.sentence}; {reason}")
             self._ledger.record(NodeSuspected(node, reason), self._attempt)
-        busy, stands = may_be_at_work(self._places, snapshot.reports), None
-        if (self._places or hang.silent) and not hang.deadlock:
-            places = {str(rank): at.words for rank, at in sorted(self._places.items())}
+        at, stands = self._all_places(snapshot), None
+        if (at or hang.silent) and not hang.deadlock:
+            busy = may_be_at_work(at, snapshot.reports, hang.laggard)
+            places = {str(rank): place.words for rank, place in sorted(at.items())}
             step = max((report.step for report in snapshot.reports.values()), default=0)
             stands = OwnProgramStands(step, places, 0 if hang.silent else busy)
-            where = f"; {_say_places(self._places, busy)}" if places else ""
+            where = f"; {_say_places(at, busy)}" if places else ""
             hang = replace(hang, sentence=hang.sentence + where)
         self.hang = hang
         logger().warning(hang.sentence)
@@ -497,12 +531,26 @@ class HangEvidence:
         told = (hang.sentence, hang.laggard, waiting, processes, still, round(evidence, 1))
         self._ledger.record(HangFound(*told, stands), self._attempt)
 
+    def _all_places(self, snapshot: Snapshot) -> dict[int, CodePlace]:
+        """Where ranks stand: as they say, or else as it is seen from outside. Native code, such as
+        that of a backward pass, may wait in a collective that no line of Python names."""
+        seen = {r: how.place for r, how in snapshot.around.still.items() if how.place}
+        found = {r: at for r, at in {**seen, **self._places}.items() if at.line or at.collective}
+        for rank, at in found.items():
+            report = snapshot.reports.get(rank)
+            if report is not None and not at.collective and report.collectives.under_way:
+                found[rank] = replace(at, collective=report.collectives.under_way[0].operation)
+        return found
 
-def may_be_at_work(places: Mapping[int, CodePlace], reports: Mapping[int, Report]) -> int | None:
-    """The first rank that may be at work between two steps: that waits in no collective.
+
+def may_be_at_work(
+    places: Mapping[int, CodePlace], reports: Mapping[int, Report], laggard: int | None = None
+) -> int | None:
+    """The rank that may be at work between two steps: the one that is behind, or the first that
+    waits in no collective.
 
     None if all do, or if what they are in is no step of the user's."""
-    for rank, place in sorted(places.items()):
+    for rank, place in sorted(places.items(), key=lambda item: (item[0] != laggard, item[0])):
         report = reports.get(rank)
         in_step = report is not None and report.phase in (Phase.STEP, Phase.COMPILE)
         if in_step and report is not None and not (place.collective or report.waiting):

@@ -58,10 +58,10 @@ from kempner.supervisor.monitors.base import (
     RunTimes,
     Snapshot,
 )
+from kempner.supervisor.monitors.deadlocks import DeadlockDetector
 from kempner.supervisor.monitors.hangs import (
     NODES_ANSWER,
     NOT_KILLED,
-    DeadlockDetector,
     HangDetector,
     HangEvidence,
     describe_stuck,

@@ -21,7 +21,7 @@ from kempner.run.process.collectives import (
     read_trace,
 )
 from kempner.supervisor.monitors.base import RankConditions, Snapshot
-from kempner.supervisor.monitors.hangs import (
+from kempner.supervisor.monitors.deadlocks import (
     CONFIRMED,
     LEFT,
     DeadlockDetector,

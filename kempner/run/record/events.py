@@ -370,6 +370,7 @@ class Requeued(LedgerEvent, name="requeued"):
     preempted: Annotated[bool, "whether Slurm preempts the job"] = False
     by_rank: Annotated[int | None, "rank that does it, since the supervisor is gone"] = None
     without: Annotated[tuple[str, ...], "nodes that it is kept away from"] = ()
+    starting: Annotated[bool, "whether the supervisor was killed as it started"] = False
 
 
 @dataclass(frozen=True)

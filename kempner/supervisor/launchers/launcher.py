@@ -393,17 +393,28 @@ class Launcher:
 
     def _await_agents(self) -> None:
         """Until each node that is used has an agent; those that do not connect are started again,
-        and speak over srun. A node where that does not help either has lost its ranks."""
+        and speak over srun. A node where that does not help either has lost its ranks, and so has
+        one that is cut off: its agent was connected before, and those of other nodes are."""
         connected = lambda: self._agents.waits or not self._unconnected(self.used)  # noqa: E731
         if self._fleet.wait_until(connected, self._agents.time_to_come()):
             return
-        missing = sorted(self._unconnected(self.used))
-        logger().warning("agents do not connect, and are spoken to through srun", nodes=missing)
+        missing = self._unconnected(self.used)
+        if len(missing) < len(self.used):
+            cut_off = {node for node in missing if self._fleet.seen(node) is not None}
+            self._lose_agents(cut_off, "a node is cut off from the network")
+            missing -= cut_off
+        if not missing:
+            return
+        what = "agents do not connect, and are spoken to through srun"
+        logger().warning(what, nodes=sorted(missing))
         self._agents.reach_by_srun(missing)
         if not self._fleet.wait_until(connected, self._agents.time_to_come()):
-            for node in self._unconnected(self.used):
-                logger().warning("a node has no agent", node=node)
-                self._agents.forget(node)
+            self._lose_agents(self._unconnected(self.used), "a node has no agent")
+
+    def _lose_agents(self, nodes: Collection[str], why: str) -> None:
+        for node in nodes:
+            logger().warning(why, node=node)
+            self._agents.forget(node)
 
     def _unconnected(self, nodes: Collection[str]) -> set[str]:
         """Those of these nodes that are of the job, and have no agent yet."""

@@ -190,6 +190,10 @@ changed."""
 ALONE = 30.0
 """Seconds without a supervisor, and without ranks, after which an agent ends."""
 
+ALONE_AT_A_STOP = 3.0
+"""The same where the ranks were to stop: the job, which is to go back into the queue, waits for
+it."""
+
 ALONE_CODE = 1
 """Exit code of an agent that has left unasked: srun tells of it, and it is replaced."""
 
@@ -303,6 +307,7 @@ class NodeAgent:
         self._found: Mapping[int, Stillness] = {}
         self._gpus = GpuWatch(self._tell_of_gpu)
         self._cleared = 0
+        self._patience = ALONE
         self._over = threading.Event()
 
     def run(self, link: Link) -> int:
@@ -319,7 +324,7 @@ class NodeAgent:
             try:
                 event = self._incoming.get(timeout=LOOK)
             except Empty:
-                if not self._children.alive() and self._link.alone_for() > ALONE:
+                if not self._children.alive() and self._link.alone_for() > self._patience:
                     logger().warning("the supervisor is gone, and no rank is left")
                     return self._leave(ALONE_CODE)
                 continue
@@ -396,7 +401,7 @@ class NodeAgent:
     def _act_on(self, event: _Event) -> None:
         match event:
             case StartRanks(attempt) if attempt > self._attempt:
-                first, self._attempt = not self._attempt, attempt
+                first, self._attempt, self._patience = not self._attempt, attempt, ALONE
                 if not (first and self._is_hindered(event)):
                     self._start(event)
             case StopRanks(attempt) if attempt == self._attempt:
@@ -411,6 +416,7 @@ class NodeAgent:
             case ReceivedSignal() if self._terms is not None:
                 logger().info("a signal is left to `kempner join`")
             case ReceivedSignal(number) if number == SIGTERM:
+                self._patience = ALONE_AT_A_STOP
                 self._children.ask_to_stop()
             case ReceivedSignal(number):
                 self._children.signal(number)

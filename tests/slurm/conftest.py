@@ -87,13 +87,6 @@ def neighbours(cluster: Cluster, tmp_path: Path) -> Iterator[Neighbours]:
     others.leave()
 
 
-@pytest.fixture
-def crowd(neighbours: Neighbours) -> Neighbours:
-    """Others who wait for the only two nodes that a test's job can have, from before it comes."""
-    neighbours.crowd(free=2)
-    return neighbours
-
-
 @pytest.fixture(scope="session")
 def undisturbed(undisturbed: Callable[..., Run]) -> Run:
     """The tiny run that is `LONG`, over two ranks, to its end."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from harness import wait_until
 from lab import Cluster
 
-FREE = 4
-"""Nodes, the first ones, that are not busy with another job all the time."""
+HELD = 4
+"""Nodes, the last ones, that are busy with another job all the time."""
 
 SCRIPT = """#!/bin/bash
 # A short job of one node, which it must be able to start a step on.
@@ -25,26 +25,17 @@ class Neighbours:
         self._cluster, self._folder = cluster, folder
         self._jobs: list[str] = []
         self._holder = ""
-        self.done = 0
 
     def arrive(self) -> None:
         """Hold the last nodes, and queue for the others."""
-        self._queue(FREE, "--array=1-300")
-
-    def crowd(self, free: int) -> None:
-        """Leave so many nodes to the test's own job: others wait for them, one at a time and behind
-        it, and run where it has left. They cost next to nothing while it runs."""
-        self._queue(free, "--array=1-300%1", "--nice=1000")
-
-    def _queue(self, free: int, *options: str) -> None:
         whole = ("--exclusive", "--output=/dev/null", "--no-requeue")
-        last = self._cluster.options.node_names[free:]
+        last = self._cluster.options.node_names[-HELD:]
         holder = self._script("holder.sh", "#!/bin/bash\nsleep 3600\n")
-        on_last = (f"--nodes={len(last)}", f"--nodelist={','.join(last)}")
+        on_last = (f"--nodes={HELD}", f"--nodelist={','.join(last)}")
         self._holder = self._cluster.sbatch(*whole, *on_last, holder)
         self._cluster.wait_for(self._holder, "RUNNING")
         script = self._script("neighbour.sh", SCRIPT)
-        self._jobs.append(self._cluster.sbatch(*whole, "--nodes=1", *options, script))
+        self._jobs.append(self._cluster.sbatch(*whole, "--nodes=1", "--array=1-300", script))
         wait_until(lambda: self.states()["COMPLETED"], "a neighbour's job is done", 60)
 
     def states(self) -> Counter[str]:
@@ -69,7 +60,6 @@ class Neighbours:
         wait_until(running, "the neighbours' jobs are over", 60)
         found = self.states()
         assert set(found) <= {"COMPLETED", "CANCELLED"}, found
-        self.done = found["COMPLETED"]
         self._cluster.run("login1", "scancel", self._holder)
         self._jobs.clear()
 

@@ -47,7 +47,6 @@ def test_a_job_without_its_supervisor_is_requeued_once(
 # `make check` kills one in test_supervisor_kills.py.
 @pytest.mark.drill
 @pytest.mark.every_slurm
-@pytest.mark.usefixtures("crowd")
 def test_a_job_whose_supervisor_is_killed_is_requeued_with_all_that_it_has_done(
     cluster: Cluster, project: Project
 ) -> None:

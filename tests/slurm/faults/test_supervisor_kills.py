@@ -14,7 +14,6 @@ import pytest
 from drilling import SEED, note
 from harness import Run, made_once
 from lab import Cluster
-from neighbours import Neighbours
 from submitting import LONG, STEPS, Project, assert_like
 
 KEEPER, WATCHDOG = "kempner-keeper", "kempner-watch"
@@ -91,7 +90,7 @@ def _steps(project: Project) -> list[int]:
 @pytest.mark.timeout(600)
 @pytest.mark.every_slurm
 def test_the_watchdog_that_is_killed_or_stopped_harms_nothing(
-    cluster: Cluster, project: Project, crowd: Neighbours
+    cluster: Cluster, project: Project
 ) -> None:
     job = project.train(*LONG, nodes=2)
     project.slow()
@@ -187,7 +186,7 @@ def reference(shared: Path, corpus: Path) -> Run:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_supervisor_killed_at_any_moment_costs_no_step(
-    cluster: Cluster, project: Project, reference: Run, crowd: Neighbours, part: int
+    cluster: Cluster, project: Project, reference: Run, part: int
 ) -> None:
     """Each part is a run of its own, and can be done by itself. A kill of ranks may cost what they
     had not saved; their supervisor's never costs a step."""
@@ -211,9 +210,8 @@ def test_a_supervisor_killed_at_any_moment_costs_no_step(
     project.hurry()
     project.end(job, deadline=600)
     again = _made_again(project, since)
-    crowd.leave()
     note("kill the supervisor, all", part=part, kills=KILLS, not_requeued=0, steps_made_again=again,
-         promised=may_lose, neighbours=crowd.done)  # fmt: skip
+         promised=may_lose)  # fmt: skip
     assert cluster.job(job)["Restarts"] == str(KILLS)
     # A launch that was too short to make all of the lost steps leaves some to the next.
     lost = zip(accumulate(again), accumulate(may_lose), strict=True)

@@ -29,7 +29,6 @@ def _run_time(project: Project, job: str) -> int:
 
 
 @pytest.mark.every_slurm
-@pytest.mark.usefixtures("crowd")
 def test_a_job_whose_steps_are_stopped_for_a_while_trains_on(project: Project) -> None:
     job = project.train(f"--train.max_steps={STEPS}")
     project.reach(job, 5)
@@ -46,7 +45,6 @@ def test_a_job_whose_steps_are_stopped_for_a_while_trains_on(project: Project) -
 
 
 @pytest.mark.every_slurm
-@pytest.mark.usefixtures("crowd")
 def test_a_held_job_is_said_to_be_held_until_it_is_released(project: Project) -> None:
     job = project.train(f"--train.max_steps={STEPS}")
     project.reach(job, 5)

@@ -52,7 +52,7 @@ COMMANDS = (
     "starts/job_start.py --rounds 5",
     "starts/soak.py",
     "stops.py --stops 20",
-    "requests.py --minutes 5",
+    "asked_of_slurm.py --minutes 5",
     "ways.py",
     "models/compare.py --how eager",
     "models/compare.py --how compiled",

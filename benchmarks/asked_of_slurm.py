@@ -1,8 +1,8 @@
 """What one job asks of Slurm: at its start, in an hour of training, and at a stop with a requeue.
 
-    python benchmarks/requests.py [--minutes 5] [--nodes 2]      (as root, with Slurm installed)
+    python benchmarks/asked_of_slurm.py [--minutes 5] [--nodes 2]    (as root, with Slurm installed)
 
-On the tests' cluster each command of Slurm's is counted by a wrapper that is found first on PATH, by
+On the tests' cluster each command of Slurm's is counted by a wrapper that comes first on PATH, by
 whichever process of the job runs it, the watchdog included. What asks no controller (a version, a
 help, the names of a host list) is left out. The hour is a few minutes, multiplied.
 """
@@ -94,7 +94,7 @@ def main() -> None:
         rows = measure(project, counted, options.minutes, options.nodes)
     finally:
         cluster.down()
-    records.result(options.record, "requests", PROVES, rows)
+    records.result(options.record, "asked of slurm", PROVES, rows)
 
 
 if __name__ == "__main__":

@@ -130,9 +130,8 @@ def failures(history: RunHistory) -> list[Failure]:
         if not isinstance(event, AttemptFailed):
             found.clear()  # a person has looked, and starts again; or it got further than before
         elif event.code != ExitCode.STORAGE_UNAVAILABLE:
-            raised, lost = event.raised, event.node_lost
-            failure = Failure(event.step, event.committed, raised, lost, event.code)
-            found.append(replace(failure, unstarted=event.unstarted))
+            how = event.raised, event.node_lost, event.code, event.unstarted
+            found.append(Failure(event.step, event.committed, *how))
     return found
 
 

@@ -15,9 +15,9 @@ from harness import ROOT, Run
 from lab import Cluster
 from submitting import LONG, Project, assert_like
 
+from kempner.cluster.machine import SKEW
 from kempner.cluster.slurm.hostlist import expand_hosts
 from kempner.run.record.ledger import read_lines
-from kempner.supervisor.nodes.exclusion import SKEW
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.every_slurm]
 

@@ -4,7 +4,7 @@ stands between, passes it on."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
@@ -83,7 +83,7 @@ class Report(Message):
     storage: Words = ""
     moves: Moves = Moves()
     line: Name = ""
-    collectives: CollectivesUnderWay = field(default_factory=CollectivesUnderWay)
+    collectives: CollectivesUnderWay | None = None
     kind: Literal["progress"] = "progress"
 
 

@@ -219,9 +219,10 @@ class DeadlockDetector:
 
     def check(self, snapshot: Snapshot) -> Sequence[Hang]:
         waits = {
-            rank: RankWait(report.collectives, report.line)
+            rank: RankWait(begun, report.line)
             for rank, report in snapshot.reports.items()
-            if report.collectives.under_way
+            if (begun := report.collectives) is not None
+            and begun.under_way
             and rank not in snapshot.silent
             and rank not in snapshot.around.ended
         }

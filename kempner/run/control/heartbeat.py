@@ -146,7 +146,7 @@ class Progress:
         storage, place = storage_waits(), self.place()
         moves = 0 if self._whereabouts is None else self._whereabouts.moves
         stands, self._seen_moves = moves == self._seen_moves, moves
-        begun: CollectivesUnderWay | None = None
+        begun = CollectivesUnderWay()
         if stands and (where := self._whereabouts) and (place.collective or where.in_backward):
             begun = collectives_under_way(where.thread if place.collective else None)
         return Report(

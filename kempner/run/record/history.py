@@ -130,6 +130,11 @@ class RunHistory:
                 self._own.pop(line, None)
             self.add(read)
 
+    def _forget(self) -> None:
+        self._entries: list[Entry[LedgerEvent]] = []
+        self._places: defaultdict[type[LedgerEvent], list[int]] = defaultdict(list)
+        self._steps: dict[str, int] = {}
+
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
         for line in lines:
             if (entry := _parse_entry(line)) is not None:
@@ -156,11 +161,6 @@ class RunHistory:
                 found = (start.median + start.spread, at)
                 longest[event.ranks] = max(found, longest.get(event.ranks, found))
         return [*(at for _, at in longest.values()), *places[-KEPT:]]
-
-    def _forget(self) -> None:
-        self._entries: list[Entry[LedgerEvent]] = []
-        self._places: defaultdict[type[LedgerEvent], list[int]] = defaultdict(list)
-        self._steps: dict[str, int] = {}
 
     @overload
     def entries(self, kind: type[E], /) -> list[Entry[E]]: ...

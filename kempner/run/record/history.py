@@ -64,8 +64,6 @@ class RunHistory:
     adds those that were written since, and reads no line twice. What this process records in a
     ledger that the history is `of` is known at once, also while it cannot be written."""
 
-    _steps: dict[str, int]
-
     def __init__(
         self, lines: Iterable[Mapping[str, Any]] = (), tail: FileTail | None = None
     ) -> None:
@@ -132,6 +130,11 @@ class RunHistory:
                 read = read[next(starts, 0) :]
             self._take(read)
 
+    def _forget(self) -> None:
+        self._entries: list[Entry[LedgerEvent]] = []
+        self._places: defaultdict[type[LedgerEvent], list[int]] = defaultdict(list)
+        self._steps: dict[str, int] = {}
+
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
         self._take(entry for line in lines if (entry := _parse_entry(line)) is not None)
 
@@ -160,11 +163,6 @@ class RunHistory:
                 found = (start.median + start.spread, at)
                 longest[event.ranks] = max(found, longest.get(event.ranks, found))
         return [*(at for _, at in longest.values()), *places[-KEPT:]]
-
-    def _forget(self) -> None:
-        self._entries: list[Entry[LedgerEvent]] = []
-        self._places: defaultdict[type[LedgerEvent], list[int]] = defaultdict(list)
-        self._steps = {}
 
     @overload
     def entries(self, kind: type[E], /) -> list[Entry[E]]: ...

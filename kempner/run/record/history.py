@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar, overload
 
 from kempner.run.output.logs import logger
+from kempner.run.process.threads import steady_time
 from kempner.run.record.events import (
     AttemptStarted,
     CheckpointCommitted,
@@ -32,7 +33,10 @@ E_co = TypeVar("E_co", bound=LedgerEvent, covariant=True)
 @dataclass(frozen=True)
 class Entry(Generic[E_co]):
     """An event, when it was written (`time`, seconds since the epoch) and in which attempt; 0 where
-    the ledger does not say so."""
+    the ledger does not say so.
+
+    What was written since a supervisor's history is `of` its ledger has the `time` of its
+    `steady_time`, which no setting of the clock moves."""
 
     event: E_co
     time: float
@@ -50,6 +54,7 @@ class RunHistory:
         self._tail, self._lock = tail, threading.Lock()
         self._entries: list[Entry[LedgerEvent]] = []
         self._own: dict[bytes, Entry[LedgerEvent]] = {}
+        self._read_at: float | None = None
         self.add(lines)
 
     @classmethod
@@ -65,13 +70,14 @@ class RunHistory:
         history = cls(tail=FileTail(ledger.path))
         ledger.tell(history._hear)
         history.read_on()
+        history._read_at = steady_time()
         return history
 
     def _hear(self, line: str) -> None:
         entry = _parse_entry(json.loads(line))
         if entry is not None:
             with self._lock:
-                self._own[line.encode()] = entry
+                self._own[line.encode()] = replace(entry, time=steady_time())
 
     def refresh(self) -> Self:
         """Read what any process has written since, now or at the next time; returns this
@@ -87,16 +93,23 @@ class RunHistory:
         if self._tail is None:
             return
         lines, anew = self._tail.read()
-        read = list(parse_lines(b"\n".join(lines)))
+        read = [(line, parsed) for line in lines for parsed in parse_lines(line)]
         if anew and not self._tail.whole:  # the first attempt would be told of in part
-            starts = (n for n, line in enumerate(read) if line.get("event") == AttemptStarted.name)
+            starts = (n for n, (_, line) in enumerate(read) if _begins(line))
             read = read[next(starts, 0) :]
         with self._lock:
             if anew:
                 self._entries = []
-            for line in lines:
-                self._own.pop(line, None)
-            self.add(read)
+            for line, parsed in read:
+                entry = self._own.pop(line, None) or self._placed(_parse_entry(parsed), anew)
+                self._entries += [] if entry is None else [entry]
+        self._read_at = self._read_at and steady_time()
+
+    def _placed(self, entry: Entry[LedgerEvent] | None, anew: bool) -> Entry[LedgerEvent] | None:
+        """An entry of another process: written between two looks, whatever its clock says."""
+        if entry is None or self._read_at is None or anew:
+            return entry
+        return replace(entry, time=min(max(entry.time, self._read_at), steady_time()))
 
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
         self._entries += (entry for line in lines if (entry := _parse_entry(line)) is not None)
@@ -155,6 +168,10 @@ class RunHistory:
             if isinstance(event, CheckpointCommitted) or further:
                 newest[event.place] = event.step
         return newest
+
+
+def _begins(line: Mapping[str, Any]) -> bool:
+    return line.get("event") == AttemptStarted.name
 
 
 def _parse_entry(line: Mapping[str, Any]) -> Entry[LedgerEvent] | None:

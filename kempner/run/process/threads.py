@@ -1,5 +1,5 @@
 """Threads that must not end unseen, that wait for something slow, or that there is no room for; and
-clocks: one that stops while this process is suspended, one that nobody sets.
+clocks: one that stops while this process is suspended, one that cannot be set.
 """
 
 from __future__ import annotations

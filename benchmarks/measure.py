@@ -49,6 +49,8 @@ COMMANDS = (
     "starts/rank_start.py --ranks 2 --rounds 3 --kinds resumed --preset debug",
     "starts/restart.py --rounds 3 --kills 3",
     "starts/restart_on_nodes.py --rounds 2 --kills 3",
+    "starts/job_start.py --rounds 5",
+    "starts/soak.py",
     "stops.py --stops 20",
     "ways.py",
     "models/compare.py --how eager",

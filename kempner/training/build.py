@@ -273,14 +273,14 @@ def _open_tokens(run: RunDirectory, section: str, folder: str) -> Corpus:
 
 
 def read_history(run: RunDirectory, attempt: Attempt) -> RunHistory:
-    """What the ledger tells; raises as `StorageWaits.retry` where it cannot be read now. Later
-    attempts know that there is one, and wait for a while if they do not see it."""
+    """What a rank needs of the ledger; raises as `StorageWaits.retry` where it cannot be read now.
+    Later attempts know that there is one, and wait for a while if they do not see it."""
 
     def read() -> RunHistory:
         there = run.ledger.is_file() and run.ledger.stat().st_size
         if attempt.number > 1 and not there:
             raise empty(run.ledger)
-        return RunHistory.read(run.ledger)
+        return RunHistory.to_resume(run.ledger)
 
     try:
         return storage_waits().retry(read, worked=True, path=run.ledger)

@@ -59,6 +59,17 @@ def collectives_under_way(thread: int | None) -> CollectivesUnderWay:
         return CollectivesUnderWay()
 
 
+def flight_record() -> bytes:
+    """All that the recorder has, as torch itself writes it; nothing where there is none."""
+    recorder = sys.modules.get("torch._C._distributed_c10d")
+    dump = getattr(recorder, "_dump_fr_trace", None)
+    try:
+        return b"" if dump is None else bytes(dump(True, False, False))
+    except Exception as error:  # noqa: BLE001 - as above
+        logger().debug("the flight recorder cannot be read", reason=repr(error))
+        return b""
+
+
 def _look(thread: int | None) -> CollectivesUnderWay:
     recorder = sys.modules.get("torch._C._distributed_c10d")
     torchs = sys.modules.get("torch.distributed.distributed_c10d")

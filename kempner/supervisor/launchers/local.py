@@ -28,6 +28,7 @@ from kempner.supervisor.launchers.agents.messages import (
     Answer,
     AttemptCleared,
     Ended,
+    GpuTold,
     LeaveOrder,
     RanksStill,
     TaskBinding,
@@ -96,7 +97,8 @@ class LinkHere:
     def say(self, message: Message) -> None:
         """Have it heard."""
         assert isinstance(
-            message, Answer | Ended | RanksStill | AttemptCleared | RankNews | SummedReports
+            message,
+            Answer | Ended | RanksStill | GpuTold | AttemptCleared | RankNews | SummedReports,
         )
         self._hear(self._node, message)
 

@@ -43,9 +43,10 @@ class Invariant(Enum):
     UNFINISHED = "every run that can finish does"
     """A run is complete only with its last step committed. It stops for good, or needs a person,
     only for a reason that the model knows of: it was cancelled, its job may not be requeued, Slurm
-    refuses or is mute, the supervisor was killed, its time was cut, saves were made to fail, it has
-    used up its budget or met the same exception at the same step, or it came back in vain. A person
-    then starts it again. No save of the live attempt fails that was not made to. No attempt starts
+    refuses or is mute, the keeper or the batch host was lost, its time was cut, saves were made to
+    fail, it has used up its budget or met the same exception at the same step, or it came back in
+    vain. A person then starts it again. No save of the live attempt fails that was not made to. No
+    attempt starts
     on a node that does not answer. At a time limit that is known, healthy ranks lose no step, once
     a save was measured and if saves are faster than their interval. With all faults over, it
     completes within the time that the whole run takes, some hangs, and the repair of nodes."""

@@ -116,8 +116,8 @@ def test_what_may_not_be_read_is_not_taken_for_idle() -> None:
 
 def test_a_process_that_comes_or_goes_is_work() -> None:
     one, two = TreeUsage(1.0, 1, {1: 1}), TreeUsage(1.0, 1, {1: 1, 2: 0})
-    for before, now in ((one, two), (two, one), (None, one), (one, None)):
-        assert Stillness(7.0, 7.0).after(before, now, 10.0) == Stillness()
+    for before, now, works in ((one, two, True), (two, one, True), (None, one, False)):
+        assert Stillness(7.0, 7.0).after(before, now, 10.0) == Stillness(works=works)
 
 
 @pytest.mark.skipif(not can_trace(), reason="no process may be traced here")

@@ -52,6 +52,7 @@ COMMANDS = (
     "starts/job_start.py --rounds 5",
     "starts/soak.py",
     "stops.py --stops 20",
+    "asked_of_slurm.py --minutes 5",
     "ways.py",
     "models/compare.py --how eager",
     "models/compare.py --how compiled",

@@ -5,16 +5,18 @@ What a reader makes of the events is its own affair: it asks for those of the ki
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar, overload
 
 from kempner.run.output.logs import logger
+from kempner.run.process.threads import steady_time
 from kempner.run.record.events import (
     AttemptStarted,
     CheckpointCommitted,
@@ -39,7 +41,10 @@ E_co = TypeVar("E_co", bound=LedgerEvent, covariant=True)
 @dataclass(frozen=True)
 class Entry(Generic[E_co]):
     """An event, when it was written (`time`, seconds since the epoch) and in which attempt; 0 where
-    the ledger does not say so."""
+    the ledger does not say so.
+
+    What was written since a supervisor's history is `of` its ledger has the `time` of its
+    `steady_time`, which no setting of the clock moves."""
 
     event: E_co
     time: float
@@ -69,9 +74,15 @@ class RunHistory:
     ) -> None:
         self._tail, self._lock = tail, threading.Lock()
         self._own: dict[bytes, Entry[LedgerEvent]] = {}
+        self._read_at: float | None = None
         self._thins = False
         self._forget()
         self.add(lines)
+
+    def _forget(self) -> None:
+        self._entries: list[Entry[LedgerEvent]] = []
+        self._places: defaultdict[type[LedgerEvent], list[int]] = defaultdict(list)
+        self._steps: dict[str, int] = {}
 
     @classmethod
     def read(cls, ledger: Path) -> Self:
@@ -95,15 +106,15 @@ class RunHistory:
         history = cls(tail=FileTail(ledger.path))
         history._thins = True
         ledger.tell(history._hear)
-        for line in map(str.encode, ledger.unwritten()):
-            if (entry := _entry_of(line)) is not None:
-                history._own.setdefault(line, entry)
         history.read_on()
+        history._read_at = steady_time()
         return history
 
-    def _hear(self, line: str, event: LedgerEvent, time: float, attempt: int) -> None:
-        with self._lock:
-            self._own[line.encode()] = Entry(event, time, attempt)
+    def _hear(self, line: str) -> None:
+        entry = _parse_entry(json.loads(line))
+        if entry is not None:
+            with self._lock:
+                self._own[line.encode()] = replace(entry, time=steady_time())
 
     def refresh(self) -> Self:
         """Read what any process has written since, now or at the next time; returns this
@@ -119,16 +130,25 @@ class RunHistory:
         if self._tail is None:
             return
         lines, anew = self._tail.read()
+        read = [(line, parsed) for line in lines for parsed in parse_lines(line)]
+        if anew and not self._tail.whole:  # the first attempt would be told of in part
+            starts = (n for n, (_, line) in enumerate(read) if _begins(line))
+            read = read[next(starts, 0) :]
         with self._lock:
-            # What this process has recorded is known without another look.
-            found = (self._own.pop(line, None) or _entry_of(line) for line in lines)
-            read = [entry for entry in found if entry is not None]
             if anew:
                 self._forget()
-            if anew and not self._tail.whole:  # the first attempt would be told of in part
-                starts = (n for n, e in enumerate(read) if isinstance(e.event, AttemptStarted))
-                read = read[next(starts, 0) :]
-            self._take(read)
+            found = [
+                self._own.pop(line, None) or self._placed(_parse_entry(parsed), anew)
+                for line, parsed in read
+            ]
+            self._take(entry for entry in found if entry is not None)
+        self._read_at = self._read_at and steady_time()
+
+    def _placed(self, entry: Entry[LedgerEvent] | None, anew: bool) -> Entry[LedgerEvent] | None:
+        """An entry of another process: written between two looks, whatever its clock says."""
+        if entry is None or self._read_at is None or anew:
+            return entry
+        return replace(entry, time=min(max(entry.time, self._read_at), steady_time()))
 
     def _forget(self) -> None:
         self._entries: list[Entry[LedgerEvent]] = []
@@ -136,21 +156,22 @@ class RunHistory:
         self._steps: dict[str, int] = {}
 
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        self._take(entry for line in lines if (entry := _parse_entry(line)) is not None)
+        parsed = map(_parse_entry, lines)
+        self._take(entry for entry in parsed if entry is not None)
 
-    def _take(self, read: Iterable[Entry[LedgerEvent]]) -> None:
-        for entry in read:
+    def _take(self, entries: Iterable[Entry[LedgerEvent]]) -> None:
+        for entry in entries:
             self._places[type(entry.event)].append(len(self._entries))
             self._entries.append(entry)
             _take_step(self._steps, entry.event)
         if self._thins and any(len(self._places[kind]) > 2 * KEPT for kind in _OVERTAKEN):
-            entries, steps = self._entries, self._steps
+            known, steps = self._entries, self._steps
             kept = {at for places in map(self._kept, self._places) for at in places}
             self._forget()
             self._steps = steps
             for at in sorted(kept):
-                self._places[type(entries[at].event)].append(len(self._entries))
-                self._entries.append(entries[at])
+                self._places[type(known[at].event)].append(len(self._entries))
+                self._entries.append(known[at])
 
     def _kept(self, kind: type[LedgerEvent]) -> list[int]:
         places = self._places[kind]
@@ -223,8 +244,8 @@ class RunHistory:
         return newest
 
 
-def _entry_of(line: bytes) -> Entry[LedgerEvent] | None:
-    return next((_parse_entry(found) for found in parse_lines(line)), None)
+def _begins(line: Mapping[str, Any]) -> bool:
+    return line.get("event") == AttemptStarted.name
 
 
 def _take_step(newest: dict[str, int], event: LedgerEvent) -> None:

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeAlias
+from typing import Any, BinaryIO, Protocol
 
 from kempner.run.output.logs import warn
 from kempner.run.output.writers import json_line, open_lines
@@ -27,29 +27,26 @@ class EventRecorder(Protocol):
     def __call__(self, event: LedgerEvent) -> None: ...
 
 
-Listener: TypeAlias = Callable[[str, LedgerEvent, float, int], None]
-
-
 class Ledger:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = open_lines(path, warn)
-        self._hear: Listener | None = None
+        self._hear: Callable[[str], object] = len  # what hears nothing
 
-    def tell(self, hear: Listener) -> None:
-        """Have `hear` called with each line to come, and its event, time and attempt."""
+    def tell(self, hear: Callable[[str], object]) -> None:
+        """Have `hear` called with each line that is not written yet, and with those to come."""
         self._hear = hear
+        for line in self.unwritten():
+            hear(line)
 
     def unwritten(self) -> list[str]:
         return self._file.unwritten()
 
     def record(self, event: LedgerEvent, attempt: int) -> None:
-        now = round(time.time(), 3)
-        head = {"schema": SCHEMA, "time": now, "event": event.name, "attempt": attempt}
-        line = json_line({**head, **event.to_fields()})
-        if self._hear is not None:  # first, or it could be read from the file before
-            self._hear(line, event, now, attempt)
-        self._file.prompt(line, len(line))
+        head = {"schema": SCHEMA, "time": round(time.time(), 3), "event": event.name}
+        entry = {**head, "attempt": attempt, **event.to_fields()}
+        self._hear(json_line(entry))  # first, or it could be read from the file before
+        self._file.append(entry)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

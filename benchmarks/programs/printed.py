@@ -64,7 +64,11 @@ def take_turn(way: str, megabytes: int, folder: Path) -> dict[str, float]:
         if job.wait():
             raise SystemExit(f"kempner supervise has exited with {job.returncode}")
     kept = [path.stat().st_size for path in folder.glob("runs/run/attempts/1/rank-*.out")]
-    return {"seconds": _slower(folder), "kept_MB": max([0, *kept]) / 1e6, "reader_MB": max(memory) / 1e6}
+    return {
+        "seconds": _slower(folder),
+        "kept_MB": max([0, *kept]) / 1e6,
+        "reader_MB": max(memory) / 1e6,
+    }
 
 
 def _without(program: list[str], folder: Path, environ: Mapping[str, str]) -> dict[str, float]:

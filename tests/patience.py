@@ -40,9 +40,12 @@ def scaled(seconds: float) -> float:
     return min(seconds * RESERVE * slowness(), max(seconds, ENOUGH))
 
 
-def slowed(seconds: float) -> float:
-    """For a limit of kempner's own that a test waits for: as late as here a sound run needs it."""
-    return round(seconds * slowness(), 1)
+def slowed(seconds: float, most: float = ENOUGH) -> float:
+    """For a limit of kempner's own that a test waits for: as late as here a sound run needs it.
+
+    `most`, in seconds, is for a limit that has to come before another one of kempner's.
+    """
+    return min(round(seconds * slowness(), 1), most)
 
 
 def slowness() -> float:

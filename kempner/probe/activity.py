@@ -7,6 +7,7 @@ wait for a lock or for each other, before the first step or after the last one.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -39,27 +40,50 @@ STACK_WITHIN = 10.0
 @dataclass(frozen=True)
 class TreeUsage:
     """What a process and its descendants have used: CPU seconds, bytes read and written, and by
-    process how often it has gone to sleep."""
+    process how often it has gone to sleep. `spun` are the CPU seconds of those that have a GPU,
+    which may do nothing but wait for it."""
 
     cpu: float
     moved: int
     sleeps: Mapping[int, int]
+    spun: float = 0.0
 
 
 def tree_usage(pid: int) -> TreeUsage | None:
     """Of the processes below `pid`, itself included; None if it is gone, or if what one of them
     uses may not be read, as another user's may not: it may be at work."""
-    cpu, moved, sleeps = 0.0, 0, dict[int, int]()
+    cpu, spun, moved, sleeps = 0.0, 0.0, 0, dict[int, int]()
     try:
         for process in _tree(pid):
             with suppress(psutil.NoSuchProcess), process.oneshot():  # it has just ended
                 times, counted = process.cpu_times(), process.io_counters()
-                cpu += times.user + times.system + times.children_user + times.children_system
-                moved += counted.read_chars + counted.write_chars
+                used = times.user + times.system + times.children_user + times.children_system
+                cpu += used + _waited_for_processor(process.pid)
+                spun += used if has_gpu(process.pid) else 0.0
+                # Pages of mapped files, and those that were swapped out, are no calls of read.
+                moved += counted.read_chars + counted.write_chars + counted.read_bytes
                 sleeps[process.pid] = process.num_ctx_switches().voluntary
     except psutil.Error:
         return None
-    return TreeUsage(cpu, moved, sleeps) if sleeps else None
+    return TreeUsage(cpu, moved, sleeps, spun) if sleeps else None
+
+
+def _waited_for_processor(pid: int) -> float:
+    """Seconds in which the main thread of a process could have gone on but for want of a processor,
+    as where a machine has too few; 0 where the system does not say."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def has_gpu(pid: int) -> bool:
+    """Whether a process has opened a GPU of NVIDIA or AMD."""
+    try:
+        files = [str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir()]
+        return any(file.startswith(("/dev/nvidia", "/dev/kfd")) for file in files)
+    except OSError:
+        return False  # it has just ended, or closed one
 
 
 def _tree(pid: int) -> list[psutil.Process]:
@@ -71,21 +95,40 @@ def _tree(pid: int) -> list[psutil.Process]:
 @dataclass(frozen=True)
 class Stillness:
     """For how many seconds a rank has not worked, and has not even looked whether it can go on; and
-    where it stands, if that could be seen."""
+    where it stands, if that could be seen. `works` says that it was seen at work: where nothing
+    could be seen it is neither that nor idle."""
 
     idle: float = 0.0
     still: float = 0.0
     place: CodePlace | None = None
+    works: bool = False
 
-    def after(self, before: TreeUsage | None, now: TreeUsage | None, seconds: float) -> Stillness:
-        """What it is `seconds` later, by the usage at both ends."""
-        if before is None or now is None or before.sleeps.keys() != now.sleeps.keys():
+    def after(
+        self,
+        before: TreeUsage | None,
+        now: TreeUsage | None,
+        seconds: float,
+        share: float = WORKS,
+    ) -> Stillness:
+        """What it is `seconds` later, by the usage at both ends, where processes at work use at
+        least such a `share` of a processor."""
+        if before is None or now is None:
             return Stillness()
-        if now.cpu - before.cpu > WORKS * seconds or now.moved - before.moved > TRANSFERS * seconds:
-            return Stillness()
+        moves = now.moved - before.moved > TRANSFERS * seconds
+        if before.sleeps.keys() != now.sleeps.keys():
+            return Stillness(works=True)
+        cpu, spun = now.cpu - before.cpu, now.spun - before.spun
+        if cpu > share * seconds or moves:
+            return Stillness(works=moves or cpu - spun > share * seconds)
         woken = max(now.sleeps[pid] - before.sleeps[pid] for pid in now.sleeps)
         still = 0.0 if woken > POLLS * seconds else self.still + seconds
         return Stillness(self.idle + seconds, still)
+
+
+def share_at_work(processors: int, load: float) -> float:
+    """Share of a processor that processes at work use at least: on a crowded machine half of what
+    each that wants one gets."""
+    return min(WORKS, 0.5 * processors / load) if load > 0 else WORKS
 
 
 @dataclass
@@ -101,9 +144,10 @@ class ActivityWatch:
     def look(self, pids: Mapping[int, int]) -> Mapping[int, Stillness]:
         """By rank, of the process of each that runs."""
         now, usage = self.clock(), {rank: self.use(pid) for rank, pid in pids.items()}
+        share = share_at_work(os.cpu_count() or 1, os.getloadavg()[0])
         self._found = {
             rank: self._found.get(rank, Stillness()).after(
-                self._usage.get(rank), used, now - self._at
+                self._usage.get(rank), used, now - self._at, share
             )
             for rank, used in usage.items()
         }

@@ -35,6 +35,7 @@ from kempner.run.record.events import (
     Completed,
     ConnectionsStalled,
     Evaluated,
+    GpuFailed,
     LedgerEvent,
     NodeSuspected,
     RankReady,
@@ -57,10 +58,10 @@ from kempner.supervisor.monitors.base import (
     RunTimes,
     Snapshot,
 )
+from kempner.supervisor.monitors.deadlocks import DeadlockDetector
 from kempner.supervisor.monitors.hangs import (
     NODES_ANSWER,
     NOT_KILLED,
-    DeadlockDetector,
     HangDetector,
     HangEvidence,
     describe_stuck,
@@ -224,13 +225,14 @@ class AttemptFollower:
         """Stop in time, and end what outstays: a connection, a stop, the failure of another."""
         snapshot = self._snapshot()
         findings = self._monitors.check(snapshot)
+        self._tell_of_gpus()
         if self.job.id is not None:
             self._stop_for_job_end()
         for hang in (finding for finding in findings if isinstance(finding, Hang)):
             self._end_a_hang(hang, snapshot)
         self._miss_ranks(snapshot)
         collected = self.life.state is AttemptState.COLLECTING_EVIDENCE
-        known = collected and self.evidence.complete(snapshot.now)
+        known = collected and self.evidence.complete(snapshot)
         over = known or snapshot.now > self.life.until
         time_up = over and self._end_its_time(snapshot.now)
         if self.life.state is AttemptState.KILLING:
@@ -246,6 +248,14 @@ class AttemptFollower:
             if not isinstance(finding, Hang):
                 self._reporter.report(finding, snapshot)
         self._record_stop(snapshot.now)
+
+    def _tell_of_gpus(self) -> None:
+        for node, told in self._launcher.gpu_news():
+            reason = f"{told.reason} on {node}"
+            logger().warning(reason)
+            self._record(GpuFailed(node, told.gpu, told.xid, reason))
+            if told.broken:
+                self._record(NodeSuspected(node, told.reason))
 
     def _end_its_time(self, now: float) -> bool:
         """Leave behind who outlives a kill; whether who is left is to be killed now."""

@@ -68,6 +68,7 @@ from kempner.supervisor.policy.restart import (
     FAILURES,
     RESUMES_ELSEWHERE,
     failures,
+    killed_starts,
     requeues_without_progress,
     why_not_kept,
 )
@@ -136,6 +137,7 @@ def _supervise(
     """As `supervise`, with a launcher that is closed afterwards."""
     try:
         refuse_if_given_up(run)
+        _tell_of_launch(run, job)
         launcher.prepare(program)
         if program.ours:
             for warning in check_ready(config, run).warnings:
@@ -163,6 +165,15 @@ def _supervise(
         # After the job was put back into the queue.
         _end("ending the exporters", lambda: exports.close(complete))
         _end("releasing the lease", lease.release)
+
+
+def _tell_of_launch(run: RunDirectory, job: JobMonitor | None) -> None:
+    """What the watchdog needs if this process is killed before it has an attempt."""
+    if job is None or not job.batch:
+        return
+    history = storage_waits().retry(partial(RunHistory.read, run.ledger))
+    killed = killed_starts(history, job.id)
+    board().tell_launch(killed, history.last_step, str(run.ledger.absolute()))
 
 
 def _bring_to_an_end(context: SupervisorContext) -> ExitCode:

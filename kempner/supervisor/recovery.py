@@ -43,7 +43,7 @@ from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.attempt import AttemptFollower
 from kempner.supervisor.context import SupervisorContext
 from kempner.supervisor.launchers.base import CannotRestart
-from kempner.supervisor.monitors.hangs import is_deadlock
+from kempner.supervisor.monitors.deadlocks import is_deadlock
 from kempner.supervisor.nodes.exclusion import NO_ANSWER
 from kempner.supervisor.policy.outcome import Decision, RankExit, is_lost
 from kempner.supervisor.policy.restart import (

@@ -92,7 +92,8 @@ class LastWords:
         self.uncommitted = None  # the exception says more
         code = _code_of(error, self._rank_link)
         if not isinstance(error, RunError):
-            where = f"{place_of(error.__traceback__).words}: " if after_loop else ""
+            told = after_loop or code is ExitCode.PEERS_LOST
+            where = f"{place_of(error.__traceback__).words}: " if told else ""
             self._rank_link.leave(code, f"{where}{type(error).__name__}: {error}")
             return False
         self._status = code

@@ -33,7 +33,7 @@ HEAD = """\
 <!-- Made from promises.toml by scripts/docs/promise_page.py: change it there. -->
 # Promises
 
-What kempner promises to whoever runs it, and the tests that hold it to that: {summary}. The test \
+What kempner promises to its users, and the tests that hold it to that: {summary}. The test \
 suite fails if one of these tests is not there, or was skipped where everything must run.
 """
 

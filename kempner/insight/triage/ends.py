@@ -63,7 +63,8 @@ _STATES = {
 class End:
     """The end of processes: `status` is an exit code, or minus a signal's number.
 
-    `cause` names the row of the table. `first` says that torchrun saw it fail first on its node.
+    `cause` names the row of the table. `first` says that torchrun saw it fail first on its node,
+    `task` that its `ranks` are tasks of srun.
     """
 
     line: LogLine
@@ -74,6 +75,7 @@ class End:
     ranks: tuple[int, ...] = ()
     node: str | None = None
     first: bool = False
+    task: bool = False
 
 
 _BY_STATUS: dict[int, tuple[str, SignLevel, Sure]] = {
@@ -166,7 +168,7 @@ class EndReader:
             return None
         status = plain_status(int(exited[1])) if exited else said[0]
         ranks = () if self.elastic else spread_out(found["ranks"])
-        end = _end(line, status, node=found["node"], ranks=ranks)
+        end = replace(_end(line, status, node=found["node"], ranks=ranks), task=bool(ranks))
         killed = self._ending and status in (-9, -15)
         return replace(end, level=SignLevel.CASCADE) if killed else end
 

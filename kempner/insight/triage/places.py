@@ -32,10 +32,14 @@ class Places:
     """By node: the rank of its local rank 0, as torchrun counts, which numbers a node in a row."""
     uses: dict[str, tuple[str, LogLine]] = field(default_factory=dict)
     """By node: the first address that NCCL says to use there, and the line."""
+    tasks: dict[int, str] = field(default_factory=dict)
+    """By task of srun: its node."""
+    highest: int = -1  # of the ranks that wrote a line
     world: int | None = None
 
     def learn(self, line: LogLine) -> None:
         text, rank = line.text, line.rank
+        self.highest = max(self.highest, -1 if rank is None else rank)
         if line.node is not None:
             self._see(line.node)
             if (used := _USES.search(text)) is not None and len(self.uses) < _MOST:
@@ -66,6 +70,15 @@ class Places:
             if local_rank is not None:
                 self.local_ranks[short(node), local_rank] = rank
                 self.first_ranks[short(node)] = rank - local_rank
+
+    def place_tasks(self) -> None:
+        """Srun's tasks are the ranks, unless there is one on each node, and ranks are more."""
+        nodes = {short(node) for node in self.tasks.values()}
+        spread = {0, 1} <= self.tasks.keys() and len(nodes) == len(self.tasks)
+        if spread and self.highest >= len(nodes):
+            self.tasks.clear()
+        for task, node in self.tasks.items():
+            self.place(task, node)
 
     def _see(self, node: str) -> None:
         if len(self.seen) < _MOST:

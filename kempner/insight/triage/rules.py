@@ -38,7 +38,8 @@ class Blame(IntEnum):
 class Sign:
     """A regular expression for the text of a line, or for `Type: message` of an exception.
 
-    With `warned` it counts also where it is only a warning.
+    With `warned` it counts also where it is only a warning, with `within` only of an exception
+    that a function of such a name is in the way of.
     """
 
     pattern: str
@@ -46,10 +47,16 @@ class Sign:
     sure: Sure = Sure.CERTAIN
     blame: Blame = Blame.WRITER
     warned: bool = False
+    within: str = ""
 
     @cached_property
     def regex(self) -> re.Pattern[str]:
         return re.compile(self.pattern)
+
+    def search(self, text: str, through: str = "") -> re.Match[str] | None:
+        """In a text, or in an exception raised `through` these functions."""
+        found = self.regex.search(text)
+        return found if found is None or re.search(self.within, through) else None
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,7 @@ class About:
 
     `frame` is the user's line of code, `status` how the process ended, if the line tells an end,
     and `first` that torchrun saw this end first on its node. `everywhere`: it is no single rank's.
+    `task`: its `ranks` are numbers of srun's tasks.
     """
 
     ranks: tuple[int, ...] = ()
@@ -172,6 +173,7 @@ class About:
     status: int | None = None
     first: bool = False
     everywhere: bool = False
+    task: bool = False
 
     @classmethod
     def writer(cls, line: LogLine, frame: str = "") -> Self:
@@ -403,12 +405,16 @@ class Scan:
             self._signed(*hit, told, "")
 
     def _ended(self, end: End) -> None:
-        if end.node is not None:
+        if end.node is not None and end.task:
+            self.places.tasks.update(dict.fromkeys(end.ranks, end.node))
+        elif end.node is not None:
             for rank in end.ranks:
                 alone = len(end.ranks) == 1
                 pid, local_rank = (end.line.pid, end.line.local_rank) if alone else (None, None)
                 self.places.place(rank, end.node, pid, local_rank)
-        about = About(end.ranks, end.node, end.line.pid, status=end.status, first=end.first)
+        about = About(
+            end.ranks, end.node, end.line.pid, status=end.status, first=end.first, task=end.task
+        )
         self.findings.add(self._found(CAUSES[end.cause], end.level, end.sure, end.line, about))
 
     def _raised(self, raised: FoundException) -> None:
@@ -416,13 +422,14 @@ class Scan:
         if "terminated with" in raised.text and (end := self._ends.feed(line)) is not None:
             self._ended(end)
             return
-        if (hit := match(raised.text)) is not None:
+        if (hit := match(raised.text, through=raised.through)) is not None:
             self._signed(*hit, line, frame, raised.doubtful)
             return
         level = SignLevel.SYMPTOM if is_of_peer(raised.text) else SignLevel.CAUSE
         level = SignLevel.CASCADE if raised.follows else level
         about = About.writer(line, frame)
-        finding = self._found(RAISED, level, Sure.CERTAIN, line, about)
+        sure = Sure.CERTAIN if raised.own else Sure.LIKELY
+        finding = self._found(RAISED, level, sure, line, about)
         self.findings.add(replace(finding, doubtful=raised.doubtful), raised=True)
 
     def _signed(
@@ -453,12 +460,17 @@ class Scan:
         return LogFinding(cause, level, sure, line, self.lines, self.steps.made, about)
 
 
-def match(text: str, warning: bool = False) -> tuple[Sign, Cause, re.Match[str]] | None:
-    """The first row of the table that knows this text; of a `warning` only those that may."""
+def match(
+    text: str, warning: bool = False, through: str = ""
+) -> tuple[Sign, Cause, re.Match[str]] | None:
+    """The first row of the table that knows this text; of a `warning` only those that may.
+
+    `through` are the functions through which an exception came.
+    """
     for sign, cause in TABLE:
         if warning and not sign.warned:
             continue
-        found = sign.regex.search(text)
+        found = sign.search(text, through)
         if found is not None:
             return sign, cause, found
     return None

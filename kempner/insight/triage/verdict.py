@@ -21,6 +21,14 @@ from kempner.run.output.units import spans
 
 _OF_SLURM = ("srun: ", "slurmstepd: ")  # whose lines are of the whole step, where they name no node
 WAITS = {"nccl_timeout", "gloo_timeout"}  # ranks that waited for another
+_FELT_AS = {
+    "host_out_of_memory": ("loader_worker_died",),
+    **dict.fromkeys(
+        ("gpu_lost", "gpu_memory_error", "gpu_link"), ("cuda_failure", "illegal_memory_access")
+    ),
+}
+"""How the one rank that was hit tells what the kernel or the driver tells without a rank."""
+
 ABORTED = -6  # SIGABRT: how torch's watchdog ends a rank that lost another
 
 
@@ -47,9 +55,9 @@ def find_failure(
         return end.ranks[0], end.node, (f"rank {end.ranks[0]} ended, and reports no other rank",)
     ended = [f for f in fatal if f.status is not None and f.ranks and f.level < SignLevel.CASCADE]
     rank = first.ranks[0] if first.ranks else _rank_of_end(first, same, ended)
-    if rank is None and first.cause.name == "host_out_of_memory":
-        # The kernel took a process of the data loader, of the only rank that lost one.
-        lost = {rank for f in fatal if f.cause.name == "loader_worker_died" for rank in f.ranks}
+    if rank is None and first.cause.name in _FELT_AS:
+        felt = _FELT_AS[first.cause.name]
+        lost = {rank for f in fatal if f.cause.name in felt for rank in f.ranks}
         rank = lost.pop() if len(lost) == 1 else None
     node = first.node
     if node is None and rank is not None:
@@ -211,6 +219,7 @@ class Verdict:
 
 def decide(scan: Scan) -> Verdict:
     """The earliest of what is nearest to the beginning."""
+    scan.places.place_tasks()
     found = [_placed(finding, scan) for finding in scan.findings]
     fatal = [finding for finding in found if _steps_after(scan, finding) < SURVIVED]
     fatal = _without_doubtful(_without_passed_by(scan, fatal))
@@ -254,6 +263,8 @@ def _steps_after(scan: Scan, finding: LogFinding) -> int:
 def _placed(finding: LogFinding, scan: Scan) -> LogFinding:
     """With rank or node added where the other tells it."""
     about = finding.about
+    if about.task and not scan.places.tasks:
+        about = replace(about, ranks=())
     if not about.ranks and about.pid is not None:
         rank = scan.places.rank_of(about.pid, about.node)
         about = about if rank is None else replace(about, ranks=(rank,))

@@ -42,6 +42,7 @@ from kempner.run.link.messages import Caller, Post, Role, shorten
 from kempner.run.link.wire import Connection, connect_here
 from kempner.run.output.console import leave
 from kempner.run.output.logs import logger
+from kempner.run.process.collectives import flight_record
 from kempner.run.process.exit_codes import LEFT_EARLY, ExitCode
 from kempner.run.process.whereabouts import CodePlace
 from kempner.run.record.events import ConnectionsStalled, LedgerEvent, StandsAt
@@ -180,6 +181,7 @@ class ControlClient:
     ) -> None:
         self._launch, self._caller, self._react = launch, caller_of(launch, rank), react
         self._stacks = run.stacks(launch.attempt.number, rank)
+        self._flight = run.flight(launch.attempt.number, rank)
         self._reports = RankReports(progress, react.measure)
         self._deadlines = RankDeadlines(progress, react.patience, react.grace)
         self._outbox = Outbox(decode_from_rank)
@@ -285,6 +287,7 @@ class ControlClient:
                 self._dump_stacks()
                 self._tell_place()
                 self._tell_of_stalled()
+                self._dump_flight()
 
     def _dump_stacks(self) -> None:
         try:
@@ -292,6 +295,14 @@ class ControlClient:
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
             logger().warning("cannot write the stacks", reason=error.strerror)
+
+    def _dump_flight(self) -> None:
+        if not (record := flight_record()):
+            return
+        try:
+            self._flight.write_bytes(record)
+        except OSError as error:
+            logger().warning("cannot write the flight record", reason=error.strerror)
 
     def _tell_place(self) -> None:
         if (place := self._reports.place()) != CodePlace():

@@ -48,6 +48,10 @@ class CollectivesUnderWay:
     begun: Mapping[str, int] = field(default_factory=dict)
 
 
+NONE_UNDER_WAY = CollectivesUnderWay()
+"""What most reports say, of thousands of ranks a second: made once."""
+
+
 def collectives_under_way(thread: int | None) -> CollectivesUnderWay:
     """Those of a thread (`threading.get_ident`), or of all; nothing where it cannot be known. Both
     the recorder and the list of groups are torch's own affair: what they answer in another version
@@ -57,6 +61,17 @@ def collectives_under_way(thread: int | None) -> CollectivesUnderWay:
     except Exception as error:  # noqa: BLE001 - it only tells
         logger().debug("the collectives under way cannot be read", reason=repr(error))
         return CollectivesUnderWay()
+
+
+def flight_record() -> bytes:
+    """All that the recorder has, as torch itself writes it; nothing where there is none."""
+    recorder = sys.modules.get("torch._C._distributed_c10d")
+    dump = getattr(recorder, "_dump_fr_trace", None)
+    try:
+        return b"" if dump is None else bytes(dump(True, False, False))
+    except Exception as error:  # noqa: BLE001 - as above
+        logger().debug("the flight recorder cannot be read", reason=repr(error))
+        return b""
 
 
 def _look(thread: int | None) -> CollectivesUnderWay:

@@ -26,10 +26,16 @@ _BACKWARD = f"{os.sep}torch{os.sep}autograd{os.sep}"
 _WRAPPERS = ("wrapper", "wait", "_wait")
 
 BUSY = 0.25
-"""CPU seconds between two looks, a second apart, of a thread that computes in native code."""
+"""Seconds between two looks, a second apart, in which a thread that computes has a processor or
+waits for one. Its place in Python may be the same at each look: it lets others run only at certain
+instructions."""
 
 TRANSFERS = 1 << 18
 """Bytes that the process reads and writes between two looks, while native code loads a file."""
+
+WAKES = 3
+"""How often a thread at least goes on between two looks that takes in what comes over a network bit
+by bit: neither its processor time nor the bytes of a socket tell that."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +56,9 @@ class Whereabouts:
     """Looks at the thread that made this."""
 
     def __init__(self) -> None:
-        self.thread = threading.get_ident()
+        self.thread, self._number = threading.get_ident(), threading.get_native_id()
         self._seen = 0
-        self._cpu, self._io = 0.0, 0
+        self._cpu, self._io, self._woken = 0.0, 0, 0
         self.in_backward = False
         """Whether it was in a backward pass, whose collectives other threads begin."""
         self.moves = 0
@@ -72,14 +78,24 @@ class Whereabouts:
         return place
 
     def _works_natively(self) -> bool:
-        """Whether it has used a processor, or the process has moved bytes, since the last look. Not
-        known where CUDA is in use: a thread that waits for a GPU spins."""
-        cpu, io = time.clock_gettime(time.pthread_getcpuclockid(self.thread)), _bytes_moved()
-        works = cpu - self._cpu > BUSY or io - self._io > TRANSFERS
-        self._cpu, self._io = cpu, io
+        """Whether it has used a processor or has gone on now and then, or the process has moved
+        bytes, since the last look. Not known where CUDA is in use: a thread that waits for a GPU
+        spins."""
+        cpu, io = self._processor_time(), _bytes_moved()
+        woken = _woken(self._number)
+        works = cpu - self._cpu > BUSY or io - self._io > TRANSFERS or woken - self._woken >= WAKES
+        self._cpu, self._io, self._woken = cpu, io, woken
         # Another thread may be importing it: then it cannot be in use yet.
         in_use = getattr(sys.modules.get("torch.cuda"), "is_initialized", bool)
         return works and not in_use()
+
+    def _processor_time(self) -> float:
+        """Seconds in which the thread had a processor, and in which it waited for one."""
+        try:
+            told = Path(f"/proc/self/task/{self._number}/schedstat").read_text().split()
+            return (int(told[0]) + int(told[1])) / 1e9
+        except (OSError, ValueError, IndexError):
+            return time.clock_gettime(time.pthread_getcpuclockid(self.thread))
 
 
 def place_of(trace: TracebackType | None) -> CodePlace:
@@ -109,13 +125,24 @@ def _is_of_user(file: str) -> bool:
     return not (installed or file.startswith(("<", _OURS, _STANDARD)))
 
 
+def _woken(thread: int) -> int:
+    """How often a thread of this process has gone on after it slept, by proc(5); 0 where the system
+    does not say."""
+    try:
+        lines = Path(f"/proc/self/task/{thread}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt")), 0)
+
+
 def _bytes_moved() -> int:
     """Of this process so far, by proc(5); 0 where the system does not say."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:
         return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+    counted = ("rchar", "wchar", "read_bytes")  # the last: pages of mapped files, too
+    return sum(int(line.split()[1]) for line in lines if line.startswith(counted))
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

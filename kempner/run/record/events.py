@@ -253,6 +253,17 @@ class HangFound(LedgerEvent, name="hang"):
 
 
 @dataclass(frozen=True)
+class GpuFailed(LedgerEvent, name="gpu"):
+    """By the supervisor: when NVIDIA's driver tells of an error of a GPU. One that needs a reset
+    makes its node suspect."""
+
+    node: Annotated[str, "its node"]
+    gpu: Annotated[int, "its index there"]
+    xid: Annotated[int, "number of NVIDIA's error, 0 for what was seen by looking"]
+    reason: Sentence
+
+
+@dataclass(frozen=True)
 class ConnectionsStalled(LedgerEvent, name="stalled"):
     """By any rank: in a hang, when connections of its node deliver nothing. For the supervisor,
     which does not put it into the ledger."""
@@ -359,6 +370,7 @@ class Requeued(LedgerEvent, name="requeued"):
     preempted: Annotated[bool, "whether Slurm preempts the job"] = False
     by_rank: Annotated[int | None, "rank that does it, since the supervisor is gone"] = None
     without: Annotated[tuple[str, ...], "nodes that it is kept away from"] = ()
+    starting: Annotated[bool, "whether the supervisor was killed as it started"] = False
 
 
 @dataclass(frozen=True)
@@ -523,8 +535,8 @@ SUBJECTS: Mapping[str, tuple[type[LedgerEvent], ...]] = {
                  Restarting, RunGivenUp, FaultsPlanned),
     "Stops and the end of a run": (StopRequested, Signalled, Stopped, Completed, Left),
     "The Slurm job and its nodes": (Requeued, JobHandedBack, NotRequeued, Resubmitted,
-                                    NodeSuspected, NodesTakenBack, NodesJoined, NodesLeft,
-                                    NodesGivenBack),
+                                    NodeSuspected, GpuFailed, NodesTakenBack, NodesJoined,
+                                    NodesLeft, NodesGivenBack),
     "Hangs, slowness, memory, storage": (HangFound, ConnectionsStalled, StandsAt, StragglerFound,
                                          SlowDownFound, Recovered, MemoryLow, ResourceGrowth,
                                          StorageWaited, PhaseDurationsLearned),

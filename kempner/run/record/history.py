@@ -6,9 +6,12 @@ What a reader makes of the events is its own affair: it asks for those of the ki
 from __future__ import annotations
 
 import json
+import re
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar, overload
 
@@ -17,11 +20,16 @@ from kempner.run.record.events import (
     AttemptStarted,
     CheckpointCommitted,
     LedgerEvent,
+    PhaseDurationsLearned,
+    RankReady,
+    Restarting,
     Resumed,
+    RolledBack,
+    StartedAnew,
     parse_event,
 )
 from kempner.run.record.ledger import FileTail, Ledger, parse_lines
-from kempner.run.record.save_times import Durations
+from kempner.run.record.save_times import REMEMBERED, Durations
 
 E = TypeVar("E", bound=LedgerEvent)
 F = TypeVar("F", bound=LedgerEvent)
@@ -39,6 +47,19 @@ class Entry(Generic[E_co]):
     attempt: int
 
 
+KEPT = 64
+"""Of events that each attempt has, and of which only the last ones count: how many are kept."""
+
+_OVERTAKEN = (
+    AttemptStarted,
+    CheckpointCommitted,
+    PhaseDurationsLearned,
+    RankReady,
+    Restarting,
+    Resumed,
+)
+
+
 class RunHistory:
     """The events of a run, oldest first. A line that cannot be understood is passed over. `refresh`
     adds those that were written since, and reads no line twice. What this process records in a
@@ -48,8 +69,9 @@ class RunHistory:
         self, lines: Iterable[Mapping[str, Any]] = (), tail: FileTail | None = None
     ) -> None:
         self._tail, self._lock = tail, threading.Lock()
-        self._entries: list[Entry[LedgerEvent]] = []
         self._own: dict[bytes, Entry[LedgerEvent]] = {}
+        self._thins = False
+        self._forget()
         self.add(lines)
 
     @classmethod
@@ -60,9 +82,19 @@ class RunHistory:
         return history
 
     @classmethod
+    def to_resume(cls, ledger: Path) -> Self:
+        """What of it a rank needs that goes on: it starts as fast after thousands of attempts as
+        after one. Raises `OSError`."""
+        history = cls(tail=FileTail(ledger, keep=needed_to_resume))
+        history.read_on()
+        return history
+
+    @classmethod
     def of(cls, ledger: Ledger) -> Self:
-        """The same, with what this process records in the ledger. Raises `OSError`."""
+        """The same, with what this process records in the ledger, and without what later events
+        have overtaken: it is not larger after thousands of attempts. Raises `OSError`."""
         history = cls(tail=FileTail(ledger.path))
+        history._thins = True
         ledger.tell(history._hear)
         history.read_on()
         return history
@@ -93,13 +125,42 @@ class RunHistory:
             read = read[next(starts, 0) :]
         with self._lock:
             if anew:
-                self._entries = []
+                self._forget()
             for line in lines:
                 self._own.pop(line, None)
             self.add(read)
 
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        self._entries += (entry for line in lines if (entry := _parse_entry(line)) is not None)
+        for line in lines:
+            if (entry := _parse_entry(line)) is not None:
+                self._places[type(entry.event)].append(len(self._entries))
+                self._entries.append(entry)
+                _take_step(self._steps, entry.event)
+        if self._thins and any(len(self._places[kind]) > 2 * KEPT for kind in _OVERTAKEN):
+            entries, steps = self._entries, self._steps
+            kept = {at for places in map(self._kept, self._places) for at in places}
+            self._forget()
+            self._steps = steps
+            for at in sorted(kept):
+                self._places[type(entries[at].event)].append(len(self._entries))
+                self._entries.append(entries[at])
+
+    def _kept(self, kind: type[LedgerEvent]) -> list[int]:
+        places = self._places[kind]
+        if kind not in _OVERTAKEN:
+            return places
+        longest: dict[int, tuple[float, int]] = {}  # of starts, by ranks: of all, not of the last
+        for at in places:
+            event = self._entries[at].event
+            if isinstance(event, PhaseDurationsLearned) and (start := event.phases.get("start")):
+                found = (start.median + start.spread, at)
+                longest[event.ranks] = max(found, longest.get(event.ranks, found))
+        return [*(at for _, at in longest.values()), *places[-KEPT:]]
+
+    def _forget(self) -> None:
+        self._entries: list[Entry[LedgerEvent]] = []
+        self._places: defaultdict[type[LedgerEvent], list[int]] = defaultdict(list)
+        self._steps: dict[str, int] = {}
 
     @overload
     def entries(self, kind: type[E], /) -> list[Entry[E]]: ...
@@ -110,10 +171,14 @@ class RunHistory:
         self, kind: type[E], other: type[F], third: type[G], /
     ) -> list[Entry[E | F | G]]: ...
     def entries(self, *kinds: type[LedgerEvent]) -> list[Any]:
-        """The events of up to three kinds, in the order in which they were written."""
+        """The events of up to three kinds, in the order in which they were written; of all for
+        `LedgerEvent`."""
         with self._lock:
-            known = (*self._entries, *self._own.values())
-        return [entry for entry in known if isinstance(entry.event, kinds)]
+            if LedgerEvent in kinds:
+                return [*self._entries, *self._own.values()]
+            places = [self._places[kind] for kind in kinds if kind in self._places]
+            read = [self._entries[at] for at in sorted(chain.from_iterable(places))]
+            return [*read, *(own for own in self._own.values() if isinstance(own.event, kinds))]
 
     @overload
     def events(self, kind: type[E], /) -> list[E]: ...
@@ -129,11 +194,10 @@ class RunHistory:
 
     @property
     def durations(self) -> Durations:
-        durations = Durations()
-        for commit in self.events(CheckpointCommitted):
-            if commit.took is not None and not commit.suspended:
-                durations = durations.with_another(commit.took)
-        return durations
+        newest_first = reversed(self.events(CheckpointCommitted))
+        took = (commit.took for commit in newest_first if not commit.suspended)
+        last = list(islice((each for each in took if each is not None), REMEMBERED))
+        return Durations(tuple(reversed(last)))
 
     @property
     def last_step(self) -> int | None:
@@ -149,12 +213,43 @@ class RunHistory:
 
     @property
     def _newest(self) -> dict[str, int]:
-        newest: dict[str, int] = {}
-        for event in self.events(CheckpointCommitted, Resumed):
-            further = event.step > newest.get(event.place, 0)
-            if isinstance(event, CheckpointCommitted) or further:
-                newest[event.place] = event.step
+        """By place."""
+        with self._lock:
+            newest, own = dict(self._steps), list(self._own.values())
+        for entry in own:
+            _take_step(newest, entry.event)
         return newest
+
+
+def _take_step(newest: dict[str, int], event: LedgerEvent) -> None:
+    if isinstance(event, CheckpointCommitted) or (
+        isinstance(event, Resumed) and event.step > newest.get(event.place, 0)
+    ):
+        newest[event.place] = event.step
+
+
+_KIND = re.compile(rb'"event": "(\w+)"')
+_PLACE = re.compile(rb'"place": "([^"]*)"')
+_COMMITTED, _RESUMED = CheckpointCommitted.name.encode(), Resumed.name.encode()
+_RARE = {StartedAnew.name.encode(), RolledBack.name.encode()}
+
+
+def needed_to_resume(lines: list[bytes]) -> list[bytes]:
+    """Of the lines of a ledger: where the run begun and rolled back, and by place the last commits
+    and what was resumed since. What one of these says, later ones of its place have overtaken."""
+    kept, commits = list[bytes](), Counter[bytes]()
+    for line in reversed(lines):
+        found = _KIND.search(line)
+        kind = b"" if found is None else found[1]
+        if kind in _RARE:
+            kept.append(line)
+        elif kind in (_COMMITTED, _RESUMED):
+            named = _PLACE.search(line)
+            place = b"" if named is None else named[1]
+            if commits[place] < (2 * REMEMBERED if kind == _COMMITTED else 1):
+                kept.append(line)
+            commits[place] += kind == _COMMITTED
+    return kept[::-1]
 
 
 def _parse_entry(line: Mapping[str, Any]) -> Entry[LedgerEvent] | None:

@@ -88,6 +88,10 @@ class RunDirectory:
         """The stacks of a rank's threads, as often as they were asked for."""
         return self.attempt(attempt) / f"rank-{rank:05d}.stacks"
 
+    def flight(self, attempt: int, rank: int) -> Path:
+        """What torch's flight recorder has of a rank's collectives, for `torchfrtrace`."""
+        return self.attempt(attempt) / f"flight-{rank}"
+
     def heartbeat(self, attempt: int, rank: int) -> Path:
         """How far a rank is whose program does not import kempner, as it says itself."""
         return self.attempt(attempt) / f"rank-{rank:05d}.heartbeat"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from math import inf
@@ -42,6 +43,7 @@ from kempner.supervisor.launchers.agents.invitation import Invitation
 from kempner.supervisor.launchers.agents.messages import (
     DepartureRequest,
     Ended,
+    GpuTold,
     KillRanks,
     Question,
     RanksStill,
@@ -76,6 +78,9 @@ AWAY, HUNG_UP = 15.0, 1.0
 """Seconds after which an agent of another job whose link is over is not waited for; where its
 process has ended, as a rule. One that lives connects at once, and can join again later."""
 
+FRESH = 90.0
+"""Seconds for which it holds that ranks are at work, which agents tell every half a minute."""
+
 LEFT = "it has left the run"
 
 
@@ -106,7 +111,8 @@ class Launcher:
         self._attempt = 0
         self._killed_at: float | None = None
         self._clock = AwakeClock()
-        self._still: dict[str, tuple[RankStill, ...]] = {}
+        self._still: dict[str, tuple[float, tuple[RankStill, ...]]] = {}
+        self._gpus: deque[tuple[str, GpuTold]] = deque()
         self._unheard: tuple[str, ...] = ()
         self._invited: tuple[Path, Invitation] | None = None
 
@@ -254,11 +260,19 @@ class Launcher:
         return bool(self._ranks.nodes())
 
     def still(self) -> dict[int, Stillness]:
-        """The ranks of this attempt that do nothing, as their agents see it from outside; of a
-        program of the user's own alone."""
-        told = [rank for ranks in list(self._still.values()) for rank in ranks]
-        at = {of.rank: of.place and CodePlace(*of.place) for of in told}
-        return {of.rank: Stillness(of.idle, of.still, at[of.rank]) for of in told}
+        """What the ranks of this attempt do, as their agents see it from outside; of a program of
+        the user's own alone."""
+        found = {}
+        for told_at, ranks in list(self._still.values()):
+            fresh = time.monotonic() - told_at < FRESH
+            for of in ranks:
+                place = of.place and CodePlace(*of.place)
+                found[of.rank] = Stillness(of.idle, of.still, place, of.works and fresh)
+        return found
+
+    def gpu_news(self) -> list[tuple[str, GpuTold]]:
+        """What nodes have told of their GPUs since this was asked for."""
+        return [self._gpus.popleft() for _ in range(len(self._gpus))]
 
     def waits(self) -> bool:
         """Whether the agents cannot be started yet, because Slurm does not answer, say."""
@@ -384,17 +398,28 @@ class Launcher:
 
     def _await_agents(self) -> None:
         """Until each node that is used has an agent; those that do not connect are started again,
-        and speak over srun. A node where that does not help either has lost its ranks."""
+        and speak over srun. A node where that does not help either has lost its ranks, and so has
+        one that is cut off: its agent was connected before, and those of other nodes are."""
         connected = lambda: self._agents.waits or not self._unconnected(self.used)  # noqa: E731
         if self._fleet.wait_until(connected, self._agents.time_to_come()):
             return
-        missing = sorted(self._unconnected(self.used))
-        logger().warning("agents do not connect, and are spoken to through srun", nodes=missing)
+        missing = self._unconnected(self.used)
+        if len(missing) < len(self.used):
+            cut_off = {node for node in missing if self._fleet.seen(node) is not None}
+            self._lose_agents(cut_off, "a node is cut off from the network")
+            missing -= cut_off
+        if not missing:
+            return
+        what = "agents do not connect, and are spoken to through srun"
+        logger().warning(what, nodes=sorted(missing))
         self._agents.reach_by_srun(missing)
         if not self._fleet.wait_until(connected, self._agents.time_to_come()):
-            for node in self._unconnected(self.used):
-                logger().warning("a node has no agent", node=node)
-                self._agents.forget(node)
+            self._lose_agents(self._unconnected(self.used), "a node has no agent")
+
+    def _lose_agents(self, nodes: Collection[str], why: str) -> None:
+        for node in nodes:
+            logger().warning(why, node=node)
+            self._agents.forget(node)
 
     def _unconnected(self, nodes: Collection[str]) -> set[str]:
         """Those of these nodes that are of the job, and have no agent yet."""
@@ -542,18 +567,30 @@ class Launcher:
             case RankNews() | SummedReports():
                 if self._channel is not None:
                     self._channel.hear(node, news)
-            case RanksStill(attempt, ranks) if attempt == self._attempt:
-                self._still[node] = ranks
+            case GpuTold():
+                self._gpus.append((node, news))
+            case RanksStill(attempt) if attempt == self._attempt:
+                self._note_use(node, news)
             case AgentDisconnected(reason, hung_up):
                 self._cut_off(node, reason, hung_up)
-            case AgentConnected(joins=joins):
-                self._cut_off(node, "its agent has connected again", False)
-                if joins is not None and self._nodes.joined.come(node, news.pid, joins):
-                    self._lose(node, None)  # with the agent before
+            case AgentConnected():
+                self._welcome(node, news)
             case DepartureRequest():
                 self._nodes.joined.depart(node, news)
                 if node not in self.used:
                     self._fleet.dismiss(node)
+
+    def _welcome(self, node: str, agent: AgentConnected) -> None:
+        self._cut_off(node, "its agent has connected again", False)
+        if agent.joins is not None and self._nodes.joined.come(node, agent.pid, agent.joins):
+            self._lose(node, None)  # with the agent before
+
+    def _note_use(self, node: str, told: RanksStill) -> None:
+        """Places are told but once, in a hang."""
+        _, before = self._still.get(node, (0.0, ()))
+        seen = {of.rank: of.place for of in before if of.place is not None}
+        ranks = (replace(of, place=of.place or seen.get(of.rank)) for of in told.ranks)
+        self._still[node] = time.monotonic(), tuple(ranks)
 
     def _cut_off(self, node: str, reason: str, hung_up: bool) -> None:
         if self._channel is not None:

@@ -27,6 +27,7 @@ from kempner.supervisor.launchers.agents.messages import (
     Answer,
     AttemptCleared,
     Ended,
+    GpuTold,
     LeaveOrder,
     RanksStill,
     TaskBinding,
@@ -90,7 +91,8 @@ class LinkHere:
     def say(self, message: Message) -> None:
         """Have it heard."""
         assert isinstance(
-            message, Answer | Ended | RanksStill | AttemptCleared | RankNews | SummedReports
+            message,
+            Answer | Ended | RanksStill | GpuTold | AttemptCleared | RankNews | SummedReports,
         )
         self._hear(self._node, message)
 

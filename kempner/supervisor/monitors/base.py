@@ -69,18 +69,14 @@ def learned(history: RunHistory, ranks: int) -> dict[Phase, DurationStats]:
     """The newest phase durations in a run's history with the same number of ranks.
 
     Of starts, the longest: ranks that are forked start at once, and the next job imports anew."""
-    ours = [
-        {
-            phase: DurationStats(**asdict(event.phases[phase]))
-            for phase in Phase
-            if phase in event.phases
-        }
-        for event in history.events(PhaseDurationsLearned)
-        if event.ranks == ranks
-    ]
+    ours = [e.phases for e in history.events(PhaseDurationsLearned) if e.ranks == ranks]
+    if not ours:
+        return {}
+    newest = {phase: ours[-1][phase] for phase in Phase if phase in ours[-1]}
     starts = [each[Phase.START] for each in ours if Phase.START in each]
-    longest = {Phase.START: max(starts, key=lambda start: start.long)} if starts else {}
-    return {**ours[-1], **longest} if ours else {}
+    if starts:
+        newest[Phase.START] = max(starts, key=lambda start: start.median + start.spread)
+    return {phase: DurationStats(**asdict(times)) for phase, times in newest.items()}
 
 
 def longer(some: PhaseDurations, others: PhaseDurations) -> dict[Phase, DurationStats]:

@@ -1,19 +1,12 @@
-"""Tells a hang from a slow step, and gathers its evidence before the ranks are killed.
-
-Ranks that wait for each other in collectives hang for ever. A rank that waits in a collective waits
-for each member of its group that has not come to the same one: the same number of the group, and
-the same operation. Members that have come elsewhere under the same number never come. It is a
-deadlock where none of the ranks that are waited for is at work: it waits in the same circle, or has
-left. This is the usual search for a knot in a wait-for graph (Knapp 1987, Deadlock detection in
-distributed databases, the AND model)."""
+"""Tells a hang from a slow step, and gathers its evidence before the ranks are killed."""
 
 from __future__ import annotations
 
 import os
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import TypeAlias
@@ -23,7 +16,6 @@ from kempner.probe.processes import came_after, of_process, still_runs
 from kempner.run.control.heartbeat import Standstill, patience
 from kempner.run.control.protocol import Connected, DumpStacks, FromSupervisor, Phase, Report
 from kempner.run.output.logs import logger
-from kempner.run.process.collectives import CollectiveCall, CollectivesUnderWay
 from kempner.run.process.retry import LONGEST_PAUSE
 from kempner.run.process.threads import start_thread
 from kempner.run.process.whereabouts import CodePlace
@@ -96,145 +88,6 @@ class ProcessLook:
         self.lines.extend(f"{node}: {line}" for line in told or ["no answer"])
 
 
-CONFIRMED, LEFT = 3.0, 10.0
-"""Seconds for which ranks must have stood in the same deadlock, whose reports are of moments up to
-two seconds apart; and where a rank has ended that may have sent its part before."""
-
-TOLD = 4
-"""Different places that a sentence tells of at most."""
-
-_DEADLOCK = "deadlock: "
-
-
-@dataclass(frozen=True)
-class RankWait:
-    """What a rank waits in, as its newest report has it, and the line of its program."""
-
-    collectives: CollectivesUnderWay
-    line: str = ""
-
-
-@dataclass(frozen=True)
-class Deadlock:
-    """Ranks that wait in collectives that cannot end; `left` are those that they wait for and that
-    have ended."""
-
-    waits: Mapping[int, RankWait]
-    left: tuple[int, ...] = ()
-
-    @property
-    def sentence(self) -> str:
-        """Who waits where, as "rank 3 waits in all_reduce at train.py:14"."""
-        found: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-        for rank, wait in sorted(self.waits.items()):
-            found[(wait.collectives.under_way[0].operation, wait.line)].append(rank)
-        told = [
-            f"{named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {operation}"
-            + (f" at {line}" if line else "")
-            for (operation, line), ranks in list(found.items())[:TOLD]
-        ]
-        gone = f", and {named(self.left)} {_has(self.left)} ended" if self.left else ""
-        return f"{_DEADLOCK}{', '.join(told)}{gone}"
-
-    @property
-    def place(self) -> str:
-        """The same for the same mistake in a program, whichever ranks make it."""
-        waits = {(w.collectives.under_way[0].operation, w.line) for w in self.waits.values()}
-        return _DEADLOCK + ", ".join(sorted(f"{what} at {line}" for what, line in waits))
-
-
-def find_deadlock(waits: Mapping[int, RankWait], left: Collection[int]) -> Deadlock | None:
-    """The ranks that can never go on, by what each that waits has begun; those that are in neither
-    are at work, and may come to any collective."""
-    stuck = {rank for rank, wait in waits.items() if wait.collectives.under_way}
-    found_free = True
-    while found_free:
-        free = {
-            rank
-            for rank in stuck
-            if any(
-                not _never_ends(rank, one, waits, left, stuck)
-                for one in waits[rank].collectives.under_way
-            )
-        }
-        stuck -= free
-        found_free = bool(free)
-    if not stuck:
-        return None
-    members = {r for rank in stuck for one in waits[rank].collectives.under_way for r in one.ranks}
-    gone = tuple(sorted(members & set(left)))
-    return Deadlock({rank: waits[rank] for rank in sorted(stuck)}, gone)
-
-
-def _never_ends(
-    rank: int,
-    collective: CollectiveCall,
-    waits: Mapping[int, RankWait],
-    left: Collection[int],
-    stuck: Collection[int],
-) -> bool:
-    """Whether a member of the group will not come to a collective that `rank` is in."""
-    return any(
-        _never_comes(waits[other].collectives, collective, other in stuck)
-        if other in waits
-        else other in left
-        for other in collective.ranks
-        if other != rank
-    )
-
-
-def _never_comes(other: CollectivesUnderWay, collective: CollectiveCall, stuck: bool) -> bool:
-    here = (collective.group, collective.number)
-    for one in other.under_way:
-        if (one.group, one.number) == here:
-            return one.operation != collective.operation
-    return stuck and other.begun.get(collective.group, 0) < collective.number
-
-
-def named(ranks: Collection[int]) -> str:
-    """Ranks for a sentence: "rank 3", "ranks 0 to 2", "ranks 0, 2 and 5"."""
-    first, *others = sorted(ranks)
-    if not others:
-        return f"rank {first}"
-    if others[-1] - first == len(others) and len(others) > 1:
-        return f"ranks {first} to {others[-1]}"
-    head, last = ", ".join(map(str, [first, *others[:-1]][:TOLD])), others[-1]
-    more = "" if len(others) <= TOLD else f", {len(others) - TOLD} others"
-    return f"ranks {head}{more} and {last}"
-
-
-def is_deadlock(raised: str) -> bool:
-    return raised.startswith(_DEADLOCK)
-
-
-def _has(ranks: Collection[int]) -> str:
-    return "has" if len(ranks) == 1 else "have"
-
-
-class DeadlockDetector:
-    """Finds a deadlock of an attempt by the ranks' reports, once it is confirmed."""
-
-    def __init__(self) -> None:
-        self._still: Standstill[Deadlock | None] = Standstill(None, 0.0)
-
-    def check(self, snapshot: Snapshot) -> Sequence[Hang]:
-        waits = {
-            rank: RankWait(report.collectives, report.line)
-            for rank, report in snapshot.reports.items()
-            if report.collectives.under_way
-            and rank not in snapshot.silent
-            and rank not in snapshot.around.ended
-        }
-        found = find_deadlock(waits, snapshot.around.ended) if waits else None
-        self._still = self._still.seen(found, snapshot.now)
-        still = self._still.seconds(snapshot.now)
-        if found is None or still < (LEFT if found.left else CONFIRMED):
-            return ()
-        phase = snapshot.reports[min(found.waits)].phase
-        laggard = found.left[0] if found.left else None
-        return (Hang(found.sentence, laggard, phase, still, found.place),)
-
-
 _ORDER = (
     *(Phase.START, Phase.RENDEZVOUS, Phase.LOAD),
     *(Phase.SAVE, Phase.EVAL, Phase.COMPILE, Phase.STEP, Phase.EXIT),
@@ -281,7 +134,7 @@ class HangDetector:
         self._section, self._must_report, self._hung = section, must_report, hung or {}
         self._still: Standstill[_Places] = Standstill({}, now)
         self._stacks: Standstill[dict[int, int]] = Standstill({}, now)
-        self._told_at = -inf
+        self._worked_at = self._told_at = -inf
 
     def check(self, snapshot: Snapshot) -> Sequence[Hang | LongWork]:
         places = {rank: (r.step, r.phase, r.moves.tries) for rank, r in snapshot.reports.items()}
@@ -291,6 +144,8 @@ class HangDetector:
         known = snapshot.usual if self._must_report or snapshot.joined else {}
         moves = {rank: report.moves.stacks for rank, report in snapshot.reports.items()}
         self._stacks = self._stacks.seen(moves, snapshot.now)
+        if works_unseen(snapshot):
+            self._worked_at = snapshot.now
         still, (limit, phase) = self._still.seconds(snapshot.now), self.patience(known)
         usual_limit = limit
         if not self._must_report and snapshot.joined:
@@ -365,7 +220,8 @@ class HangDetector:
 
     def _moving(self, now: float) -> bool:
         """Whether a rank of a program of the user's own was at work a moment ago."""
-        return self._stacks.seconds(now) <= self._section.hang_timeout_min
+        since = min(self._stacks.seconds(now), now - self._worked_at)
+        return since <= self._section.hang_timeout_min
 
     def _long_work(self, snapshot: Snapshot, still: float, limit: float) -> Sequence[LongWork]:
         """That a rank works for longer than any that waits may stand still, now and then."""
@@ -386,6 +242,24 @@ class HangDetector:
         ceiling = getattr(section.hang_timeout_max_of, phase) or section.hang_timeout_max
         long = None if usual is None else section.hang_factor * usual.long
         return patience(section.hang_timeout_min, ceiling, long)
+
+
+def works_unseen(snapshot: Snapshot) -> list[int]:
+    """The ranks that are at work as their nodes see it from outside, whatever they say themselves:
+    in a child or in other threads than the main one, in native code that lets no thread of Python
+    run, or before they have connected. Not those that wait for others, of which the main thread
+    does nothing that matters."""
+    works = {rank for rank, how in snapshot.around.still.items() if how.works}
+    works -= snapshot.around.ended
+    return sorted(rank for rank in works if not waits_for_others(snapshot, rank))
+
+
+def waits_for_others(snapshot: Snapshot, rank: int) -> bool:
+    report = snapshot.reports.get(rank)
+    if report is None or rank in snapshot.silent:
+        return False
+    collective = report.waiting or report.collectives.under_way
+    return bool(collective) or report.phase is Phase.RENDEZVOUS
 
 
 def _distinct_digits(longer: float, shorter: float) -> tuple[str, str]:
@@ -454,14 +328,17 @@ class HangEvidence:
     def collect(self, hang: Hang, snapshot: Snapshot) -> None:
         """Ask the ranks for their stacks, and look at processes that may be stuck."""
         self.hang, self._began = hang, snapshot.now
-        if hang.silent:
-            seen = snapshot.around.still
-            self._places = {rank: how.place for rank, how in seen.items() if how.place is not None}
         self._tell(DumpStacks())
         self._look = ProcessLook(processes_to_look_at(hang, snapshot), self._ask)
 
-    def complete(self, now: float) -> bool:
-        return self.hang is not None and now - self._began > EVIDENCE and self._look.complete
+    def complete(self, snapshot: Snapshot) -> bool:
+        if self.hang is None or snapshot.now - self._began <= EVIDENCE or not self._look.complete:
+            return False
+        seen, ended = snapshot.around.still, snapshot.around.ended
+        return bool(self.hang.deadlock) or all(
+            rank in self._places or how.place is not None or rank in ended
+            for rank, how in seen.items()
+        )
 
     def hear(self, rank: int, said: ConnectionsStalled | StandsAt) -> None:
         """A rank says which of its node's connections deliver nothing, by their addresses; or where
@@ -482,12 +359,13 @@ class HangEvidence:
             reason = f"rank {cut_off} on {node} is cut off: what is sent to and from it is lost"
             hang = replace(hang, laggard=cut_off, sentence=f"{hang.sentence}; {reason}")
             self._ledger.record(NodeSuspected(node, reason), self._attempt)
-        busy, stands = may_be_at_work(self._places, snapshot.reports), None
-        if (self._places or hang.silent) and not hang.deadlock:
-            places = {str(rank): at.words for rank, at in sorted(self._places.items())}
+        at, stands = self._all_places(snapshot), None
+        if (at or hang.silent) and not hang.deadlock:
+            busy = may_be_at_work(at, snapshot.reports, hang.laggard)
+            places = {str(rank): place.words for rank, place in sorted(at.items())}
             step = max((report.step for report in snapshot.reports.values()), default=0)
             stands = OwnProgramStands(step, places, 0 if hang.silent else busy)
-            where = f"; {_say_places(self._places, busy)}" if places else ""
+            where = f"; {_say_places(at, busy)}" if places else ""
             hang = replace(hang, sentence=hang.sentence + where)
         self.hang = hang
         logger().warning(hang.sentence)
@@ -497,12 +375,26 @@ class HangEvidence:
         told = (hang.sentence, hang.laggard, waiting, processes, still, round(evidence, 1))
         self._ledger.record(HangFound(*told, stands), self._attempt)
 
+    def _all_places(self, snapshot: Snapshot) -> dict[int, CodePlace]:
+        """Where ranks stand: as they say, or else as it is seen from outside. Native code, such as
+        that of a backward pass, may wait in a collective that no line of Python names."""
+        seen = {r: how.place for r, how in snapshot.around.still.items() if how.place}
+        found = {r: at for r, at in {**seen, **self._places}.items() if at.line or at.collective}
+        for rank, at in found.items():
+            report = snapshot.reports.get(rank)
+            if report is not None and not at.collective and report.collectives.under_way:
+                found[rank] = replace(at, collective=report.collectives.under_way[0].operation)
+        return found
 
-def may_be_at_work(places: Mapping[int, CodePlace], reports: Mapping[int, Report]) -> int | None:
-    """The first rank that may be at work between two steps: that waits in no collective.
+
+def may_be_at_work(
+    places: Mapping[int, CodePlace], reports: Mapping[int, Report], laggard: int | None = None
+) -> int | None:
+    """The rank that may be at work between two steps: the one that is behind, or the first that
+    waits in no collective.
 
     None if all do, or if what they are in is no step of the user's."""
-    for rank, place in sorted(places.items()):
+    for rank, place in sorted(places.items(), key=lambda item: (item[0] != laggard, item[0])):
         report = reports.get(rank)
         in_step = report is not None and report.phase in (Phase.STEP, Phase.COMPILE)
         if in_step and report is not None and not (place.collective or report.waiting):

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import inf
 from statistics import median
 
@@ -176,15 +176,15 @@ def restart_seconds(history: RunHistory) -> float:
     checkpoint, as the last restarts took them."""
     again = {entry.attempt for entry in history.entries(Restarting, NodesTakenBack)}
     again |= {entry.attempt for entry in history.entries(NodesJoined, NodesLeft)}
-    kinds = history.entries(AttemptEnded, RankReady)
-    took = [
+    newest_first = reversed(history.entries(AttemptEnded, RankReady))
+    took = (
         ready.time - ended.time
-        for ended, ready in pairwise(kinds)
+        for ready, ended in pairwise(newest_first)
         if isinstance(ended.event, AttemptEnded)
         and isinstance(ready.event, RankReady)
         and ended.attempt in again
-    ]
-    return median(took[-REMEMBERED:]) if took else UNMEASURED_RESTART
+    )
+    return median(last) if (last := list(islice(took, REMEMBERED))) else UNMEASURED_RESTART
 
 
 def _not(reason: str) -> GrowDecision:

@@ -186,7 +186,7 @@ def suspects(history: RunHistory, now: float, keep_for: float) -> dict[str, Susp
 
 def is_machine_error(words: str) -> bool:
     """Whether an error is one that a sound GPU does not have, whatever the program."""
-    return bool(_BROKEN.search(words)) and not _MISTAKEN.search(words)
+    return bool(words and _BROKEN.search(words)) and not _MISTAKEN.search(words)
 
 
 def _evidence(event: NodeSuspected | AttemptFailed) -> str:

@@ -114,7 +114,18 @@ def decide_outcome(
         return Decision(_code(first), said, first.rank, final=first.final)
     if any(e.code == ExitCode.STOPPED for e in exits) or stop_requested:
         return Decision(ExitCode.STOPPED, "stopped" + _go_on(stop_requested) + _outstayed(exits))
-    return Decision(ExitCode.PEERS_LOST, "every rank lost a peer; cause unknown")
+    return Decision(ExitCode.PEERS_LOST, _parted(exits))
+
+
+def _parted(exits: Sequence[RankExit]) -> str:
+    """Why ranks have lost a peer though none has failed: one may have left before the others."""
+    left = [e.rank for e in exits if e.code == ExitCode.COMPLETED]
+    lost = next((e for e in exits if e.code == ExitCode.PEERS_LOST), None)
+    if not left or lost is None:
+        return "every rank lost a peer; cause unknown"
+    more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+    said = f": {lost.raised}" if lost.raised else ""
+    return f"rank {left[0]}{more} left with 0 while rank {lost.rank} waited for it{said}"
 
 
 def after_training(decision: Decision, exits: Sequence[RankExit]) -> Decision:

@@ -130,9 +130,8 @@ def failures(history: RunHistory) -> list[Failure]:
         if not isinstance(event, AttemptFailed):
             found.clear()  # a person has looked, and starts again; or it got further than before
         elif event.code != ExitCode.STORAGE_UNAVAILABLE:
-            raised, lost = event.raised, event.node_lost
-            failure = Failure(event.step, event.committed, raised, lost, event.code)
-            found.append(replace(failure, unstarted=event.unstarted))
+            how = event.raised, event.node_lost, event.code, event.unstarted
+            found.append(Failure(event.step, event.committed, *how))
     return found
 
 
@@ -370,11 +369,19 @@ def why_held(job: JobState) -> str:
     return f"Slurm holds the job: {told}; then it continues from its checkpoint"
 
 
+def killed_starts(history: RunHistory, job: str) -> int:
+    """How many launches of `job`, the last ones in a row, were killed as they started."""
+    last = (entry.event for entry in reversed(history.entries(Requeued, AttemptStarted)))
+    killed = lambda e: isinstance(e, Requeued) and e.starting and e.job == job  # noqa: E731
+    return sum(1 for _ in takewhile(killed, last))
+
+
 def requeues_without_progress(history: RunHistory, job: str, step: int | None) -> int:
     """How many of the last requeues of `job`, in a row, found the run at `step`, where it is.
 
     A job that was submitted again by its supervisor is the same job. Requeues of any other job do
-    not count: a user has submitted that one. Nor does a preemption, which the run cannot prevent.
+    not count: a user has submitted that one. Nor does a preemption, which the run cannot prevent,
+    or a kill as the supervisor started (`killed_starts`).
     Of a program that does not say what it saves, only those count after which it made no progress
     (`policy.program`)."""
     chain, steps, submitted = {job}, list[int | None](), False
@@ -389,5 +396,5 @@ def requeues_without_progress(history: RunHistory, job: str, step: int | None) -
             steps += [event.step] if submitted else []
             submitted = False
         elif isinstance(event, Requeued) and event.job in chain and not event.preempted:
-            steps.append(event.step)
+            steps += [] if event.starting else [event.step]
     return sum(1 for _ in takewhile(lambda before: before == step, steps))

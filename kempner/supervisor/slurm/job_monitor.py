@@ -38,7 +38,8 @@ from kempner.supervisor.watchdog.board import board
 
 LOOK_EVERY, FAR_FROM_END = 10.0, 900.0
 """Seconds between two questions to the controller, which serves the whole cluster, and before the
-end of a job until which half of them are enough: signals are followed by a look of their own."""
+end of a job until which a third of them are enough: signals are followed by a look of their
+own."""
 
 SETTINGS_EVERY = 600.0
 """Seconds between two questions about the cluster's settings and clock."""
@@ -251,7 +252,7 @@ class JobMonitor:
         if job is None or job.times.preempt is not None:
             return LOOK_EVERY
         left = self.seconds_left(job)
-        return LOOK_EVERY if left is not None and left < FAR_FROM_END else 2 * LOOK_EVERY
+        return LOOK_EVERY if left is not None and left < FAR_FROM_END else 3 * LOOK_EVERY
 
     def _look_once(self) -> bool:
         """Post what the controller says; whether it said something."""

@@ -61,6 +61,14 @@ class JobBoard:
         self._numbers[_END] = math.inf if end is None else end
         self._numbers[_ENDS_AT] = math.inf if at is None else at
 
+    def tell_launch(self, killed: int, step: int | None, ledger: str) -> None:
+        """A launch of a run begins whose newest commit is of `step`; `killed` is how many launches
+        before it, in a row, were killed as they started."""
+        self._write(_LEDGER, ledger)
+        self._numbers[_FRUITLESS] = killed
+        if step is not None:
+            self.tell_step(step, new=False)
+
     def tell_attempt(self, number: int, fruitless: int, ledger: str) -> None:
         """An attempt begins in a job that may go back into the queue; `fruitless` is how often it
         came back without a new step."""
@@ -113,6 +121,8 @@ class JobBoard:
 
     @property
     def fruitless(self) -> int:
+        """Launches in a row that were killed as they started; once this one follows ranks, returns
+        of the job in a row without a new step."""
         return int(self._numbers[_FRUITLESS])
 
     @property

@@ -230,6 +230,7 @@ def requeued(board: JobBoard, environ: Mapping[str, str], now: float) -> dict[st
         "preempted": False,
         "by_rank": None,
         "without": [],
+        "starting": board.stage is SupervisorStage.STARTING,
     }
 
 

@@ -67,6 +67,10 @@ LATE = 600.0
 MAX_FRUITLESS = 3
 """Times in a row that a job may come back without a new step, as for the supervisor."""
 
+MAX_KILLED_STARTS = 10
+"""The same of one whose supervisor is killed as it starts, which says nothing of the run: what
+fails for some minutes, as memory that others take, does not end it."""
+
 _OWN_FAULT = frozenset(
     {
         signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT,
@@ -88,9 +92,10 @@ class Act(Enum):
 class Sight:
     """What the watchdog knows at a moment.
 
-    `stage`, `fruitless` and `advanced` are the supervisor's, `status` as wait(2) has it, None while
-    it lives. `left` are the seconds until the job's end, infinite without one. `ranks` says whether
-    any are there: None if Slurm has not said so since the supervisor died."""
+    `stage`, `fruitless` (as `JobBoard` has it) and `advanced` are the supervisor's, `status` as
+    wait(2) has it, None while it lives. `left` are the seconds until the job's end, infinite
+    without one. `ranks` says whether any are there: None if Slurm has not said so since the
+    supervisor died."""
 
     stage: SupervisorStage
     status: int | None
@@ -147,8 +152,12 @@ def decide_for_supervisor(sight: Sight, restarts: int, job: JobState) -> Requeue
         return RequeueDecision(False, f"the job is {job.state}: Slurm decides what becomes of it")
     if not job.may_requeue:
         return RequeueDecision(False, "the job was submitted with --no-requeue", refused=True)
-    if sight.fruitless >= MAX_FRUITLESS and not sight.advanced and job.times.preempt is None:
+    starting = sight.stage is SupervisorStage.STARTING
+    most = MAX_KILLED_STARTS if starting else MAX_FRUITLESS
+    if sight.fruitless >= most and not sight.advanced and job.times.preempt is None:
         why = f"the job came back {sight.fruitless} times without a new step"
+        if starting:
+            why = f"the supervisor was killed in {sight.fruitless + 1} starts in a row"
         return RequeueDecision(False, f"{why}: look at why, then submit it again")
     lost = "does not respond" if sight.status is None else "has died"
     return RequeueDecision(True, f"the supervisor {lost}: requeueing the job")
@@ -323,6 +332,7 @@ class Watchdog:
                 case Act.ASK_FOR_RANKS:
                     self._ranks = self._means.ranks(self._launch.number)
                 case Act.STOP_RANKS:
+                    self._ranks = None  # they may leave, or Slurm may say that they cannot be asked
                     self._means.stop_ranks(self._launch.id)
                     self._asked = True
         except SlurmError:

@@ -25,6 +25,7 @@ from kempner.run.record.attempts import Attempt
 from kempner.run.record.ledger import Ledger
 from kempner.supervisor.attempt import AttemptFollower
 from kempner.supervisor.control.rank_roster import AWAY, RankRoster
+from kempner.supervisor.launchers.agents.messages import GpuTold
 from kempner.supervisor.monitors.base import RunTimes
 from kempner.supervisor.slurm.job_monitor import JobView
 
@@ -46,6 +47,9 @@ class Launcher:
 
     def still(self) -> dict[int, Stillness]:
         return {}
+
+    def gpu_news(self) -> list[tuple[str, GpuTold]]:
+        return []
 
     def kill(self) -> None:
         raise AssertionError("the ranks are to be killed")

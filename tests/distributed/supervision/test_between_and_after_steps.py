@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import sys
 import time
 
@@ -179,3 +180,5 @@ def test_ranks_in_different_collectives_are_named_at_once_and_the_second_time_it
     assert said in gave_up["reason"]
     assert "every time: a restart would not help" in gave_up["reason"]
     assert gave_up["advice"].startswith("have all ranks of a process group call the same")
+    recorded = pickle.loads(run.record.flight(1, 0).read_bytes())["entries"]
+    assert "gloo:broadcast" in {e["profiling_name"] for e in recorded if not e["retired"]}

@@ -35,7 +35,7 @@ def test_ranks_that_wait_for_each_other_are_ended_and_those_that_wait_for_work_a
 ) -> None:
     """Before the first word of a program: where its ranks stand is read from outside."""
     (run.folder / "program.py").write_text(PROGRAM)
-    log, limit = run.folder / "job.out", min(slowed(15.0), 60.0)
+    log, limit = run.folder / "job.out", slowed(15.0, most=60.0)
     limits = (f"--resilience.hang_timeout_min={limit}", f"--resilience.hang_timeout_max={limit}")
     where = (f"--run.dir={run.folder}/runs", "--run.name=run", "--nproc=2", *limits)
     command = [*KEMPNER, "supervise", *where, "--", sys.executable, "program.py"]

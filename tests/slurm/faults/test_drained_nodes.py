@@ -35,6 +35,7 @@ def freed(project: Project, job: str, node: str) -> None:
     *_, before, last = project.run.metrics()
     note("drained node", node=node, seconds=seconds, step=round(last["time"] - before["time"], 2))
     assert asked["reason"] == "node_leaves"
+    project.wait_until(job, lambda: project.events("stopped"), "their stop in the ledger")
     (stopped,) = project.events("stopped")
     assert (stopped["reason"], stopped["lost_steps"]) == ("node_leaves", 0)
 

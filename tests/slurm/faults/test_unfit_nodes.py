@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from harness import ROOT, Run
 from lab import Cluster
+from patience import slowed
 from submitting import LONG, Project, assert_like
 
 from kempner.cluster.slurm.hostlist import expand_hosts
 from kempner.run.record.ledger import read_lines
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.every_slurm]
 
 
 def test_a_node_that_does_not_see_the_runs_folder_is_left_out(
@@ -186,7 +187,6 @@ def slow_clock(cluster: Cluster, node: str, folder: Path) -> Iterator[dict[str, 
         cluster.run(node, "umount", str(library))
 
 
-@pytest.mark.every_slurm
 @pytest.mark.skipif(shutil.which("cc") is None, reason="a slow clock needs a C compiler")
 def test_a_batch_host_whose_clock_is_slow_makes_no_other_node_suspect(
     cluster: Cluster, project: Project
@@ -199,7 +199,7 @@ def test_a_batch_host_whose_clock_is_slow_makes_no_other_node_suspect(
     assert suspect["node"] == "node1"
     late = re.fullmatch(r"its clock is (\d+) s behind", suspect["reason"])
     assert late is not None
-    assert 290 < int(late[1]) <= 302
+    assert 300 - slowed(10) < int(late[1]) <= 302  # less by what the answer took
     hosts = [e["host"] for rank in (0, 1) for e in ready(project, rank)]
     assert hosts == ["node2", "node3"]
 

@@ -12,7 +12,7 @@ from submitting import LONG, Project, assert_like
 
 from kempner.cluster.slurm.hostlist import expand_hosts
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.every_slurm]
 
 
 def refusing(project: Project) -> str:
@@ -27,7 +27,6 @@ def refusing(project: Project) -> str:
     return f"{shim.parent}:{os.environ['PATH']}"
 
 
-@pytest.mark.every_slurm
 @pytest.mark.parametrize("who", ["site", "user"])
 def test_a_job_that_may_not_be_requeued_is_submitted_again(
     cluster: Cluster, project: Project, undisturbed: Run, who: str

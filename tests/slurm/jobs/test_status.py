@@ -102,7 +102,7 @@ class Onlooker:
         self.sees("queued", lambda told: told["state"] == "queued")
 
 
-HANG = min(slowed(25.0), 45.0)
+HANG = slowed(25.0, most=45.0)
 """Seconds: long enough to be looked at meanwhile, and shorter than a rank may be cut off."""
 
 PATIENCE = (

@@ -18,7 +18,7 @@ from submitting import LONG, Project, assert_like
 
 from kempner.cluster.slurm.hostlist import expand_hosts
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.every_slurm]
 
 BENT = {"SLURM_TIME_FORMAT": "relative", "SQUEUE_FORMAT": "%i", "SLURM_KILL_BAD_EXIT": "1"}
 """What a user's .bashrc may hold, and what changes how Slurm's commands ask and print."""

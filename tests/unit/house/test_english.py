@@ -1,4 +1,4 @@
-"""Docstrings, comments, messages and names are in standard English.
+"""Docstrings, comments, messages, pages and names are in standard English.
 
 A vague subject (*somebody*) hides whether the user, a process, a rank or a node is meant. A name is
 a noun of docs/glossary.md, or a verb with what it acts on.
@@ -22,6 +22,9 @@ VAGUE = re.compile(
     r"\b(?:who(?:m|so)?ever|(?:no|some|any|every)body|(?:some|any|every)one|no one|so many)\b", re.I
 )
 """Words of which a reader has to guess whom or how many they mean."""
+
+TESTS = re.compile(r"\[[^]]*\]\(\.\./tests/[^)]*\)")
+"""Names of tests, as the pages cite them."""
 
 PROSE = (tokenize.STRING, tokenize.COMMENT)
 
@@ -72,6 +75,17 @@ def test_no_sentence_has_a_vague_subject() -> None:
         "meant, or the number"
         for path in modules()
         for line, word in vague_words(path.read_text())
+    ]
+    assert found == []
+
+
+def test_no_page_has_one_either() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    lines = [(page, line) for page in pages for line in page.read_text().splitlines()]
+    found = [
+        f"{page.relative_to(ROOT)}: {word[0]}: {line[:60]}"
+        for page, line in lines
+        for word in VAGUE.finditer(TESTS.sub("", line))
     ]
     assert found == []
 

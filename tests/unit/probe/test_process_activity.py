@@ -26,6 +26,7 @@ from kempner.probe.activity import (
     Stillness,
     TreeUsage,
     main_place,
+    share_at_work,
 )
 from kempner.run.process.whereabouts import CodePlace
 
@@ -99,6 +100,14 @@ def test_idle_is_what_uses_little_and_still_what_does_not_even_wake(
     assert found.still == (0.0 if works or int(woken) > POLLS * seconds else 7.0 + seconds)
 
 
+def test_on_a_crowded_machine_less_is_work() -> None:
+    assert share_at_work(2, 0.0) == share_at_work(2, 10.0) == WORKS
+    assert share_at_work(2, 100.0) == 0.01
+    before, now = TreeUsage(5.0, 5, {1: 5}), TreeUsage(5.2, 5, {1: 5})
+    assert Stillness().after(before, now, 10.0, share_at_work(2, 100.0)).works
+    assert Stillness().after(before, now, 10.0).idle == 10.0
+
+
 LOOKS = """
 import os, sys
 from kempner.probe.activity import tree_usage
@@ -116,8 +125,8 @@ def test_what_may_not_be_read_is_not_taken_for_idle() -> None:
 
 def test_a_process_that_comes_or_goes_is_work() -> None:
     one, two = TreeUsage(1.0, 1, {1: 1}), TreeUsage(1.0, 1, {1: 1, 2: 0})
-    for before, now in ((one, two), (two, one), (None, one), (one, None)):
-        assert Stillness(7.0, 7.0).after(before, now, 10.0) == Stillness()
+    for before, now, works in ((one, two, True), (two, one, True), (None, one, False)):
+        assert Stillness(7.0, 7.0).after(before, now, 10.0) == Stillness(works=works)
 
 
 @pytest.mark.skipif(not can_trace(), reason="no process may be traced here")

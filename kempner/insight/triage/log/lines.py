@@ -73,6 +73,7 @@ _WRITERS = [
     for pattern in (
         r"\[\d+,(?P<rank>\d+)\]<std(?:out|err)>:\s?",  # mpirun --tag-output
         r"\[[Rr]ank[: ]{0,2}(?P<rank>\d+)\]:?\s?",  # torch; Lightning
+        r"[Rr]ank (?P<rank>\d+): ",
         r"\[(?:default|trainer|worker)(?P<local_rank>\d+)(?:\|\d+)?\]:\s?",  # torchrun --tee
         r"\(\w+ (?:rank=(?P<rank>\d+) )?pid=(?P<pid>\d+)(?:, ip=(?P<node>[\d.]+))?\)\s?",  # Ray
         r"\[(?P<rank>\d+)\] (?=\S+:\d+:\d+ \[\d+\])",  # mpiexec -prepend-rank, before NCCL

@@ -41,6 +41,7 @@ _OF_RAY = re.compile(r"RayTaskError\(.*\(pid=(?P<pid>\d+), ip=(?P<node>[\d.]+)")
 _HANDLED = "During handling of the above exception"
 _CAUSED = "The above exception was the direct cause"
 
+_NEAR = 6  # functions next to where an exception was raised whose names are kept
 _STRAY = 60  # lines of others that may stand inside a traceback before it counts as torn
 
 
@@ -49,7 +50,8 @@ class FoundException:
     """An exception: `Type: message` and the innermost line that is the user's own.
 
     `follows` says that it was raised because of another, `muted` that the program got over it,
-    `doubtful` that it may have.
+    `doubtful` that it may have, `own` that the program's own code raised it and no library;
+    `through` are the innermost functions on the way.
     """
 
     line: LogLine
@@ -58,6 +60,8 @@ class FoundException:
     follows: bool = False
     muted: bool = False
     doubtful: bool = False
+    own: bool = False
+    through: str = ""
 
 
 @dataclass
@@ -68,6 +72,7 @@ class _OpenTraceback:
     rank: int | None = None
     own: str = ""
     last: str = ""
+    through: tuple[str, ...] = ()
     stray: int = 0
 
 
@@ -124,6 +129,7 @@ class Tracebacks:
             begun.last = f"{frame['file']}:{frame['line']}"
             if frame["function"]:
                 begun.last += f" in {frame['function']}"
+                begun.through = (*begun.through, frame["function"])[-_NEAR:]
             if not _LIBRARY.search(frame["file"]):
                 begun.own = begun.last
             return None
@@ -142,7 +148,14 @@ class Tracebacks:
         words = _words(found)
         follows = begun.follows or _CARRIED.search(words) is not None
         return FoundException(
-            said, words, begun.own or begun.last, follows, begun.muted, begun.doubtful
+            said,
+            words,
+            begun.own or begun.last,
+            follows,
+            begun.muted,
+            begun.doubtful,
+            own=bool(begun.own) and begun.own == begun.last,
+            through=" ".join(begun.through),
         )
 
 

@@ -80,7 +80,7 @@ CAUSES = (
         "if other nodes work, exclude this one",
         Sign(r"NVIDIA driver on your system is too old", warned=True),
         Sign(r"CUDA driver version is insufficient"),
-        Sign(r"no kernel image is available|hipErrorNoBinaryForGpu"),
+        Sign(r"no kernel image is available|hipErrorNoBinaryForGpu|invalid device function"),
         Sign(r"forward compatibility was attempted|unsupported display driver"),
         Sign(r"Failed to initialize NVML: Driver/library version mismatch"),
         Sign(r"libcuda\.so\.1: cannot open shared object"),
@@ -115,6 +115,7 @@ MEMORY_CAUSES = (
         Sign(r"OutOfMemoryError: .*(?:GPU|CUDA|HIP|allocate)"),
         Sign(r"Cuda failure '?(?:2 )?'?out of memory|Failed to CUDA (?:calloc|malloc)"),
         Sign(r"cudaErrorMemoryAllocation|cuda failed with error 2 out of memory"),
+        Sign(r"RESOURCE_EXHAUSTED: (?:Out of memory|Failed to allocate)"),
         Sign(r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED", MECHANISM, LIKELY),
     ),
     cause(
@@ -172,6 +173,6 @@ MEMORY_CAUSES = (
         "locked_memory",
         "InfiniBand could not lock memory",
         "raise the limit of locked memory for jobs (ulimit -l unlimited; PropagateResourceLimits)",
-        Sign(r"ibv_(?:reg_mr|create_\w+).*(?:Cannot allocate memory|failed.*ENOMEM)"),
+        Sign(r"ibv_(?:reg_mr|create_\w+).*(?:Cannot allocate memory|failed.*ENOMEM)", sure=LIKELY),
     ),
 )

@@ -6,7 +6,7 @@ number), and what kempner's ledger says of a run, and no log would.
 
 from __future__ import annotations
 
-from kempner.insight.triage.rules import Cause, Sign, cause
+from kempner.insight.triage.rules import Cause, Sign, SignLevel, cause
 from kempner.insight.triage.table import device, scheduler, storage
 
 RAISED = Cause(
@@ -16,6 +16,8 @@ RAISED = Cause(
 )
 """An exception that no rule knows."""
 
+MECHANISM = SignLevel.MECHANISM
+
 PROGRAM_CAUSES = (
     cause(
         "import_error",
@@ -23,7 +25,7 @@ PROGRAM_CAUSES = (
         "install it in the environment that the job uses; if other nodes have it, the environment "
         "is not shared or not activated there",
         Sign(r"^(?:\w+\.)*ModuleNotFoundError\b|No module named '"),
-        Sign(r"^(?:\w+\.)*ImportError: (?!.*(?:undefined symbol|shared object|GLIBC))"),
+        Sign(r"^(?:\w+\.)*ImportError: (?!.*(?:undefined symbol|shared object|GLIBC|ELF ))"),
         Sign(r"(?:VersionConflict|DistributionNotFound|PackageNotFoundError)\b"),
     ),
     cause(
@@ -32,7 +34,21 @@ PROGRAM_CAUSES = (
         "build the extension again for this torch, CUDA and system; do not mix conda, pip and "
         "modules; compare LD_LIBRARY_PATH on the nodes",
         Sign(r"undefined symbol|GLIBC(?:XX)?_[\d.]+' not found"),
-        Sign(r"cannot open shared object file"),
+        Sign(r"cannot open shared object file|invalid ELF header|wrong ELF class"),
+        Sign(r"CUDA Setup failed despite|bitsandbytes library load error"),
+        Sign(r"not compiled with CUDA|compiled without GPU support"),
+        Sign(r"may indicate binary incompatibility|Error: Numpy is not available"),
+    ),
+    cause(
+        "extension_build",
+        "an extension in C++ or CUDA could not be compiled, which some libraries do at the start",
+        "give the job a compiler and the CUDA toolkit of torch's version (CUDA_HOME), or compile "
+        "it beforehand into a shared TORCH_EXTENSIONS_DIR; the compiler's own error is above",
+        Sign(r"CUDA_HOME (?:does not exist|environment variable is not set)"),
+        Sign(r"Error building extension '|ninja: build stopped", MECHANISM),
+        Sign(r"Ninja is required to load C\+\+|unsupported GNU version!|nvcc fatal"),
+        Sign(r"mismatches the version that was used to compile"),
+        Sign(r"fatal error: \S+\.h(?:pp)?: No such file"),
     ),
     cause(
         "command_not_found",
@@ -48,6 +64,8 @@ PROGRAM_CAUSES = (
         Sign(r"error: (?:unrecognized arguments|the following arguments are required)"),
         Sign(r"^\S+: error: (?:argument|invalid choice|ambiguous option)"),
         Sign(r"^(?:\w+\.)*(?:ConfigAttributeError|ConfigKeyError|ValidationError)\b"),
+        Sign(r"environment variable \w+ expected, but not set"),
+        Sign(r"^KeyError: '(?:RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT)'"),
     ),
     cause(
         "loss_not_finite",
@@ -136,7 +154,10 @@ traffic cached ffline nan Nan NaN NAN is|inf was|inf became|inf =|inf worker DUE
 name|or resolution unhandled wrong gai Read-only endpoint /dev/shm loss|is bus|error
 appears|not REQUEUED barrier Unable tasks NCCL|WARN ring not|respond initialized no|NCCL
 no|socket no|usable device nstruction
-unrecognized exclusive two|different quota While|making FATAL [ERROR] configuration
+unrecognized exclusive two|different quota While|making FATAL [ERROR] configuration RESOURCE_
+DEADLINE_ zipped ended|before magic moov signature ELF incompat CUDA_HOME variant stuck|for
+required|to GNU|version broken|data Missing|key compiled build|stopped expected, recognize
+set|to|ERROR nvcc|fatal
 """
 """Every sign needs one of these in its line; `|` stands for a space."""
 

@@ -225,5 +225,6 @@ SURROUNDINGS_CAUSES = (
         Sign(r"error: .*(?:Invalid qos specification|Invalid node name specified)", blame=NAMED),
         Sign(r"Invalid generic resource \(gres\) specification", blame=NAMED),
         Sign(r"Requested node configuration is not available", blame=NAMED),
+        Sign(r"error: .*(?:Requested time limit is invalid|violates accounting/QOS)", blame=NAMED),
     ),
 )

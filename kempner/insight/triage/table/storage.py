@@ -63,11 +63,18 @@ CAUSES = (
     cause(
         "damaged_file",
         "a file was read and is damaged or incomplete, a checkpoint most often",
-        "use the checkpoint before it; a save that was killed leaves such files",
+        "use the checkpoint before it, a save that was killed leaves such files; of data, fetch "
+        "the file again, or leave it out",
         Sign(r"PytorchStreamReader failed|invalid header or archive is corrupted"),
         Sign(r"SafetensorError|HeaderTooLarge|InvalidHeader|incomplete metadata"),
         Sign(r"UnpicklingError|EOFError: Ran out of input|pickle data was truncated"),
         Sign(r"BadZipFile|unexpected end of (?:file|data)|file is truncated"),
+        Sign(r"cannot identify image file|broken data stream when reading image"),
+        Sign(r"[Nn]ot a gzipped file|CRC check failed|[Cc]ompressed (?:file|data) ended before"),
+        Sign(r"zlib\.error: Error|Error -3 while decompressing"),
+        Sign(r"Parquet magic bytes not found|^(?:\w+\.)*ArrowInvalid: .*(?:Not an Arrow|magic)"),
+        Sign(r"moov atom not found|truncated file: eof|file signature not found"),
+        Sign(r"^(?:tarfile\.)?ReadError: (?:unexpected end|bad checksum|truncated|invalid header)"),
     ),
     cause(
         "checkpoint_mismatch",
@@ -75,6 +82,13 @@ CAUSES = (
         "load it with the configuration that it was saved with; the message names the parameters",
         Sign(r"Error\(s\) in loading state_dict|size mismatch for \S+: copying"),
         Sign(r"loaded state dict .*(?:different number|doesn't match)"),
+        Sign(r"Missing key in checkpoint state_dict|Size mismatch between saved"),
+        Sign(
+            r"(?i)^(?:runtime|value|key|assertion)error: .*(?:\bsizes?\b|shape|\bkeys?\b|match)",
+            sure=LIKELY,
+            within=r"(?:load|set|restore)\w*(?:state|checkpoint|ckpt|weights|optim)"
+            r"|(?:state|checkpoint|ckpt)\w*_(?:load|restore)",
+        ),
     ),
     cause(
         "missing_file",
@@ -191,6 +205,8 @@ NETWORK_CAUSES = (
         Sign(_SAYS + r"version .{0,60}(?:does not|doesn't|do not|don't) match"),
         Sign(_SAYS + r"(?i:version\b.{0,60}\bmismatche[sd]\b|versions (?:differ|disagree)\b)"),
         Sign(_SAYS + r"(?i:different (?:\w+ ){0,4}versions?\b)", sure=LIKELY),
+        Sign(r"did not match any variant of untagged enum", sure=LIKELY),  # a newer tokenizer.json
+        Sign(r"does not recognize this architecture"),
         Sign(r"socketFinalizeAccept: wrong (?:type|magic)", MECHANISM, POSSIBLE),
     ),
     cause(
@@ -207,6 +223,7 @@ NETWORK_CAUSES = (
         "look at that rank's own output and its node: it is slow, stuck, or never started",
         Sign(r"Ranks? (?P<ranks>[\d, ]+) failed to pass monitoredBarrier", MECHANISM, blame=NAMED),
         _complaint(r"waiting for clients\. \d+/\d+ clients joined"),
+        _complaint(r"DEADLINE_EXCEEDED: Barrier timed out"),
     ),
     cause(
         "nccl_init_timeout",
@@ -236,6 +253,7 @@ NETWORK_CAUSES = (
         _complaint(r"lagging/dead/mismatched ranks that caused"),
         _complaint(r"Watchdog caught collective operation timeout"),
         _complaint(r"NCCL communicator was aborted.*[Tt]imeout"),
+        _complaint(r"watchdog got stuck for \d+ seconds|[Hh]eartbeat monitor timed out"),
     ),
     cause(
         "gloo_timeout",
@@ -252,6 +270,8 @@ NETWORK_CAUSES = (
             r"[Cc]onnection (?:closed|reset) by (?:remote )?peer(?: \[?(?P<address>\d[\d.]+))?"
         ),
         _complaint(r"ncclRemoteError|remote process exited"),
+        _complaint(r"task:(?P<rank>\d+) (?:heartbeat timeout|has been set to ERROR)"),
+        _complaint(r"Terminating process because the (?:JAX distributed service|coordinator) det"),
         _complaint(r"Socket recv failed while polling|Broken pipe"),
         _complaint(r"Connection was likely closed", warned=True),
         Sign(r"RendezvousClosedError|DistStoreError", SYMPTOM, POSSIBLE, NAMED),

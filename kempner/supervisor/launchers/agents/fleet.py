@@ -33,6 +33,7 @@ from kempner.supervisor.launchers.agents.messages import (
     DepartureRequest,
     Ended,
     FromAgent,
+    GpuTold,
     KillRanks,
     LeaveOrder,
     Question,
@@ -162,6 +163,7 @@ FleetNews: TypeAlias = (
     | AgentDisconnected
     | Ended
     | RanksStill
+    | GpuTold
     | DepartureRequest
     | RankNews
     | SummedReports

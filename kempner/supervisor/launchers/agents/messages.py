@@ -203,19 +203,20 @@ class AttemptCleared(Post):
 @dataclass(frozen=True)
 class RankStill(Message):
     """Part of `RanksStill`: a rank whose processes have done no work for `idle` seconds, and for
-    `still` of them have not even looked whether they can go on (`probe.activity`); and the
-    line and collective where it stands, None where that cannot be seen."""
+    `still` of them have not even looked whether they can go on; or `works` (`probe.activity`). And
+    the line and collective where it stands, None where that cannot be seen."""
 
     rank: Natural
     idle: Seconds
     still: Seconds
     place: tuple[Words, Words] | None = None
+    works: bool = False
 
 
 @dataclass(frozen=True)
 class RanksStill(Message):
-    """Agent to supervisor: all ranks of a program of the user's own on this node that do nothing
-    now, as seen from outside."""
+    """Agent to supervisor: what the ranks of a program of the user's own on this node do, as seen
+    from outside."""
 
     attempt: Natural
     ranks: tuple[RankStill, ...]
@@ -231,6 +232,17 @@ class DepartureRequest(Post):
     kind: Literal["departs"] = "departs"
 
 
+@dataclass(frozen=True)
+class GpuTold(Post):
+    """Agent to supervisor: what has gone wrong with a GPU of its node (`probe.gpu_events`)."""
+
+    gpu: Natural
+    xid: Natural
+    reason: Words
+    broken: bool
+    kind: Literal["gpu"] = "gpu"
+
+
 ToAgent: TypeAlias = (
     StartRanks | StopRanks | KillRanks | Question | Noted | LeaveOrder | TellRanks | Alive
 )
@@ -239,6 +251,7 @@ FromAgent: TypeAlias = (
     | Answer
     | Ended
     | RanksStill
+    | GpuTold
     | AttemptCleared
     | DepartureRequest
     | RankNews

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf
@@ -34,11 +35,12 @@ from kempner.cluster.network.ports import exported_master
 from kempner.cluster.slurm.hostlist import node_name
 from kempner.cluster.world import OF_AGENT, World
 from kempner.probe.activity import ActivityWatch, StackReader, Stillness
+from kempner.probe.gpu_events import GpuTrouble, GpuWatch
 from kempner.probe.node import answer_text
 from kempner.probe.processes import of_process, still_runs
 from kempner.run.control.launch_env import Launch, mark_of
 from kempner.run.control.leftovers import end_leftovers
-from kempner.run.control.protocol import TellRanks
+from kempner.run.control.protocol import DumpStacks, TellRanks
 from kempner.run.link.auth import AGENTS, Door, Secret
 from kempner.run.link.client import LinkClient, Outbox, SilenceClock
 from kempner.run.link.messages import Alive, Caller, Message, Post, Role, shorten
@@ -69,6 +71,7 @@ from kempner.supervisor.launchers.agents.messages import (
     AttemptCleared,
     DepartureRequest,
     Ended,
+    GpuTold,
     KillRanks,
     LeaveOrder,
     Question,
@@ -180,12 +183,16 @@ LOOK = 0.5
 LEFT_WITHIN = 10.0
 """Seconds that ranks of an earlier supervisor get to leave, which can commit nothing any more."""
 
-USE_EVERY, TELL_EVERY, STILL = 5.0, 30.0, 20.0
-"""Seconds between two looks at what the ranks use, between two messages of those that do nothing,
-and for which one has done nothing that is told of."""
+USE_EVERY, TELL_EVERY = 5.0, 30.0
+"""Seconds between two looks at what the ranks use, and between two messages about what has not
+changed."""
 
 ALONE = 30.0
 """Seconds without a supervisor, and without ranks, after which an agent ends."""
+
+ALONE_AT_A_STOP = 3.0
+"""The same where the ranks were to stop: the job, which is to go back into the queue, waits for
+it."""
 
 ALONE_CODE = 1
 """Exit code of an agent that has left unasked: srun tells of it, and it is replaced."""
@@ -294,7 +301,10 @@ class NodeAgent:
         self._slots = SlotKeeper(SlotHolder(), copies, receiver.listen)
         self._incoming: SimpleQueue[_Event] = SimpleQueue()
         self._attempt = 0
+        self._found: Mapping[int, Stillness] = {}
+        self._gpus = GpuWatch(self._tell_of_gpu)
         self._cleared = 0
+        self._patience = ALONE
         self._over = threading.Event()
 
     def run(self, link: Link) -> int:
@@ -304,13 +314,14 @@ class NodeAgent:
         self._children.prepare(self._program)
         if not self._program.ours:
             start_thread("activity", self._watch_ranks)
+        self._gpus.start()
         if self._terms is not None:
             start_thread("departures", partial(hear_departures, self._hear_departure))
         while True:
             try:
                 event = self._incoming.get(timeout=LOOK)
             except Empty:
-                if not self._children.alive() and self._link.alone_for() > ALONE:
+                if not self._children.alive() and self._link.alone_for() > self._patience:
                     logger().warning("the supervisor is gone, and no rank is left")
                     return self._leave(ALONE_CODE)
                 continue
@@ -326,6 +337,7 @@ class NodeAgent:
 
     def _leave(self, code: int) -> int:
         self._over.set()
+        self._gpus.close()
         self._children.kill()
         self._children.close()
         return code
@@ -336,6 +348,8 @@ class NodeAgent:
             start_thread("answer", partial(self._answer, message))
         elif isinstance(message, TellRanks | Alive):
             self._link.ranks.pass_on(message)
+            if isinstance(message, TellRanks) and isinstance(message.message, DumpStacks):
+                start_thread("stacks", self._tell_places)
         else:
             self._incoming.put(message)
 
@@ -349,27 +363,42 @@ class NodeAgent:
         self._link.say(Answer(question.number, told, left, seen, slots))
 
     def _watch_ranks(self) -> None:
-        """Tell of ranks that do nothing, until the agent leaves; those that have connected tell
-        more of themselves."""
-        clock, stacks = AwakeClock(), StackReader()
-        watch, told_at, any_told = ActivityWatch(clock.now), -inf, False
+        """Tell what the ranks do, as far as it is seen from outside, until the agent leaves: at
+        once what has changed, and now and then what has not."""
+        clock = AwakeClock()
+        watch, told_at, before = ActivityWatch(clock.now), -inf, dict[int, tuple[bool, bool]]()
         while not self._over.wait(USE_EVERY):
-            if self._link.ranks.joined:
-                continue
             attempt, pids = self._attempt, self._children.pids()
-            found = {rank: how for rank, how in watch.look(pids).items() if how.idle >= STILL}
-            if (clock.now() - told_at < TELL_EVERY and found) or not (found or any_told):
+            self._found = watch.look(pids)
+            now = {rank: (how.works, how.idle > 0) for rank, how in self._found.items()}
+            if now == before and clock.now() - told_at < TELL_EVERY:
                 continue
-            told_at, any_told = clock.now(), bool(found)
-            ranks = [
-                _told_still(rank, how, stacks.place(pids[rank])) for rank, how in found.items()
+            told_at, before = clock.now(), now
+            told = (_told_still(rank, how, None) for rank, how in self._found.items())
+            self._link.say(RanksStill(attempt, tuple(told)))
+
+    def _tell_places(self) -> None:
+        """Tell where each rank stands, or that this cannot be seen."""
+        if self._program.ours:
+            return
+        attempt, stacks, pids = self._attempt, StackReader(), self._children.pids()
+        with ThreadPoolExecutor(max(1, len(pids))) as readers:
+            places = readers.map(lambda pid: stacks.place(pid) or CodePlace(), pids.values())
+            found = self._found
+            told = [
+                _told_still(rank, found.get(rank, Stillness()), place)
+                for rank, place in zip(pids, places, strict=True)
             ]
-            self._link.say(RanksStill(attempt, tuple(ranks)))
+        self._link.say(RanksStill(attempt, tuple(told)))
+
+    def _tell_of_gpu(self, found: GpuTrouble) -> None:
+        told = (found.gpu, found.xid, shorten(found.reason), found.broken)
+        self._link.post(lambda number: GpuTold(number, *told))
 
     def _act_on(self, event: _Event) -> None:
         match event:
             case StartRanks(attempt) if attempt > self._attempt:
-                first, self._attempt = not self._attempt, attempt
+                first, self._attempt, self._patience = not self._attempt, attempt, ALONE
                 if not (first and self._is_hindered(event)):
                     self._start(event)
             case StopRanks(attempt) if attempt == self._attempt:
@@ -384,6 +413,7 @@ class NodeAgent:
             case ReceivedSignal() if self._terms is not None:
                 logger().info("a signal is left to `kempner join`")
             case ReceivedSignal(number) if number == SIGTERM:
+                self._patience = ALONE_AT_A_STOP
                 self._children.ask_to_stop()
             case ReceivedSignal(number):
                 self._children.signal(number)
@@ -453,7 +483,7 @@ class NodeAgent:
 
 def _told_still(rank: int, how: Stillness, at: CodePlace | None) -> RankStill:
     place = None if at is None else (shorten(at.line), shorten(at.collective))
-    return RankStill(rank, how.idle, how.still, place)
+    return RankStill(rank, how.idle, how.still, place, how.works)
 
 
 def program_text(program: Program) -> str:

@@ -16,6 +16,7 @@ from kempner.run.record.ledger import Ledger
 from kempner.supervisor.attempt import AttemptEvent, AttemptFollower
 from kempner.supervisor.control.program_reports import LastReport
 from kempner.supervisor.control.rank_roster import RankRoster
+from kempner.supervisor.launchers.agents.messages import GpuTold
 from kempner.supervisor.monitors.base import RunTimes
 from kempner.supervisor.policy.outcome import RankExit
 from kempner.supervisor.slurm.job_monitor import JobMonitor, JobView
@@ -34,6 +35,7 @@ class Hands:
         self.told: list[FromSupervisor] = []
         self.asked_to_stop = self.killed = 0
         self.living = True
+        self.gpus: list[tuple[str, GpuTold]] = []
         self.seen: dict[int, LastReport] = {}
         self.used: dict[int, Usage] = {}
 
@@ -43,6 +45,10 @@ class Hands:
 
     def alive(self) -> bool:
         return self.living
+
+    def gpu_news(self) -> list[tuple[str, GpuTold]]:
+        told, self.gpus = self.gpus, []
+        return told
 
     def ask_to_stop(self) -> None:
         self.asked_to_stop += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from harness import Clock
 
 from kempner.cluster.slurm.job import parse_job
 from kempner.config.sections import Config
+from kempner.probe.gpu_events import trouble_of
 from kempner.run.control.protocol import (
     Connected,
     Disconnected,
@@ -27,11 +29,15 @@ from kempner.run.control.protocol import (
 )
 from kempner.run.process.exit_codes import StopReason
 from kempner.run.process.signals import ReceivedSignal
+from kempner.run.record.events import GpuFailed
+from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.run.record.save_times import SaveSeconds
 from kempner.supervisor.attempt import EXIT_GRACE, EXPLAINED_WITHIN, AttemptFollower
 from kempner.supervisor.control.program_reports import LastReport
 from kempner.supervisor.control.rank_roster import JOIN, RECONNECT
+from kempner.supervisor.launchers.agents.messages import GpuTold
+from kempner.supervisor.nodes.exclusion import suspects
 from kempner.supervisor.policy.outcome import RankExit, decide_outcome
 from kempner.supervisor.policy.stop import StopOrder
 from kempner.supervisor.slurm.job_monitor import JobMonitor, JobSeen
@@ -378,3 +384,22 @@ def test_a_signal_to_the_ranks_alone_has_slurm_asked_at_once(
     assert asked == []
     feed(follower, RankMessage(0, Event(2, "signalled", {})))
     assert asked == ["7"]
+
+
+def test_errors_of_gpus_are_recorded_and_a_broken_one_makes_its_node_suspect(
+    follower: AttemptFollower, hands: Hands, tmp_path: Path, clock: Clock
+) -> None:
+    for node, gpu, xid in (("node3", 5, 79), ("node4", 0, 94)):
+        found = trouble_of(gpu, xid)
+        assert found is not None
+        hands.gpus.append((node, GpuTold(1, gpu, xid, found.reason, found.broken)))
+    let(follower, clock, 1)
+    history = RunHistory.read(tmp_path / "ledger.jsonl")
+    lost, contained = history.events(GpuFailed)
+    assert (lost.node, lost.gpu, lost.xid) == ("node3", 5, 79)
+    assert lost.reason == "Xid 79 of GPU 5: it has fallen off the bus on node3"
+    assert contained.reason.startswith("Xid 94 of GPU 0")
+    found_unfit = suspects(history, time.time(), 3600.0)
+    assert {node: one.reason for node, one in found_unfit.items()} == {
+        "node3": "Xid 79 of GPU 5: it has fallen off the bus"
+    }

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from kempner.config.sections import Config
+from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.signals import inbox
-from kempner.run.record.events import AttemptEnded, AttemptFailed, AttemptStarted, LedgerEvent
+from kempner.run.record.events import (
+    AttemptEnded,
+    AttemptFailed,
+    AttemptStarted,
+    CheckpointCommitted,
+    LedgerEvent,
+    PhaseDurationsLearned,
+    PhaseTimes,
+    RankReady,
+    Restarting,
+    Resumed,
+    RolledBack,
+    StartedAnew,
+)
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import FileTail, Ledger
 from kempner.run.record.run_dir import RunDirectory
+from kempner.run.record.save_times import SaveSeconds
 from kempner.supervisor.daemon import supervise
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.launcher import Launcher
 from kempner.supervisor.launchers.local import this_machine
+from kempner.supervisor.monitors.base import learned
+from kempner.supervisor.policy.restart import failures
 
 READ = "the ledger is read"
 FAILS_TWICE = 'echo >> starts; test "$(wc -l < starts)" -gt 2 || kill -KILL $$'
@@ -63,3 +81,55 @@ def test_the_ledger_is_read_once_between_a_crash_and_the_next_start(
     assert [name for name in seen if name in wanted] == [READ, *failed, *failed, *failed[:3]]
     history = RunHistory.read(run.ledger)
     assert [entry.attempt for entry in history.entries(AttemptFailed)] == [1, 2]
+
+
+def many_attempts(ledger: Ledger, attempts: int) -> None:
+    """Each with the events of its kind; the first start was long."""
+    ledger.record(StartedAnew(), 1)
+    for number in range(1, attempts + 1):
+        ledger.record(AttemptStarted(2), number)
+        ledger.record(Resumed(10 * number - 10), number)
+        ledger.record(RankReady(0, "cpu", {}), number)
+        took = SaveSeconds(0.0, float(number), 0.0)
+        ledger.record(CheckpointCommitted.of(10 * number, 1, took), number)
+        start = PhaseTimes(600.0 if number == 1 else 1.0, 0.0, 1)
+        ledger.record(PhaseDurationsLearned(2, {"start": start}), number)
+        ledger.record(AttemptFailed(10 * number + 1, 10 * number, "", "node2"), number)
+        ledger.record(Restarting("again"), number)
+
+
+def test_a_supervisor_holds_no_more_after_many_restarts_and_knows_the_same(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    history = RunHistory.of(ledger)
+    many_attempts(ledger, 1000)
+    assert json.loads(ledger.path.read_text().splitlines()[-1])["attempt"] == 1000
+
+    whole = RunHistory.read(ledger.path)
+    history.refresh()
+
+    assert len(history.entries(LedgerEvent)) < 2000 < len(whole.entries(LedgerEvent))
+    assert failures(history) == failures(whole)
+    for found, expected in ((history, whole), (RunHistory.to_resume(ledger.path), whole)):
+        assert (found.last_step, found.durations) == (expected.last_step, expected.durations)
+        assert found.events(StartedAnew) == expected.events(StartedAnew)
+    assert learned(history, 2) == learned(whole, 2)
+    assert learned(history, 2)[Phase.START].median == 600.0
+
+
+def test_a_rank_that_resumes_reads_the_same_whatever_is_in_the_ledger(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    told = [
+        CheckpointCommitted(10, 1),
+        CheckpointCommitted(7, 1, place="other"),
+        Resumed(9, place="third"),
+        Resumed(12),
+        CheckpointCommitted(11, 1),
+        RolledBack(9, 5, 1, 2),
+        Resumed(8, place="other"),
+    ]
+    for event in told:
+        ledger.record(event, 1)
+        found, whole = RunHistory.to_resume(ledger.path), RunHistory.read(ledger.path)
+        for place in ("", "other", "third"):
+            assert found.last_step_in(place) == whole.last_step_in(place)
+        assert found.events(RolledBack) == whole.events(RolledBack)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -21,6 +24,7 @@ from kempner.cluster.world import OF_AGENT
 from kempner.probe.node import MARK, ProbeQuestion, question_text, read_result
 from kempner.run.control.launch_env import Launch
 from kempner.run.link.auth import Secret
+from kempner.run.process.signals import ReceivedSignal
 from kempner.run.record.attempts import Attempt
 from kempner.supervisor.launchers.agents import node_agent
 from kempner.supervisor.launchers.agents.affinity import shares
@@ -38,6 +42,7 @@ from kempner.supervisor.launchers.agents.messages import (
     StopRanks,
 )
 from kempner.supervisor.launchers.base import Program
+from kempner.supervisor.launchers.children import Children
 
 LOOPBACK, NODE = "127.0.0.1", "node1"
 
@@ -247,6 +252,33 @@ def test_an_agent_answers_for_its_node_while_its_ranks_work(
     there, gone = answers[NODE].seen
     assert f"process {agent.pid}: State: " in there
     assert "No such file" in gone
+
+
+class Alone:
+    """A link whose supervisor was gone before a stop is asked for, and not yet for long."""
+
+    ranks: Any = None
+
+    def start(self) -> None: ...
+
+    def alone_for(self) -> float:
+        return (node_agent.ALONE_AT_A_STOP + node_agent.ALONE) / 2
+
+    def say(self, message: object) -> None: ...
+
+    def post(self, make: object) -> None: ...
+
+
+def test_without_its_supervisor_and_ranks_an_agent_does_not_hold_up_a_job_that_stops() -> None:
+    children = MagicMock(Children)
+    children.alive.return_value = False
+    program = Program.of_user(["true"], [])
+    agent = node_agent.NodeAgent(program, children, MagicMock(), Secret.new(), [LOOPBACK])
+    runs = threading.Thread(target=agent.run, args=(Alone(),), daemon=True)
+    runs.start()
+    agent.take_signal(ReceivedSignal(signal.SIGTERM, 0.0))
+    runs.join(scaled(10))
+    assert not runs.is_alive()
 
 
 def test_who_does_not_know_the_secret_is_no_agent(

@@ -8,6 +8,7 @@ from math import inf
 import pytest
 
 from kempner.config.resilience import HangTimeouts, ResilienceSection
+from kempner.probe.activity import Stillness
 from kempner.run.control.protocol import Connected, Moves, Phase, Report
 from kempner.supervisor.control.program_reports import LastReport
 from kempner.supervisor.monitors.base import (
@@ -259,3 +260,52 @@ def test_a_silent_evaluation_is_a_hang() -> None:
 
 def test_the_second_standstill_after_a_step_may_last_longer() -> None:
     assert lasts(Phase.STEP, BUSY, moving=False) == pytest.approx(300.0, abs=2.0)
+
+
+REST, WORK = Stillness(idle=60.0, still=60.0), Stillness(works=True)
+
+
+@pytest.mark.parametrize(
+    ("of_rank_0", "of_rank_1", "limit"),
+    [
+        (WORK, REST, 3600.0),  # in a child, in other threads, in code that holds Python's lock
+        (REST, WORK, 60.0),  # rank 1 waits for others: a loader's worker is no work
+        (REST, REST, 60.0),
+        (Stillness(), Stillness(), 60.0),  # not known
+    ],
+)
+def test_work_that_no_stack_shows_is_seen_from_outside(
+    of_rank_0: Stillness, of_rank_1: Stillness, limit: float
+) -> None:
+    around = RankConditions(still={0: of_rank_0, 1: of_rank_1})
+    watch = HangDetector(SECTION, 0.0, must_report=False)
+    ends = (
+        now
+        for now in range(4000)
+        for found in watch.check(replace(own(float(now), Phase.STEP, BUSY), around=around))
+        if isinstance(found, Hang)
+    )
+    assert next(ends) == pytest.approx(limit, abs=2.0)
+
+
+def test_work_before_a_rank_has_connected_is_no_hang_of_those_that_have() -> None:
+    """Rank 1 prepares data for hours, and rank 0 waits for it in its rendezvous."""
+    around = RankConditions(still={0: WORK, 1: WORK})
+    watch = HangDetector(SECTION, 0.0, must_report=False)
+    for now in range(3500):
+        alone = replace(own(float(now), Phase.RENDEZVOUS, ("",)), size=2, around=around)
+        assert not any(isinstance(found, Hang) for found in watch.check(alone))
+
+
+def test_work_in_bursts_ends_only_at_its_own_limit_at_the_defaults() -> None:
+    section = ResilienceSection()
+    seen = [Stillness(works=second % 45 < 5) for second in range(300)]  # bursts of five seconds
+    watch = HangDetector(section, 0.0, must_report=False)
+    now = 0
+    while True:
+        around = RankConditions(still={0: seen[now % 300], 1: REST})
+        found = watch.check(replace(own(float(now), Phase.STEP, BUSY), around=around))
+        if any(isinstance(one, Hang) for one in found):
+            break
+        now += 1
+    assert now == pytest.approx(section.hang_timeout_at_work, abs=2.0)

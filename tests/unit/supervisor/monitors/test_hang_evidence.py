@@ -71,15 +71,16 @@ def test_the_kill_waits_for_ranks_and_for_nodes_that_have_not_answered(
 
     told: list[FromSupervisor] = []
     evidence = HangEvidence(1, told.append, Ledger(tmp_path / "ledger.jsonl"), look)
-    assert not evidence.complete(1e9)
     joined = {0: Connected(0, "elsewhere", 10)}
     snapshot = Snapshot.of(60.0, 1, {}, 100.0, {}, joined=joined)
+    later = replace(snapshot, now=60.1 + EVIDENCE)
+    assert not evidence.complete(later)
     evidence.collect(Hang("", 0, Phase.STEP, 60.0), snapshot)
     assert told == [DumpStacks()]
-    assert not evidence.complete(60.1 + EVIDENCE)
+    assert not evidence.complete(later)
     go_on.set()
-    wait_until(lambda: evidence.complete(60.1 + EVIDENCE), "the node has answered")
-    assert not evidence.complete(60.0)
+    wait_until(lambda: evidence.complete(later), "the node has answered")
+    assert not evidence.complete(snapshot)
     evidence.close(replace(snapshot, now=63.5))
     (told_of,) = RunHistory.read(tmp_path / "ledger.jsonl").events(HangFound)
     assert told_of.evidence_seconds == 3.5

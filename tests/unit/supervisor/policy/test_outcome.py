@@ -47,6 +47,8 @@ def ends(*statuses: int | None, ours: tuple[int, ...] = ()) -> list[RankExit]:
         (ends(78, 78), NONE, ExitCode.DIVERGED, "rank 0"),
         (ends(99, 76), NONE, ExitCode.CRASHED, "rank 0 exited with code 99"),
         (ends(76, 76), NONE, ExitCode.PEERS_LOST, "every rank lost a peer"),
+        (ends(76, 0), NONE, ExitCode.PEERS_LOST, "rank 1 left with 0 while rank 0 waited for it"),
+        (ends(KILL, 0, ours=(0,)), NONE, ExitCode.PEERS_LOST, "every rank lost a peer"),
         (ends(75, KILL, ours=(1,)), LIMIT, ExitCode.STOPPED,
          "stopped (time limit); start again to continue (rank 1 did not leave in time and was kil"),
         (ends(KILL, None, 75, ours=(0, 1)), LIMIT, ExitCode.STOPPED, "(2 ranks, 0 among them, did"),

@@ -18,6 +18,7 @@ from kempner.supervisor.policy.restart import (
 )
 from kempner.supervisor.policy.restart import (
     decide_requeue,
+    killed_starts,
     requeues_without_progress,
 )
 from kempner.supervisor.policy.stop import (
@@ -294,6 +295,7 @@ def resubmitted(step: int | None, job: str, as_job: str) -> list[dict[str, Any]]
         ([requeued(7, of="6"), requeued(7)], 7, 1),
         ([requeued(7, of="6")] * MAX, 7, 0),
         ([requeued(7), requeued(7, preempted=True), requeued(7)], 7, 2),
+        ([requeued(7), {**requeued(7), "starting": True}, requeued(7)], 7, 2),
         # submitted again by its supervisor, with a new id each time
         (resubmitted(7, "5", "6") + resubmitted(7, "6", "7"), 7, 2),
         (resubmitted(7, "5", "6") + resubmitted(8, "6", "7"), 8, 1),
@@ -306,6 +308,25 @@ def test_requeues_without_a_new_step_are_counted(
     events: list[dict[str, Any]], step: int | None, count: int
 ) -> None:
     assert requeues_without_progress(RunHistory(events), "7", step) == count
+
+
+KILLED_START = {**requeued(None), "starting": True}
+STARTED = {"event": "attempt_started", "ranks": 2}
+
+
+@pytest.mark.parametrize(
+    ("events", "count"),
+    [
+        ([], 0),
+        ([KILLED_START] * 3, 3),
+        ([STARTED, requeued(None), KILLED_START, KILLED_START], 2),
+        ([KILLED_START, STARTED, requeued(None)], 0),
+        ([KILLED_START, STARTED, KILLED_START], 1),
+        ([KILLED_START, {**KILLED_START, "job": "6"}, KILLED_START], 1),
+    ],
+)
+def test_starts_that_were_killed_are_counted(events: list[dict[str, Any]], count: int) -> None:
+    assert killed_starts(RunHistory(events), "7") == count
 
 
 def committed(step: int) -> dict[str, Any]:

@@ -76,12 +76,12 @@ def look_for(nodes: NodesWatch, clock: Clock, seconds: float) -> None:
 def test_no_more_is_asked_of_the_controller_than_the_job_alone_was(
     clock: Clock, controller: Controller
 ) -> None:
-    """Once in ten seconds, in its last hour too. Every tenth minute a look at the reservations
+    """Once in twelve seconds, in its last hour too. Every tenth minute a look at the reservations
     comes in between."""
     look_for(NodesWatch("7", batch=True), clock, HOUR)
     near, far = job_monitor.FAR_FROM_END, HOUR - job_monitor.FAR_FROM_END
-    jobs = near / job_monitor.LOOK_EVERY + far / (2 * job_monitor.LOOK_EVERY)
-    assert jobs + controller.asked.count("nodes") <= HOUR / 10
+    jobs = near / job_monitor.LOOK_EVERY + far / (3 * job_monitor.LOOK_EVERY)
+    assert jobs + controller.asked.count("nodes") <= HOUR / 12
     assert controller.asked.count("reservations") == 6
     assert set(controller.asked) == {"nodes", "reservations"}
 

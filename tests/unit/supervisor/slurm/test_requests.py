@@ -1,5 +1,6 @@
 """What kempner asks of the controller, which serves the whole cluster: counted over an hour of one
-job, and of 200 jobs that begin in the same second."""
+job, and of 200 jobs that begin in the same second; its nodes and the reservations included. The
+watchdog asks nothing while its supervisor lives."""
 
 from __future__ import annotations
 
@@ -15,12 +16,15 @@ from harness import Clock
 
 from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import SlurmSilentError
-from kempner.supervisor.slurm import job_monitor
+from kempner.cluster.slurm.hostlist import expand_hosts
+from kempner.cluster.slurm.job import job_fields, parse_job
+from kempner.supervisor.slurm import job_monitor, job_nodes
 from kempner.supervisor.slurm.job_monitor import JobMonitor
 
 JOBS = json.loads((Path(__file__).parents[2] / "cluster" / "slurm_data" / "jobs.json").read_text())
 HOUR, DAY = 3600.0, 86400.0
 EPOCH = 1_795_000_000.0
+NODES = expand_hosts(parse_job(job_fields(JOBS["running"])).nodes.held)
 ANSWERED_IN = 0.01
 """Seconds for one answer of a controller that gives one after the other."""
 
@@ -47,6 +51,10 @@ class FakeController:
             now = datetime.fromtimestamp(EPOCH + self._clock.now, UTC).strftime("%Y-%m-%dT%H:%M:%S")
             settings = "KillWait = 30 sec\nSlurmdTimeout = 300 sec\nSLURM_VERSION = 26.05.5\n"
             return f"Configuration data as of {now}\n{settings}"
+        if what == "node":
+            return "".join(f"NodeName={name} State=MIXED Reason=none\n" for name in NODES)
+        if what == "reservation":
+            return "No reservations in the system\n"
         if what == "partition":
             return "PartitionName=low PreemptMode=REQUEUE GraceTime=20\n"
         end = datetime.fromtimestamp(self._end, UTC).strftime("%Y-%m-%dT%H:%M:%S")
@@ -62,29 +70,35 @@ def follow(
     """So many supervisors that begin at once, each of which looks when it wants to."""
     clock = Clock()
     controller = FakeController(clock, ends_in)
-    for module in (job_monitor, scontrol):
+    for module in (job_monitor, job_nodes, scontrol):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(scontrol, "ask", controller.ask)
     begin = clock.monotonic()
     monitors = [JobMonitor(str(number), batch=True) for number in range(jobs)]
-    due = [(begin, number) for number in range(jobs)]
+    due, job_due = [(begin, number) for number in range(jobs)], dict.fromkeys(range(jobs), begin)
     for monitor in monitors:
         monitor._post = lambda seen: None  # instead of its thread
     while due and due[0][0] < begin + hours * HOUR:
         at, number = heapq.heappop(due)
-        clock.now = at
-        assert monitors[number]._look_once()
-        heapq.heappush(due, (at + monitors[number].next_look(), number))
+        clock.now, monitor = at, monitors[number]
+        if at >= job_due[number]:
+            assert monitor._look_once()
+            job_due[number] = at + monitor.next_look()
+        if at >= monitor.nodes.due:
+            monitor._look_at_nodes()
+        heapq.heappush(due, (min(job_due[number], monitor.nodes.due), number))
     return controller
 
 
-def test_a_job_asks_less_than_200_questions_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_asks_less_than_260_questions_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = follow(1, 1.0, DAY, monkeypatch).asked
     print(dict(asked))
-    assert asked["scontrol show job"] <= HOUR / (2 * job_monitor.LOOK_EVERY) + 1
+    assert asked["scontrol show job"] <= HOUR / (3 * job_monitor.LOOK_EVERY) + 1
+    assert asked["scontrol show node"] + asked["scontrol show reservation"] <= HOUR / 30 + 6
+    assert asked["scontrol show reservation"] == HOUR / job_nodes.MAINTENANCE_EVERY
     assert asked["scontrol show config"] <= HOUR / job_monitor.SETTINGS_EVERY + 1
     assert asked["scontrol show partition"] == 1
-    assert sum(asked.values()) < 200
+    assert sum(asked.values()) < 260
 
 
 def test_near_its_end_a_job_is_looked_at_more_often(monkeypatch: pytest.MonkeyPatch) -> None:

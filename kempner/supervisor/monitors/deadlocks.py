@@ -1,0 +1,164 @@
+"""Finds ranks that wait for each other for ever.
+
+A rank that waits in a collective waits for each member of its group that has not come to the same
+one: the same number of the group, and the same operation. Members that have come elsewhere under
+the same number never come. It is a deadlock where none of the ranks that are waited for is at work:
+it waits in the same circle, or has left. This is the usual search for a knot in a wait-for graph
+(Knapp 1987, Deadlock detection in distributed databases, the AND model)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from kempner.run.control.heartbeat import Standstill
+from kempner.run.process.collectives import CollectiveCall, CollectivesUnderWay
+from kempner.supervisor.monitors.base import Hang, Snapshot
+
+CONFIRMED, LEFT = 3.0, 10.0
+"""Seconds for which ranks must have stood in the same deadlock, whose reports are of moments up to
+two seconds apart; and where a rank has ended that may have sent its part before."""
+
+TOLD = 4
+"""Different places that a sentence tells of at most."""
+
+_DEADLOCK = "deadlock: "
+
+
+@dataclass(frozen=True)
+class RankWait:
+    """What a rank waits in, as its newest report has it, and the line of its program."""
+
+    collectives: CollectivesUnderWay
+    line: str = ""
+
+
+@dataclass(frozen=True)
+class Deadlock:
+    """Ranks that wait in collectives that cannot end; `left` are those that they wait for and that
+    have ended."""
+
+    waits: Mapping[int, RankWait]
+    left: tuple[int, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """Who waits where, as "rank 3 waits in all_reduce at train.py:14"."""
+        found: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+        for rank, wait in sorted(self.waits.items()):
+            found[(wait.collectives.under_way[0].operation, wait.line)].append(rank)
+        told = [
+            f"{named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {operation}"
+            + (f" at {line}" if line else "")
+            for (operation, line), ranks in list(found.items())[:TOLD]
+        ]
+        gone = f", and {named(self.left)} {_has(self.left)} ended" if self.left else ""
+        return f"{_DEADLOCK}{', '.join(told)}{gone}"
+
+    @property
+    def place(self) -> str:
+        """The same for the same mistake in a program, whichever ranks make it."""
+        waits = {(w.collectives.under_way[0].operation, w.line) for w in self.waits.values()}
+        return _DEADLOCK + ", ".join(sorted(f"{what} at {line}" for what, line in waits))
+
+
+def find_deadlock(waits: Mapping[int, RankWait], left: Collection[int]) -> Deadlock | None:
+    """The ranks that can never go on, by what each that waits has begun; those that are in neither
+    are at work, and may come to any collective."""
+    stuck = {rank for rank, wait in waits.items() if wait.collectives.under_way}
+    found_free = True
+    while found_free:
+        free = {
+            rank
+            for rank in stuck
+            if any(
+                not _never_ends(rank, one, waits, left, stuck)
+                for one in waits[rank].collectives.under_way
+            )
+        }
+        stuck -= free
+        found_free = bool(free)
+    if not stuck:
+        return None
+    members = {r for rank in stuck for one in waits[rank].collectives.under_way for r in one.ranks}
+    gone = tuple(sorted(members & set(left)))
+    return Deadlock({rank: waits[rank] for rank in sorted(stuck)}, gone)
+
+
+def _never_ends(
+    rank: int,
+    collective: CollectiveCall,
+    waits: Mapping[int, RankWait],
+    left: Collection[int],
+    stuck: Collection[int],
+) -> bool:
+    """Whether a member of the group will not come to a collective that `rank` is in."""
+    return any(
+        _never_comes(waits[other].collectives, collective, other in stuck)
+        if other in waits
+        else other in left
+        for other in collective.ranks
+        if other != rank
+    )
+
+
+def _never_comes(other: CollectivesUnderWay, collective: CollectiveCall, stuck: bool) -> bool:
+    here = (collective.group, collective.number)
+    for one in other.under_way:
+        if (one.group, one.number) == here:
+            return one.operation != collective.operation
+    return stuck and other.begun.get(collective.group, 0) < collective.number
+
+
+def named(ranks: Collection[int]) -> str:
+    """Ranks for a sentence: "rank 3", "ranks 0 to 2 and 5", "ranks 0, 2, 4, 6 and 8 more"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [_span(run) for run in runs]
+    if len(parts) > TOLD + 1:
+        parts = [*parts[:TOLD], f"{len(ranks) - sum(map(len, runs[:TOLD]))} more"]
+    words = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {words}"
+
+
+def _span(run: Sequence[int]) -> str:
+    if len(run) == 2:
+        return f"{run[0]} and {run[1]}"
+    return f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}"
+
+
+def is_deadlock(raised: str) -> bool:
+    return raised.startswith(_DEADLOCK)
+
+
+def _has(ranks: Collection[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+class DeadlockDetector:
+    """Finds a deadlock of an attempt by the ranks' reports, once it is confirmed."""
+
+    def __init__(self) -> None:
+        self._still: Standstill[Deadlock | None] = Standstill(None, 0.0)
+
+    def check(self, snapshot: Snapshot) -> Sequence[Hang]:
+        waits = {
+            rank: RankWait(report.collectives, report.line)
+            for rank, report in snapshot.reports.items()
+            if report.collectives.under_way
+            and rank not in snapshot.silent
+            and rank not in snapshot.around.ended
+        }
+        found = find_deadlock(waits, snapshot.around.ended) if waits else None
+        self._still = self._still.seen(found, snapshot.now)
+        still = self._still.seconds(snapshot.now)
+        if found is None or still < (LEFT if found.left else CONFIRMED):
+            return ()
+        phase = snapshot.reports[min(found.waits)].phase
+        laggard = found.left[0] if found.left else None
+        return (Hang(found.sentence, laggard, phase, still, found.place),)

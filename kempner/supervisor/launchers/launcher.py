@@ -119,6 +119,11 @@ class Launcher:
         self._off_network = frozenset[str]()
         self._invited: tuple[Path, Invitation] | None = None
 
+    def node_of(self, rank: int | None) -> str:
+        """Where a rank was started; empty where that is not known."""
+        places = self.nodes.allocation.places()
+        return next((node for node, ranks in places.items() if rank in ranks), "")
+
     def prepare(self, program: Program) -> None:
         """Start the agents, which begin with the imports."""
         if not self._opened:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import cast
 
 from kempner.cluster.network.interfaces import Interface
@@ -42,13 +41,12 @@ LEAVES_WITHIN = 5.0
 
 
 class RanksOfSupervisor:
-    """Each is told when the supervisor dies, so none outlives it unnoticed. What they
-    print goes to the attempt's folder; the supervisor shows what rank 0 prints."""
+    """Each is told when the supervisor dies, so none outlives it unnoticed."""
 
     gone_within = 60.0
 
     def __init__(self, run: RunDirectory) -> None:
-        self._run = run
+        self.run = run
 
     def environment(self, launch: Launch, master: tuple[str, int]) -> dict[str, str]:
         """Ranks that meet on this machine."""
@@ -61,10 +59,6 @@ class RanksOfSupervisor:
     def place(self, world: World) -> dict[str, str]:
         """Under torch's names."""
         return world.environment()
-
-    def output(self, attempt: int, rank: int) -> Path | None:
-        """In the attempt's folder."""
-        return self._run.output(attempt, rank)
 
     def bindings(self, told: Sequence[TaskBinding], ranks: int) -> Sequence[TaskBinding]:
         """To nothing."""

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from kempner.config.loading import dumps
 from kempner.config.sections import Config, DataSection, TrainSection
 from kempner.data.prepare.pipeline import prepare
-from kempner.model.sharding import initialise
+from kempner.model.initial_weights import initialise
 from kempner.model.spec.shape import Shape
 from kempner.model.transformer import Transformer
 from kempner.run.process.durable_io import write_durable

@@ -32,8 +32,8 @@ except ModuleNotFoundError as error:
 
     raise without_extra(error, "transformers") from None
 
-from kempner.integrations.trainer.place import restore_callbacks
-from kempner.integrations.trainer.run import StepEnd, TrainerRun, refuse_inexact
+from kempner.integrations.transformers_trainer.loop import StepEnd, TrainerRun, refuse_inexact
+from kempner.integrations.transformers_trainer.state import restore_callbacks
 from kempner.run.control.rehearsal import place_of
 from kempner.run.process.exit_codes import UsageError
 from kempner.training.session import RunEntry

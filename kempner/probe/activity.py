@@ -7,6 +7,7 @@ wait for a lock or for each other, before the first step or after the last one.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -102,19 +103,32 @@ class Stillness:
     place: CodePlace | None = None
     works: bool = False
 
-    def after(self, before: TreeUsage | None, now: TreeUsage | None, seconds: float) -> Stillness:
-        """What it is `seconds` later, by the usage at both ends."""
+    def after(
+        self,
+        before: TreeUsage | None,
+        now: TreeUsage | None,
+        seconds: float,
+        share: float = WORKS,
+    ) -> Stillness:
+        """What it is `seconds` later, by the usage at both ends, where processes at work use at
+        least such a `share` of a processor."""
         if before is None or now is None:
             return Stillness()
         moves = now.moved - before.moved > TRANSFERS * seconds
         if before.sleeps.keys() != now.sleeps.keys():
             return Stillness(works=True)
         cpu, spun = now.cpu - before.cpu, now.spun - before.spun
-        if cpu > WORKS * seconds or moves:
-            return Stillness(works=moves or cpu - spun > WORKS * seconds)
+        if cpu > share * seconds or moves:
+            return Stillness(works=moves or cpu - spun > share * seconds)
         woken = max(now.sleeps[pid] - before.sleeps[pid] for pid in now.sleeps)
         still = 0.0 if woken > POLLS * seconds else self.still + seconds
         return Stillness(self.idle + seconds, still)
+
+
+def share_at_work(processors: int, load: float) -> float:
+    """Share of a processor that processes at work use at least: on a crowded machine half of what
+    each that wants one gets."""
+    return min(WORKS, 0.5 * processors / load) if load > 0 else WORKS
 
 
 @dataclass
@@ -130,9 +144,10 @@ class ActivityWatch:
     def look(self, pids: Mapping[int, int]) -> Mapping[int, Stillness]:
         """By rank, of the process of each that runs."""
         now, usage = self.clock(), {rank: self.use(pid) for rank, pid in pids.items()}
+        share = share_at_work(os.cpu_count() or 1, os.getloadavg()[0])
         self._found = {
             rank: self._found.get(rank, Stillness()).after(
-                self._usage.get(rank), used, now - self._at
+                self._usage.get(rank), used, now - self._at, share
             )
             for rank, used in usage.items()
         }

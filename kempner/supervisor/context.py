@@ -23,7 +23,7 @@ from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import StopReason
 from kempner.run.process.retry import storage_waits
 from kempner.run.process.signals import SignalInbox
-from kempner.run.process.threads import keep_running
+from kempner.run.process.threads import keep_running, steady_time
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.events import NodesJoined, NodesLeft, NodesTakenBack
 from kempner.run.record.history import RunHistory
@@ -130,7 +130,7 @@ class Growth:
         self._joined: dict[str, str] = {}
         self._attempt: int | None = None
         self._last_growth: float | None = None
-        self._began = time.time()
+        self._began = steady_time()
 
     def watch(self, attempt: Attempt, history: RunHistory) -> None:
         self._judged, self._attempt = None, attempt.number
@@ -138,7 +138,7 @@ class Growth:
             return
         self._returns = times_taken_back(history) | times_lost(history)
         self._last_growth = last_growth(history, self._began)
-        own = suspects(history, time.time(), self._config.resilience.suspect_for)
+        own = suspects(history, steady_time(), self._config.resilience.suspect_for)
         wait = self._config.supervise.grow_after
         look = partial(self._look, attempt, own, history)
         every = min(SELDOM, max(OFTEN, wait / LOOKS))
@@ -164,7 +164,7 @@ class Growth:
         self._judged = seen
         self._well_since = {n: self._well_since.get(n, seen.at) for n in seen.well}
         left, missing = follower.job.seconds_to_train(follower.times), self._launcher.idle.missing
-        since = None if self._last_growth is None else time.time() - self._last_growth
+        since = None if self._last_growth is None else steady_time() - self._last_growth
         decision = decide_growth(
             GrowSituation(
                 used=len(self._launcher.used),
@@ -265,7 +265,7 @@ class Growth:
         found = examine(nodes, ask, size, attempt, run, config, self._clock)
         barred = {node for node, suspect in own.items() if suspect.failed}
         if (folder := self._config.resilience.suspects_dir) is not None:
-            theirs = read_shared(Path(folder), time.time())
+            theirs = read_shared(Path(folder), steady_time())
             barred |= {n for n, s in theirs.items() if s.run not in self._names}
         well = found.answered - found.unfit.keys()
         takes = restart_seconds(history)  # the start of this attempt included

@@ -22,7 +22,7 @@ from kempner.run.process.durable_io import fsync_directory
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.retry import StorageUnavailableError, free_space_helps, storage_waits
 from kempner.run.process.signals import insists
-from kempner.run.process.threads import AwakeClock, unless
+from kempner.run.process.threads import AwakeClock, steady_time, unless
 from kempner.run.record import gave_up
 from kempner.run.record.attempts import Attempt, Fence, read_current
 from kempner.run.record.events import (
@@ -78,7 +78,7 @@ def salvage(context: SupervisorContext, follower: AttemptFollower, decision: Dec
     try:
         attempt, history = follower.attempt, context.history
         patience = context.config.resilience.patience
-        seconds = salvage_patience(history, attempt.number, time.time(), patience)
+        seconds = salvage_patience(history, attempt.number, steady_time(), patience)
         too_late = partial(_is_too_late, context, follower, AwakeClock(), seconds)
         if unless(too_late, partial(_salvage, context, attempt), "salvage") is None:
             logger().warning("the steps in memory are not waited for any longer")
@@ -296,7 +296,9 @@ def restart_or_finish(
     if decision.code not in FAILURES or stops:
         return decision
     attempt, failure = follower.attempt, _failure(context, follower, decision)
-    node = node_of(follower.roster.host_of(decision.culprit), context.launcher.nodes)
+    host = follower.roster.host_of(decision.culprit)
+    launcher = context.launcher
+    node = node_of(host, launcher.nodes) if host else launcher.node_of(decision.culprit)
     context.ledger.record(AttemptFailed(node=node, **asdict(failure)), attempt.number)
     verdict = _decide_restart(context, decision, failure, earlier)
     bad = _better_without(context, follower, decision, node, verdict)
@@ -326,7 +328,7 @@ def _ran_for_long(context: SupervisorContext, follower: AttemptFollower) -> bool
     if not follower.reports_nothing:
         return False
     started = context.history.entries(AttemptStarted)
-    return bool(started) and time.time() - started[-1].time > LONG
+    return bool(started) and steady_time() - started[-1].time > LONG
 
 
 def _start_again(

@@ -42,6 +42,7 @@ from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import EventRecorder
 from kempner.run.record.recorded_config import changes_since, describe_changes, used_before
 from kempner.run.record.run_dir import RunDirectory
+from kempner.training.anomalies import Health, remembered
 from kempner.training.compute.forward_backward import choose_communication
 from kempner.training.compute.optimizer import build_optimizer
 from kempner.training.fault_injection import FaultInjector
@@ -50,7 +51,6 @@ from kempner.training.loop import Data, Evaluation, Tools, Training
 from kempner.training.observe.metrics import StepMetrics, peak_flops
 from kempner.training.observe.profiler import Profiler
 from kempner.training.observe.progress_bar import open_display
-from kempner.training.policy import Health, remembered
 from kempner.training.rank_link.rank_link import RankLink
 from kempner.training.rank_link.shutdown import StopListener
 

@@ -38,10 +38,10 @@ from kempner.run.process.exit_codes import ExitCode, StopReason, UsageError
 from kempner.run.process.worker_process import heed_for_children
 from kempner.run.record.events import Completed
 from kempner.training.compute.forward_backward import program_seed
+from kempner.training.final_save import time_to_spare
 from kempner.training.groups.process_groups import open_votes
 from kempner.training.homes import LOOPS
 from kempner.training.own_loop import OwnLoop
-from kempner.training.policy import time_to_spare
 from kempner.training.rank_link.rank_link import find_place
 from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.session import RunEntry, at_prompt, describe_optimizer

@@ -27,24 +27,18 @@ from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import DivergedError, ExitCode, PeersLostError, RunError
 from kempner.run.record.events import Diverged, Evaluated, LedgerEvent, RolledBack
 from kempner.run.record.ledger import EventRecorder
+from kempner.training.anomalies import Health, RollbackPlan, observe, plan_rollback
 from kempner.training.compute.forward_backward import (
     StepGradient,
     sum_over_ranks,
     summed_loss,
     weightless,
 )
-from kempner.training.compute.optimizer import update
+from kempner.training.compute.optimizer import learning_rate, update
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks
 from kempner.training.observe.metrics import StepMetrics
 from kempner.training.observe.profiler import Profiler
-from kempner.training.policy import (
-    Health,
-    RollbackPlan,
-    learning_rate,
-    observe,
-    plan_rollback,
-)
 from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.vote import (
     Vote,

@@ -21,7 +21,7 @@ from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.retry import storage_waits
 from kempner.run.record.events import LedgerEvent
-from kempner.training.policy import time_to_spare
+from kempner.training.final_save import time_to_spare
 from kempner.training.rehearsal.switch import recorder
 from kempner.training.session import Session
 from kempner.training.vote import (

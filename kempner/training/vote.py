@@ -21,8 +21,7 @@ from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import CheckpointWriteError, ExitCode, StopReason
 from kempner.run.process.retry import storage_waits
 from kempner.run.record.events import Completed, LedgerEvent, Left, Stopped
-from kempner.training.groups.process_groups import Ranks
-from kempner.training.policy import (
+from kempner.training.final_save import (
     Action,
     SaveDecision,
     SaveInFlight,
@@ -32,6 +31,7 @@ from kempner.training.policy import (
     tell_loss,
     time_to_spare,
 )
+from kempner.training.groups.process_groups import Ranks
 from kempner.training.rank_link.shutdown import StopListener, StopRequest
 
 _NO_HURRY = _NEVER = -(1 << 62)

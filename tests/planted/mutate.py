@@ -30,7 +30,7 @@ SUBJECTS: Mapping[str, tuple[str, ...]] = {
         "supervisor/launchers/agents/invitation.py",
     ),
     "samplers": ("data/serve/sampler.py", "data/serve/plans.py", "data/serve/places.py"),
-    "trainer": ("integrations/trainer/*.py", "integrations/transformers.py"),
+    "trainer": ("integrations/transformers_trainer/*.py", "integrations/transformers.py"),
     "lightning": ("integrations/lightning*.py",),
     "survive": ("training/survive.py", "training/watch.py"),
     "leaving": ("training/own_loop.py",),

@@ -32,7 +32,8 @@ from kempner.supervisor.policy.stop import (
     Trigger,
 )
 from kempner.supervisor.slurm.job_monitor import LATE, WITHOUT_END
-from simulated.engine import Process, Steps
+from kempner.supervisor.watchdog.board import JobBoard
+from simulated.engine import Life, Process, Steps
 from simulated.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -51,11 +52,11 @@ Asking: TypeAlias = Generator[float | None, None, T]
 
 
 class Daemon:
-    """One supervisor, the batch process of `job`."""
+    """One supervisor of `job`. What it does is seen on the `board` by its watchdog."""
 
-    def __init__(self, world: World, job: Job) -> None:
-        self._world, self._job = world, job
-        self.life = job.life
+    def __init__(self, world: World, job: Job, board: JobBoard) -> None:
+        self._world, self._job, self._board = world, job, board
+        self.life, self._launch = Life(), job.restarts
         setting = world.setting
         self._allocation = Allocation(
             job=job.id,
@@ -157,6 +158,9 @@ class Daemon:
         self._job_ends: float | None = None
         self._durations = past.durations
         attempt = world.begin_attempt()
+        fruitless = restart.requeues_without_progress(past, self._job.id, past.last_step)
+        self._board.tell_attempt(attempt.number, fruitless, "")
+        world.board = self._board
         hosts = [int(n) for n in self._allocation.nodes for _ in range(world.setting.per_node)]
         self.ranks = self._job.ranks = Ranks(world, attempt, hosts, self._hear)
         world.launched(self.ranks)
@@ -206,6 +210,7 @@ class Daemon:
             end = seen.times.end
             left = None if end is None else end - self._world.engine.now
             self._job_ends = None if left is None else self._awake() + left
+            self._board.tell_end(end, end)
 
     def _stop_for_job_end(self) -> None:
         if self._first is None or self._seen is None:
@@ -227,6 +232,7 @@ class Daemon:
     def _lead_and_margin(self, job: JobState) -> tuple[float, float]:
         limit, gap = job.times.limit, self._pace.quantile(0.95)
         margin = stop.exit_margin((), limit)
+        self._board.tell_margin(margin)
         return stop.stop_lead(self._durations, gap, limit, margin), margin
 
     def _seconds_left(self) -> float | None:
@@ -312,6 +318,11 @@ class Daemon:
 
     def _part(self, decision: Decision) -> Steps:
         world, job = self._world, self._job
+        if decision.code not in restart.RESUMES_ELSEWHERE and not decision.bad_nodes:
+            self._board.settle()
+        if stuck := world.take_sticking():
+            world.stick(job, stuck)
+            yield 0.0
         state = yield from self._job_at_last(decision)
         step = world.history.last_step
         fruitless = restart.requeues_without_progress(world.history, job.id, step)
@@ -319,11 +330,12 @@ class Daemon:
         refusal = ""
         if parting.requeue:
             preempted = state is not None and state.times.preempt is not None
-            refusal = world.slurm.requeue(job, tuple(map(int, decision.bad_nodes)))
+            refusal = world.slurm.requeue(job, self._launch, tuple(map(int, decision.bad_nodes)))
             if not refusal:
                 world.record(Requeued(step, job.id, preempted=preempted))
         else:
             world.oracle.parted(job.id, decision, state)
+        self._board.settle()
         if refusal:
             world.record(NotRequeued(step, refusal))
             world.oracle.refused()
@@ -331,7 +343,8 @@ class Daemon:
             world.oracle.completed(world.setting.max_steps)
             world.complete = True
         self.life.end()
-        world.slurm.batch_over(job)
+        if job.batch is not None:
+            job.batch.supervisor_left()
 
     def _job_at_last(self, decision: Decision) -> Asking[JobState | None]:
         """What Slurm says of the job, asked until it is too late if the job is to go on."""

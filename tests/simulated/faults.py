@@ -21,7 +21,12 @@ class Kind(Enum):
     NODE_SILENT = "node `who` loses power: nobody is told"
     ORPHANS = "node `who` is cut off: its ranks go on, and write for `amount` seconds more"
     BATCH_HOST_LOST = "the node of the supervisor crashes"
-    SUPERVISOR_KILLED = "SIGKILL to the supervisor, which is the batch process"
+    SUPERVISOR_KILLED = "SIGKILL to the supervisor"
+    SUPERVISOR_STUCK = "the supervisor waits for its storage, for `amount` seconds"
+    STUCK_BEFORE_REQUEUE = "the same, once its ranks have left the next time"
+    WATCHDOG = "SIGKILL to the watchdog, or SIGSTOP, by `who`"
+    KEEPER_KILLED = "SIGKILL to the batch process"
+    NO_ROOM = "on the batch host no process can be made for `amount` seconds"
     SECOND = "the run gets a second supervisor, `amount` seconds later, although it has a lease"
     SECOND_IN_COMMIT = "the same, before the change number `amount` of the next commit"
     PREEMPT = "a job of higher priority comes; `amount` seconds of grace"
@@ -52,6 +57,9 @@ AMOUNTS: dict[Kind, tuple[float, float]] = {
     Kind.CRASH: (1, 20),
     Kind.KILLER: (1, 20),
     Kind.ORPHANS: (1.0, 300.0),
+    Kind.SUPERVISOR_STUCK: (5.0, 2000.0),
+    Kind.STUCK_BEFORE_REQUEUE: (5.0, 2000.0),
+    Kind.NO_ROOM: (5.0, 60.0),
     Kind.SECOND: (0.0, 60.0),
     Kind.SECOND_IN_COMMIT: (1, 6),
     Kind.PREEMPT: (0.0, 90.0),

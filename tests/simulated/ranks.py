@@ -19,15 +19,8 @@ from kempner.run.record.attempts import Attempt
 from kempner.run.record.events import RolledBack, StartedAnew
 from kempner.training import loop, policy
 from kempner.training import vote as last_votes
-from kempner.training.policy import (
-    Action,
-    Health,
-    Numbers,
-    SaveInFlight,
-    SaveSituation,
-    SaveTimes,
-    remembered,
-)
+from kempner.training.anomalies import Health, Numbers, remembered
+from kempner.training.final_save import Action, SaveInFlight, SaveSituation, SaveTimes
 from simulated.crew import Crew, Hear
 from simulated.engine import Process, Steps
 from simulated.saves import Saves

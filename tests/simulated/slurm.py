@@ -12,6 +12,7 @@ from kempner.cluster.slurm.job import JobNodes, JobState, JobTimes
 from simulated.engine import Life
 
 if TYPE_CHECKING:
+    from simulated.batch import Batch
     from simulated.daemon import Daemon
     from simulated.ranks import Ranks
     from simulated.world import World
@@ -27,7 +28,8 @@ TICK = 10.0
 
 
 class Job:
-    """A job. `life` is that of its batch process, `ranks` what its last step started."""
+    """A job. `life` is that of its batch process, the keeper of `batch`; `ranks` is what its last
+    step started. The `daemon` is its supervisor, while there is one."""
 
     def __init__(self, id_: str, may_requeue: bool, time_limit: float | None) -> None:
         self.id, self.may_requeue, self.time_limit = id_, may_requeue, time_limit
@@ -37,6 +39,7 @@ class Job:
         self.nodes: list[int] = []
         self.excluded: set[int] = set()
         self.life = Life()
+        self.batch: Batch | None = None
         self.daemon: Daemon | None = None
         self.ranks: Ranks | None = None
         self.cancelled = False
@@ -48,6 +51,9 @@ class Job:
         """Whether somebody has cut its time."""
         self.bereaved_at = 0.0
         """When its supervisor was lost without a word to Slurm."""
+        self.keeper_killed = self.host_lost = self.without_ranks = False
+        self.no_room_until = 0.0
+        """Until when no process can be made on its batch host."""
         self.suspended_at: float | None = None
         self.asleep = 0.0
         """Seconds for which it was suspended."""
@@ -74,19 +80,26 @@ class Slurm:
         self._engine.call(1.0, lambda: self._start(job, 0))
         return job
 
-    def show(self, job: Job) -> JobState | None:
-        """scontrol show job; None if the controller does not answer."""
+    def show(self, job: Job, elsewhere: bool = False) -> JobState | None:
+        """scontrol show job; None if the controller does not answer, or if it cannot be asked: on
+        the batch host, or `elsewhere`."""
         if self._engine.now < self._world.mute_until:
+            return None
+        if self._engine.now < job.no_room_until and not elsewhere:
             return None
         times = JobTimes(job.end_time, job.preempt_time, job.time_limit)
         return JobState(
             job.id, job.state, job.reason, job.restarts, job.may_requeue, True, times, JobNodes()
         )
 
-    def requeue(self, job: Job, without: tuple[int, ...] = ()) -> str:
-        """scontrol requeue, by one of the job's own processes; why not, empty if it was."""
+    def requeue(self, job: Job, launch: int, without: tuple[int, ...] = ()) -> str:
+        """scontrol requeue, by a process of one `launch` of a job; why not, empty if it was."""
         if not job.may_requeue or job.over:
             return "Requested operation is presently disabled"
+        if job.state == "PENDING":
+            return "Job is pending execution"
+        if job.restarts != launch:
+            self._world.oracle.requeued_again(job.id)
         now = self._engine.now
         if now < self._world.refuse_until or now < self._world.mute_until:
             return "Access/permission denied"
@@ -150,7 +163,7 @@ class Slurm:
 
     def batch_over(self, job: Job) -> None:
         """The batch process has ended, which ends the job."""
-        job.daemon = None
+        job.daemon = job.batch = None
         if job.state in ("RUNNING", "SUSPENDED"):
             job.reason, job.again = "", False
             self._finish(job, "COMPLETED")
@@ -164,7 +177,7 @@ class Slurm:
     def batch_killed(self, job: Job) -> None:
         """The batch process was killed: the tasks are signalled, and the job ends."""
         if job.state == "RUNNING":
-            self._end(job, again=False, why="FAILED")
+            self._end(job, again=False, reason="JobLaunchFailure", why="FAILED")
 
     def _start(self, job: Job, restarts: int) -> None:
         if job.state != "PENDING" or job.restarts != restarts:
@@ -179,7 +192,8 @@ class Slurm:
         job.nodes, job.state, job.reason = free[:wanted], "RUNNING", ""
         job.preempt_time, job.shortened, job.asleep, job.suspended_at = None, False, 0.0, None
         job.end_time = None if job.time_limit is None else now + job.time_limit
-        job.life = Life()
+        job.life, job.no_room_until = Life(), 0.0
+        job.keeper_killed = job.host_lost = job.without_ranks = False
         self._world.run_batch(job)
         if job.time_limit is not None:
             self._later(job.time_limit, job, self._look_at_limit)
@@ -254,9 +268,11 @@ class Slurm:
 
     def _finish(self, job: Job, state: str) -> None:
         job.life.end()
+        if job.batch is not None:
+            job.batch.end()
         if job.ranks is not None:
             job.ranks.kill()
-        job.daemon, job.ranks, job.nodes = None, None, []
+        job.batch, job.daemon, job.ranks, job.nodes = None, None, None, []
         if job.again:
             job.state, job.again = "PENDING", False
             restarts = job.restarts
@@ -266,7 +282,8 @@ class Slurm:
             self._world.job_over(job)
 
     def _lives(self, job: Job) -> list[Life]:
-        return [job.life, *([job.ranks.life] if job.ranks is not None else [])]
+        batch = [] if job.batch is None else [job.batch.daemon.life, job.batch.watchdog_life]
+        return [job.life, *batch, *([job.ranks.life] if job.ranks is not None else [])]
 
     def _later(self, seconds: float, job: Job, act) -> None:  # type: ignore[no-untyped-def]
         """`act(job)` in some seconds, if it is still the same launch of the job."""

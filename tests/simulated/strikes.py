@@ -119,10 +119,41 @@ def _lose_batch_host(world: World, job: Job, fault: Fault) -> bool:
 def _kill_supervisor(world: World, job: Job, fault: Fault) -> bool:
     if job.daemon is None or job.state != "RUNNING":
         return False
-    job.life.end()
-    job.daemon, job.bereaved_at = None, world.engine.now
+    world.lose_supervisor(job)
+    return True
+
+
+def _kill_keeper(world: World, job: Job, fault: Fault) -> bool:
+    if job.batch is None or job.state != "RUNNING":
+        return False
+    job.batch.end()
+    job.batch = job.daemon = None
+    job.bereaved_at, job.keeper_killed = world.engine.now, True
     world.slurm.batch_killed(job)
     return True
+
+
+def _kill_watchdog(world: World, job: Job, fault: Fault) -> bool:
+    if job.batch is not None:
+        (job.batch.kill_watchdog if fault.who % 2 else job.batch.stop_watchdog)()
+    return job.batch is not None
+
+
+def _stick(world: World, job: Job, fault: Fault) -> bool:
+    if job.daemon is None or job.state != "RUNNING":
+        return False
+    world.stick(job, fault.amount)
+    return True
+
+
+def _stick_at_the_end(world: World, job: Job, fault: Fault) -> bool:
+    world.sticks_for = fault.amount
+    return True
+
+
+def _take_room(world: World, job: Job, fault: Fault) -> bool:
+    job.no_room_until = world.engine.now + fault.amount
+    return job.state == "RUNNING"
 
 
 def _second(world: World, job: Job, fault: Fault) -> bool:
@@ -218,6 +249,11 @@ _STRIKES: dict[Kind, Strike] = {
     Kind.ORPHANS: _orphans,
     Kind.BATCH_HOST_LOST: _lose_batch_host,
     Kind.SUPERVISOR_KILLED: _kill_supervisor,
+    Kind.SUPERVISOR_STUCK: _stick,
+    Kind.STUCK_BEFORE_REQUEUE: _stick_at_the_end,
+    Kind.WATCHDOG: _kill_watchdog,
+    Kind.KEEPER_KILLED: _kill_keeper,
+    Kind.NO_ROOM: _take_room,
     Kind.SECOND: _second,
     Kind.SECOND_IN_COMMIT: _in_commit,
     Kind.PREEMPT: _preempt,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,12 +14,13 @@ from kempner.config.sections import (
     SuperviseSection,
     TrainSection,
 )
-from kempner.run.record.events import LedgerEvent, Requeued
+from kempner.run.record.events import CheckpointCommitted, LedgerEvent, Requeued
 from kempner.run.record.history import RunHistory
+from kempner.supervisor.watchdog.board import JobBoard
 from kempner.training.rank_link import rank_link
 from simulated import strikes
+from simulated.batch import KILLED, Batch
 from simulated.checks.oracle import Invariant, Oracle, Violation
-from simulated.daemon import Daemon
 from simulated.faults import Fault, Kind, Schedule, Setting
 from simulated.ranks import Ranks
 from simulated.slurm import Job, Slurm
@@ -30,8 +32,11 @@ PATROL = 4000.0
 PERSON = 60.0
 """Seconds until a person starts a run again that has stopped."""
 
+UNHEARD = 60.0
+"""Seconds that a requeue may take once Slurm can be asked again."""
+
 _IMPAIRING = frozenset(Kind) - {
-    Kind.PREEMPT, Kind.WARNING, Kind.TOLD, Kind.REFUSE, Kind.DAMAGE, Kind.SECOND,
+    Kind.WATCHDOG, Kind.PREEMPT, Kind.WARNING, Kind.TOLD, Kind.REFUSE, Kind.DAMAGE, Kind.SECOND,
     Kind.SECOND_IN_COMMIT, Kind.CANCEL, Kind.OPERATOR,
 }  # fmt: skip
 """Faults after which the ranks may not be able to stop in time."""
@@ -70,6 +75,8 @@ class World(Storage):
         self.bad_steps: dict[int, float] = {}
         self.bad_samples: dict[int, float] = {}
         self._claimed: set[int] = set()
+        self.sticks_for = 0.0
+        self.board = JobBoard(alone=True)
         self._impaired_until = 0.0
 
     def live(self) -> Outcome:
@@ -102,11 +109,14 @@ class World(Storage):
 
     def record(self, event: LedgerEvent) -> None:
         """A line in the ledger, and read again."""
+        if isinstance(event, CheckpointCommitted):
+            self.board.tell_step(event.step, new=True)
         self.history.add([{"event": event.name, **event.to_fields()}])
 
     def run_batch(self, job: Job) -> None:
         """Slurm starts the batch script."""
-        job.daemon = Daemon(self, job)
+        job.batch = Batch(self, job)
+        job.daemon = job.batch.daemon
 
     def launched(self, ranks: Ranks) -> None:
         """Ranks were started: those on a node that is gone end at once."""
@@ -146,12 +156,20 @@ class World(Storage):
     def left(self, ranks: Ranks, rank: int) -> None:
         """A rank has left to be resumed. Where its supervisor is gone, it sees to that itself."""
         job = next((job for job in self.slurm.jobs if job.ranks is ranks), None)
-        if job is None or job.daemon is not None or ranks.attempt.number in self._claimed:
+        if job is None or not self._is_alone(job) or ranks.attempt.number in self._claimed:
             return
         self._claimed.add(ranks.attempt.number)
         noticed = job.bereaved_at + self.config.supervise.supervisor_timeout
         wait = max(rank_link.TURN, noticed - self.engine.now)
-        self.engine.call(wait, lambda: self._hand_back(job, ranks))
+        launch = job.restarts
+        self.engine.call(wait, lambda: self._hand_back(job, ranks, launch))
+
+    def _is_alone(self, job: Job) -> bool:
+        """Whether ranks have lost their supervisor, or hear nothing of it for too long."""
+        if job.daemon is None:
+            return True
+        silent = self.engine.now - job.bereaved_at >= self.config.supervise.supervisor_timeout
+        return job.daemon.life.frozen and silent
 
     def abandoned(self, ranks: Ranks, steps: int) -> None:
         """The ranks leave without the last steps."""
@@ -164,28 +182,73 @@ class World(Storage):
         if job.state == "RUNNING" and job.preempt_time is None and not self._impaired:
             self.oracle.lost_at_limit(steps)
 
+    def needed(self, job: Job) -> None:
+        """The watchdog puts a job back whose supervisor works."""
+        unheard = (
+            max(self.mute_until, self.refuse_until, job.no_room_until) > self.engine.now - UNHEARD
+        )
+        if not (self._impaired or unheard or job.shortened):
+            raise Violation(
+                Invariant.UNFINISHED, "the supervisor is too late, and its watchdog not"
+            )
+
     @property
     def _impaired(self) -> bool:
         return self.engine.now < self._impaired_until
 
-    def _hand_back(self, job: Job, ranks: Ranks) -> None:
+    def _hand_back(self, job: Job, ranks: Ranks, launch: int) -> None:
         if job.ranks is not ranks:
             return
-        if (state := self.slurm.show(job)) is None:
-            self.engine.call(LONGEST_PAUSE, lambda: self._hand_back(job, ranks))
+        if (state := self.slurm.show(job, elsewhere=True)) is None:
+            self.engine.call(LONGEST_PAUSE, lambda: self._hand_back(job, ranks, launch))
             return
-        if rank_link.decide_orphan_requeue(state, state.restarts, superseded=False).requeue:
-            if not self.slurm.requeue(job):
+        if rank_link.decide_orphan_requeue(state, launch, superseded=False).requeue:
+            if not self.slurm.requeue(job, launch):
                 self.record(Requeued(self.history.last_step, job.id))
         elif state.state == "RUNNING" and state.may_requeue:
             raise Violation(Invariant.UNFINISHED, "the ranks leave a job without a supervisor")
 
-    def bereave(self, job: Job) -> None:
-        """The supervisor is gone, and nobody has told Slurm: the ranks hear nothing any more."""
-        job.life.end()
+    def lose_supervisor(self, job: Job) -> None:
+        """Its process is killed: the keeper sees that at once, the ranks hear nothing any more."""
+        assert job.batch is not None
+        job.batch.daemon.life.end()
         job.daemon, job.bereaved_at = None, self.engine.now
-        if (ranks := job.ranks) is not None:
-            self.engine.call(self.config.supervise.supervisor_timeout, lambda: ranks.ask(None))
+        self._silence(job, lambda: job.daemon is None)
+        job.batch.supervisor_left(KILLED)
+
+    def stick(self, job: Job, seconds: float) -> None:
+        """The supervisor does not go on for so long."""
+        if (daemon := job.daemon) is None:
+            return
+        daemon.life.freeze()
+        job.bereaved_at = self.engine.now
+        self._silence(job, lambda: daemon.life.frozen)
+        self.engine.call(seconds, daemon.life.thaw)
+
+    def take_sticking(self) -> float:
+        """For how long a supervisor is stuck before it asks for the requeue."""
+        seconds, self.sticks_for = self.sticks_for, 0.0
+        return seconds
+
+    def _silence(self, job: Job, still: Callable[[], bool]) -> None:
+        """The ranks stop once they have heard nothing for long, and leave a collective that does
+        not end."""
+        if (ranks := job.ranks) is None:
+            return
+        ask = lambda: ranks.ask(None) if still() else None  # noqa: E731
+        leave = lambda: ranks.peers_leave(told=True) if still() else None  # noqa: E731
+        silent = self.config.supervise.supervisor_timeout
+        self.engine.call(silent, ask)
+        self.engine.call(2 * silent + 10 * self.setting.step, leave)
+
+    def bereave(self, job: Job) -> None:
+        """The batch host is gone, and nobody has told Slurm: the ranks hear nothing any more."""
+        if job.batch is not None:
+            job.batch.end()
+        job.batch = job.daemon = None
+        job.bereaved_at, job.host_lost = self.engine.now, True
+        job.without_ranks = job.ranks is None or job.ranks.over
+        self._silence(job, lambda: True)
         self.engine.call(PATROL, lambda: self._look_after(job, job.restarts))
 
     def _look_after(self, job: Job, launch: int) -> None:
@@ -199,13 +262,23 @@ class World(Storage):
         known = ""
         if job.cancelled or not job.may_requeue or job.shortened:
             known = "cancelled, not to be requeued, or cut short"
-        elif job.end_state == "FAILED":
-            known = "the supervisor was killed"
-        elif job.end_state == "TIMEOUT" and self._impaired:
-            known = "the ranks could not stop in time"
+        else:
+            known = self._why_stranded(job)
         self.oracle.needs_person(known)
         self.crash_at = None
         self.engine.call(PERSON, self._submit)
+
+    def _why_stranded(self, job: Job) -> str:
+        """What nothing of kempner's can help: only then a job that was not cancelled ends."""
+        ended = self.engine.now - self.setting.kill_wait
+        if ended - max(self.mute_until, self.refuse_until, job.no_room_until) < UNHEARD:
+            return "Slurm could not be asked at its end"
+        if job.keeper_killed:
+            return "the batch process was killed, and no rank could leave within KillWait"
+        noticed = self.config.supervise.supervisor_timeout + UNHEARD
+        if job.host_lost and (ended - job.bereaved_at < noticed or job.without_ranks):
+            return "the batch host was lost shortly before the end, or while no rank was there"
+        return ""
 
     def _submit(self) -> None:
         if all(job.over for job in self.slurm.jobs):

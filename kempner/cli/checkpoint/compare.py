@@ -14,7 +14,6 @@ import typer
 from kempner.checkpoint.format.names import MANIFEST, METADATA
 from kempner.checkpoint.store.retention import locate, pick, reading_at
 from kempner.cli.checkpoint import inspect
-from kempner.cli.checkpoint.convert import warn_unmarked
 from kempner.cli.checkpoint.hugging_face import has_weights, matching_names, needless
 from kempner.cli.progress import busy, counter
 from kempner.cluster.machine import raise_open_file_limit
@@ -72,7 +71,7 @@ def _open(path: Path) -> Iterator[Side]:
         yield compare.stock(path)
     else:
         checkpoint = pick(*locate(path), None)
-        with reading_at(checkpoint, warn_unmarked):
+        with reading_at(checkpoint, inspect.warn_unmarked):
             yield compare.own(checkpoint)
 
 

@@ -95,7 +95,7 @@ def export(
         from kempner.checkpoint.convert.tensor_copy import Source, total
 
     missing, hugging_face = "", format_ is Format.SAFETENSORS
-    with reading_at(chosen, warn_unmarked):
+    with reading_at(chosen, inspect.warn_unmarked):
         source = Source.open(chosen)
         tensors = weights(source) if hugging_face else source.contents.tensors
         if hugging_face:
@@ -216,7 +216,7 @@ def _import_own(checkpoint: Path, folder: Path, step: int | None, cursor: int | 
     with busy("importing torch"):
         from kempner.checkpoint.convert.first_commit import import_own, place_of
 
-    with reading_at(checkpoint, warn_unmarked):
+    with reading_at(checkpoint, inspect.warn_unmarked):
         manifest = place_of(read(checkpoint), step, cursor)
         size = sum(entry.bytes for entry in manifest.files.values() if entry.sums is not None)
         with _into(folder), counter("importing", size) as on_bytes:
@@ -252,14 +252,6 @@ def _import_stock(source: Path, folder: Path, step: int | None, cursor: int | No
         )
     if foreign.fit.left_out:
         typer.echo(f"not imported, because a run creates it: {listed(foreign.fit.left_out)}")
-
-
-def warn_unmarked(error: OSError) -> None:
-    typer.echo(
-        f"kempner: the checkpoint's folder cannot be written to ({error.strerror}), so its run "
-        "does not know that it is being read, and may delete it meanwhile",
-        err=True,
-    )
 
 
 @contextmanager

@@ -143,6 +143,14 @@ def prune(
         raise CheckpointWriteError(f"could not delete: {told}")
 
 
+def warn_unmarked(error: OSError) -> None:
+    typer.echo(
+        f"kempner: the checkpoint's folder cannot be written to ({error.strerror}), so its run "
+        "does not know that it is being read, and may delete it meanwhile",
+        err=True,
+    )
+
+
 def _latest_is_missing(folder: CheckpointFolder) -> str:
     """What is wrong where `latest` names a checkpoint that is not there; empty if nothing is."""
     latest = folder.latest()

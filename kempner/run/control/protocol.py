@@ -22,7 +22,7 @@ from kempner.run.link.messages import (
     Words,
     decoder,
 )
-from kempner.run.process.collectives import CollectivesUnderWay
+from kempner.run.process.collectives import NONE_UNDER_WAY, CollectivesUnderWay
 from kempner.run.process.exit_codes import StopReason
 
 
@@ -83,7 +83,7 @@ class Report(Message):
     storage: Words = ""
     moves: Moves = Moves()
     line: Name = ""
-    collectives: CollectivesUnderWay = field(default_factory=CollectivesUnderWay)
+    collectives: CollectivesUnderWay = field(default_factory=lambda: NONE_UNDER_WAY)
     kind: Literal["progress"] = "progress"
 
 

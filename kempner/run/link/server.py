@@ -9,6 +9,7 @@ message that stands is told to all members, and later to each that joins.
 from __future__ import annotations
 
 import os
+import select
 import selectors
 import socket
 import threading
@@ -47,6 +48,10 @@ REFUSALS_LOGGED = 20
 
 TICK = 2.0
 """Seconds between two calls of the owner's `tick`."""
+
+_BUSY, _PAUSE_MS = 500, 10
+"""From this number of events a second there is a pause between two looks, in which more of them
+gather: to be woken up costs more than most messages do. An order ends it."""
 
 _LEAVING = 0.1
 """Seconds between two looks whether all members have hung up."""
@@ -131,6 +136,8 @@ class LinkServer(Generic[Member, Heard]):
             self._listen(listener)
         self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._alarm, selectors.EVENT_READ, self._wake_up)
+        self._pause = select.poll()
+        self._pause.register(self._alarm, select.POLLIN)
         self._thread = helper_thread(self._serve, name)
 
     @property
@@ -192,15 +199,19 @@ class LinkServer(Generic[Member, Heard]):
         self._owner.hear(member, message)
 
     def _serve(self) -> None:
-        tick_at = time.monotonic()
+        tick_at, events_seen, busy = time.monotonic(), 0, False
         while True:
+            if busy:
+                self._pause.poll(_PAUSE_MS)
             ready = self._selector.select(max(0.0, tick_at - time.monotonic()))
+            events_seen += len(ready)
             for key, events in ready:
                 key.data(events)
             self._carry_out_orders()
             if time.monotonic() >= tick_at or self._closing_until is not None:
                 self._tick()
                 tick_at = time.monotonic() + TICK
+                busy, events_seen = events_seen > _BUSY * TICK, 0
             if (until := self._closing_until) is not None:
                 if self._farewell:
                     self._dismiss(until)

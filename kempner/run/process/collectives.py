@@ -48,6 +48,10 @@ class CollectivesUnderWay:
     begun: Mapping[str, int] = field(default_factory=dict)
 
 
+NONE_UNDER_WAY = CollectivesUnderWay()
+"""What most reports say, of thousands of ranks a second: made once."""
+
+
 def collectives_under_way(thread: int | None) -> CollectivesUnderWay:
     """Those of a thread (`threading.get_ident`), or of all; nothing where it cannot be known. Both
     the recorder and the list of groups are torch's own affair: what they answer in another version

@@ -1,5 +1,5 @@
 """Threads that must not end unseen, that wait for something slow, or that there is no room for; and
-a clock that stops while this process is suspended.
+clocks: one that stops while this process is suspended, one that cannot be set.
 """
 
 from __future__ import annotations
@@ -42,6 +42,15 @@ class AwakeClock:
         """Whether this process was suspended within the last `seconds`."""
         self.now()
         return self._woke_at is not None and self._looked_at - self._woke_at < seconds
+
+
+_BOOTED = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def steady_time() -> float:
+    """Seconds since the epoch by the time of day with which this process began. Where the clock is
+    set meanwhile, by a person or by NTP, this one goes on evenly: patience is measured by it."""
+    return _BOOTED + time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 PAUSE = 1.0

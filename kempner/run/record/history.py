@@ -10,12 +10,13 @@ import re
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar, overload
 
 from kempner.run.output.logs import logger
+from kempner.run.process.threads import steady_time
 from kempner.run.record.events import (
     AttemptStarted,
     CheckpointCommitted,
@@ -40,7 +41,10 @@ E_co = TypeVar("E_co", bound=LedgerEvent, covariant=True)
 @dataclass(frozen=True)
 class Entry(Generic[E_co]):
     """An event, when it was written (`time`, seconds since the epoch) and in which attempt; 0 where
-    the ledger does not say so."""
+    the ledger does not say so.
+
+    What was written since a supervisor's history is `of` its ledger has the `time` of its
+    `steady_time`, which no setting of the clock moves."""
 
     event: E_co
     time: float
@@ -70,6 +74,7 @@ class RunHistory:
     ) -> None:
         self._tail, self._lock = tail, threading.Lock()
         self._own: dict[bytes, Entry[LedgerEvent]] = {}
+        self._read_at: float | None = None
         self._thins = False
         self._forget()
         self.add(lines)
@@ -102,13 +107,14 @@ class RunHistory:
         history._thins = True
         ledger.tell(history._hear)
         history.read_on()
+        history._read_at = steady_time()
         return history
 
     def _hear(self, line: str) -> None:
         entry = _parse_entry(json.loads(line))
         if entry is not None:
             with self._lock:
-                self._own[line.encode()] = entry
+                self._own[line.encode()] = replace(entry, time=steady_time())
 
     def refresh(self) -> Self:
         """Read what any process has written since, now or at the next time; returns this
@@ -124,31 +130,48 @@ class RunHistory:
         if self._tail is None:
             return
         lines, anew = self._tail.read()
-        read = list(parse_lines(b"\n".join(lines)))
+        read = [(line, parsed) for line in lines for parsed in parse_lines(line)]
         if anew and not self._tail.whole:  # the first attempt would be told of in part
-            starts = (n for n, line in enumerate(read) if line.get("event") == AttemptStarted.name)
+            starts = (n for n, (_, line) in enumerate(read) if _begins(line))
             read = read[next(starts, 0) :]
         with self._lock:
             if anew:
                 self._forget()
-            for line in lines:
-                self._own.pop(line, None)
-            self.add(read)
+            found = [
+                self._own.pop(line, None) or self._placed(_parse_entry(parsed), anew)
+                for line, parsed in read
+            ]
+            self._take(entry for entry in found if entry is not None)
+        self._read_at = self._read_at and steady_time()
+
+    def _placed(self, entry: Entry[LedgerEvent] | None, anew: bool) -> Entry[LedgerEvent] | None:
+        """An entry of another process: written between two looks, whatever its clock says."""
+        if entry is None or self._read_at is None or anew:
+            return entry
+        return replace(entry, time=min(max(entry.time, self._read_at), steady_time()))
+
+    def _forget(self) -> None:
+        self._entries: list[Entry[LedgerEvent]] = []
+        self._places: defaultdict[type[LedgerEvent], list[int]] = defaultdict(list)
+        self._steps: dict[str, int] = {}
 
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        for line in lines:
-            if (entry := _parse_entry(line)) is not None:
-                self._places[type(entry.event)].append(len(self._entries))
-                self._entries.append(entry)
-                _take_step(self._steps, entry.event)
+        parsed = map(_parse_entry, lines)
+        self._take(entry for entry in parsed if entry is not None)
+
+    def _take(self, entries: Iterable[Entry[LedgerEvent]]) -> None:
+        for entry in entries:
+            self._places[type(entry.event)].append(len(self._entries))
+            self._entries.append(entry)
+            _take_step(self._steps, entry.event)
         if self._thins and any(len(self._places[kind]) > 2 * KEPT for kind in _OVERTAKEN):
-            entries, steps = self._entries, self._steps
+            known, steps = self._entries, self._steps
             kept = {at for places in map(self._kept, self._places) for at in places}
             self._forget()
             self._steps.update(steps)
             for at in sorted(kept):
-                self._places[type(entries[at].event)].append(len(self._entries))
-                self._entries.append(entries[at])
+                self._places[type(known[at].event)].append(len(self._entries))
+                self._entries.append(known[at])
 
     def _kept(self, kind: type[LedgerEvent]) -> list[int]:
         places = self._places[kind]
@@ -219,6 +242,10 @@ class RunHistory:
         for entry in own:
             _take_step(newest, entry.event)
         return newest
+
+
+def _begins(line: Mapping[str, Any]) -> bool:
+    return line.get("event") == AttemptStarted.name
 
 
 def _take_step(newest: dict[str, int], event: LedgerEvent) -> None:

@@ -82,6 +82,7 @@ FRESH = 90.0
 """Seconds for which it holds that ranks are at work, which agents tell every half a minute."""
 
 LEFT = "it has left the run"
+CUT_OFF = "it is cut off from the network, its agent does not connect any more"
 
 
 class Launcher:
@@ -114,6 +115,7 @@ class Launcher:
         self._still: dict[str, tuple[float, tuple[RankStill, ...]]] = {}
         self._gpus: deque[tuple[str, GpuTold]] = deque()
         self._unheard: tuple[str, ...] = ()
+        self._off_network = frozenset[str]()
         self._invited: tuple[Path, Invitation] | None = None
 
     @property
@@ -135,6 +137,11 @@ class Launcher:
     def nodes(self) -> Sequence[str]:
         """The nodes of the ranks, and those in reserve."""
         return self._nodes.all
+
+    def node_of(self, rank: int | None) -> str:
+        """Where a rank was started; empty where that is not known."""
+        places = self._nodes.allocation.places()
+        return next((node for node, ranks in places.items() if rank in ranks), "")
 
     @property
     def idle(self) -> Idle:
@@ -400,9 +407,9 @@ class Launcher:
             return
         missing = self._unconnected(self.used)
         if len(missing) < len(self.used):
-            cut_off = {node for node in missing if self._fleet.seen(node) is not None}
-            self._lose_agents(cut_off, "a node is cut off from the network")
-            missing -= cut_off
+            self._off_network = frozenset(n for n in missing if self._fleet.seen(n) is not None)
+            self._lose_agents(self._off_network, "a node is cut off from the network")
+            missing -= self._off_network
         if not missing:
             return
         what = "agents do not connect, and are spoken to through srun"
@@ -439,6 +446,8 @@ class Launcher:
         names = self.nodes
         known = {node_of(host, names) for host in (*lost, *stuck, *self._unheard)}
         bad = self._lost_nodes(known, {node_of(host, names): pids for host, pids in stuck.items()})
+        bad = dict.fromkeys(self._off_network.intersection(names), CUT_OFF) | bad
+        self._off_network = frozenset()
         self._nodes.lose(bad)
         if bad:
             why = "; ".join(f"{node}: {reason}" for node, reason in bad.items())

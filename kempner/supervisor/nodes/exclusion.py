@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +39,7 @@ from kempner.config.resilience import ResilienceSection
 from kempner.probe.node import SITE_CHECK, ProbeResult, other_code
 from kempner.run.output.logs import logger
 from kempner.run.process.durable_io import replace_durable
+from kempner.run.process.threads import steady_time
 from kempner.run.record.events import AttemptFailed, NodesTakenBack, NodeSuspected
 from kempner.run.record.history import Entry, RunHistory
 
@@ -256,7 +256,7 @@ def _is_gone(flags: Collection[str], answers: Collection[str]) -> bool:
     return bool(answers) or not _GONE.isdisjoint(flags)
 
 
-BEGAN = time.time()
+BEGAN = steady_time()
 """When this process started. Evidence from before was shared by an earlier process, and may have
 been removed by a user since."""
 
@@ -278,7 +278,7 @@ def known_suspects(
 
     Others are told of those of this run that there is proof against. A folder that cannot be used
     is no reason to end a run."""
-    now = time.time()
+    now = steady_time()
     own = suspects(history, now, section.suspect_for)
     if section.suspects_dir is None:
         return own

@@ -332,6 +332,7 @@ class Watchdog:
                 case Act.ASK_FOR_RANKS:
                     self._ranks = self._means.ranks(self._launch.number)
                 case Act.STOP_RANKS:
+                    self._ranks = None  # they may leave, or Slurm may say that they cannot be asked
                     self._means.stop_ranks(self._launch.id)
                     self._asked = True
         except SlurmError:

@@ -1,4 +1,5 @@
-"""Creates the optimizer, and updates the weights: AdamW, Muon or SGD on the shards of each rank.
+"""Creates the optimizer, gives each step its learning rate, and updates the weights: AdamW, Muon or
+SGD on the shards of each rank.
 
 All obey `found_inf`, as torch's fused ones do: where it is 1, on the device, a step changes
 nothing. Torch wraps the methods of its optimizers to keep `torch.compile` out of them, and the
@@ -28,9 +29,36 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from kempner.checkpoint.tensors.state import is_sharded, local_part, local_parts
-from kempner.config.sections import OptimizerSection
+from kempner.config.sections import OptimizerSection, SchedulerSection
 from kempner.run.control.heartbeat import Waiting, untimed
 from kempner.run.process.exit_codes import UsageError
+
+
+def learning_rate(step: int, peak: float, max_steps: int, schedule: SchedulerSection) -> float:
+    """The rate for step 1 ... `max_steps`.
+
+    Linear warm-up over `warmup_steps` reaches `peak` at its last step. Then: `constant` stays;
+    `linear` and `cosine` (half a period, as in SGDR, arXiv:1608.03983) fall to
+    `min_lr_ratio * peak` at `max_steps`; `wsd` (warm-up, stable, decay, as in MiniCPM,
+    arXiv:2404.06395) stays and falls linearly over the last `decay_steps`.
+    """
+    warmup = schedule.warmup_steps
+    if step <= warmup:
+        return peak * step / warmup
+    floor = schedule.min_lr_ratio
+    match schedule.name:
+        case "constant":
+            return peak
+        case "linear":
+            progress = (step - warmup) / (max_steps - warmup)
+            return peak * (1 - (1 - floor) * progress)
+        case "cosine":
+            progress = (step - warmup) / (max_steps - warmup)
+            return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+        case "wsd":
+            decay = schedule.decay_steps or max(1, max_steps // 10)
+            progress = max(0.0, (step - (max_steps - decay)) / decay)
+            return peak * (1 - (1 - floor) * progress)
 
 
 class UncompiledOptimizer(Optimizer):

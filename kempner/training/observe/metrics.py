@@ -21,8 +21,8 @@ from kempner.run.control.heartbeat import StepDelays
 from kempner.run.output.logs import warn
 from kempner.run.output.writers import open_lines
 from kempner.run.record.run_dir import RunDirectory
+from kempner.training.anomalies import Numbers
 from kempner.training.observe.progress_bar import Display
-from kempner.training.policy import Numbers
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.drill]
 PROGRAM = Path(__file__).with_name("hanging.py")
 SOON, AT_WORK = 12.0, 40.0
 """Seconds for which what hangs may stand still, or be at work."""
-LEAST, MOST, WORKS = 8.0, 30.0, 45.0
-"""Of what is healthy: the limits at which it would be ended, and how long it works."""
+LEAST, MOST, WORKS, LATE = 8.0, 40.0, 50.0, 600.0
+"""Of what is healthy: the limits at which it would be ended, between two steps and elsewhere, how
+long it works, and the limits of phases that a case is not about."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,9 @@ def start(run: Run, case: Case) -> Job:
     limits = {"min": slowed(least), "max": slowed(most), "at_work": AT_WORK}
     if case.healthy:
         limits["at_work"] = slowed(600.0)
+    if case.healthy and case.phase in ("between", "evaluation"):  # what comes before is not meant
+        others = ("start", "rendezvous", "load", "compile", "save", "exit")
+        limits |= {f"max_of.{phase}": LATE for phase in others}
     log = run.folder / "job.out"
     options = [f"--resilience.hang_timeout_{name}={value}" for name, value in limits.items()]
     if case.phase != "import":

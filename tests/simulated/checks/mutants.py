@@ -20,9 +20,10 @@ from kempner.cluster.slurm import allocation, job
 from kempner.run.record import attempts
 from kempner.supervisor.monitors import hangs
 from kempner.supervisor.policy import outcome, restart, stop
+from kempner.supervisor.watchdog import watch
 from kempner.training import policy
 from kempner.training.rank_link import rank_link
-from simulated import daemon
+from simulated import batch, daemon
 from simulated.checks.oracle import Invariant
 from simulated.faults import Kind
 
@@ -173,6 +174,15 @@ MUTANTS = (
             kinds=(Kind.NAN, Kind.SPIKES)),
     _mutant("the last steps need no save", policy, "decide_final_save",
             "if lost == 0:", "if lost < 100:", UNFINISHED),
+    _mutant("the watchdog waits for a supervisor that is stuck", watch, "next_act",
+            "if sight.left <= last_moment(sight.margin):", "if sight.left < -1e9:", UNFINISHED,
+            users=(batch,), kinds=(Kind.SUPERVISOR_STUCK, Kind.STUCK_BEFORE_REQUEUE)),
+    _mutant("the watchdog does not see that the ranks are gone", watch, "next_act",
+            "if sight.ranks is False:", "if False:", UNFINISHED,
+            users=(batch,), kinds=(Kind.SUPERVISOR_KILLED,)),
+    _mutant("the watchdog puts back a job that was cancelled", watch, "decide_for_supervisor",
+            "if not job.running:", "if False:", REVIVED,
+            kinds=(Kind.SUPERVISOR_KILLED, Kind.SUPERVISOR_STUCK, Kind.CANCEL)),
     _mutant("a save is begun that cannot fit", policy, "_save_or_pause",
             "if usual <= time:", "if usual >= time:", UNFINISHED),
 )  # fmt: skip

@@ -14,7 +14,7 @@ from kempner.supervisor.policy.restart import HEALED_BY_A_RESTART, MAX_REQUEUES_
 
 
 class Invariant(Enum):
-    """The five promises.
+    """The promises.
 
     A commit is *acknowledged* once `latest` names it. The *live branch* is the acknowledged commits
     in order, without those that a rollback left behind or that damage made a load pass over. What
@@ -29,6 +29,8 @@ class Invariant(Enum):
     """Whoever names a checkpoint, moves `latest` or withdraws a commit is at that moment the last
     attempt that was begun. A check of the fence and the change right after it are one moment here:
     no file system ties two together."""
+    TWICE = "no launch of a job is requeued twice"
+    """No process of one launch of a job has Slurm requeue the next one."""
     REVIVED = "a cancelled job is never requeued"
     """After scancel no process of kempner asks Slurm to requeue that job. That Slurm is asked for
     the state and then to requeue are one moment, too."""
@@ -41,9 +43,10 @@ class Invariant(Enum):
     UNFINISHED = "every run that can finish does"
     """A run is complete only with its last step committed. It stops for good, or needs a person,
     only for a reason that the model knows of: it was cancelled, its job may not be requeued, Slurm
-    refuses or is mute, the supervisor was killed, its time was cut, saves were made to fail, it has
-    used up its budget or met the same exception at the same step, or it came back in vain. A person
-    then starts it again. No save of the live attempt fails that was not made to. No attempt starts
+    refuses or is mute, the keeper or the batch host was lost, its time was cut, saves were made to
+    fail, it has used up its budget or met the same exception at the same step, or it came back in
+    vain. A person then starts it again. No save of the live attempt fails that was not made to. No
+    attempt starts
     on a node that does not answer. At a time limit that is known, healthy ranks lose no step, once
     a save was measured and if saves are faster than their interval. With all faults over, it
     completes within the time that the whole run takes, some hangs, and the repair of nodes."""
@@ -193,6 +196,10 @@ class Oracle:
             self._requeues[job] += 1
             self._launch(job)
 
+    def requeued_again(self, job: str) -> None:
+        """A process of an earlier launch has asked Slurm to requeue the job."""
+        raise Violation(Invariant.TWICE, f"job {job} is requeued for a launch that is over")
+
     def _forget_launches(self) -> None:
         self._launches.clear()
         self._requeues.clear()
@@ -251,6 +258,11 @@ class Oracle:
                 self.excuse = "Slurm is mute"
             case _ if job.running and self._requeues[job_id] >= MAX_REQUEUES_WITHOUT_PROGRESS:
                 self.excuse = "it came back in vain"
+
+    def left_alone(self, job_id: str) -> None:
+        """Its watchdog does not put the job back."""
+        if self._requeues[job_id] >= MAX_REQUEUES_WITHOUT_PROGRESS:
+            self.excuse = "it came back in vain"
 
     def lost_at_limit(self, steps: int) -> None:
         """A job that is stopped because its time is over has steps that were not saved."""

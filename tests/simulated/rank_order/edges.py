@@ -33,9 +33,9 @@ from kempner.run.process.exit_codes import DataError
 from kempner.run.process.fail_points import set_fail_point
 from kempner.run.record.attempts import Attempt, SupersededError
 from kempner.training import loop, session, vote
+from kempner.training.anomalies import Numbers
 from kempner.training.compute.forward_backward import sum_over_ranks
 from kempner.training.groups import process_groups
-from kempner.training.policy import Numbers
 from kempner.training.rank_link import shutdown
 from simulated.rank_order.collectives import Distributed, Fabric
 from simulated.rank_order.futures import Futures

@@ -33,13 +33,13 @@ from kempner.run.record.events import CheckpointFailed, Completed, LedgerEvent, 
 from kempner.run.record.history import RunHistory
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training import loop
+from kempner.training.anomalies import Health
 from kempner.training.build import _resume
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks
 from kempner.training.homes import Home
 from kempner.training.loop import Data, Evaluation, Tools, Training
 from kempner.training.main import Ownership
-from kempner.training.policy import Health
 from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.session import Session
 from kempner.training.survive import LoopPlan as LoopPlan

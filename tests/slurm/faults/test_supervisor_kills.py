@@ -210,7 +210,8 @@ def test_a_supervisor_killed_at_any_moment_costs_no_step(
     project.hurry()
     project.end(job, deadline=600)
     again = _made_again(project, since)
-    note("kill the supervisor, all", part=part, kills=KILLS, not_requeued=0, steps_made_again=again)
+    note("kill the supervisor, all", part=part, kills=KILLS, not_requeued=0, steps_made_again=again,
+         promised=may_lose)  # fmt: skip
     assert cluster.job(job)["Restarts"] == str(KILLS)
     # A launch that was too short to make all of the lost steps leaves some to the next.
     lost = zip(accumulate(again), accumulate(may_lose), strict=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from harness import ROOT
 
-from kempner.integrations.trainer.run import LIMITS, refuse_inexact
+from kempner.integrations.transformers_trainer.loop import LIMITS, refuse_inexact
 from kempner.run.process.exit_codes import UsageError
 
 

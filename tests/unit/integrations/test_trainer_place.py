@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from kempner.integrations.trainer.place import Grid, Leg, PlacedSampler, TrainerPlace, steps_to_go
+from kempner.integrations.transformers_trainer.state import (
+    Grid,
+    Leg,
+    PlacedSampler,
+    TrainerPlace,
+    steps_to_go,
+)
 
 worlds = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
 """Ranks, samples of a micro batch of each, and micro batches in a step."""

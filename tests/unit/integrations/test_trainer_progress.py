@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kempner.integrations.trainer.place import TrainerPlace, TrainerProgress
+from kempner.integrations.transformers_trainer.state import TrainerPlace, TrainerProgress
 
 
 @pytest.mark.parametrize(

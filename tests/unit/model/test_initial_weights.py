@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kempner.config.sections import Config, ModelSection, TrainSection
-from kempner.model.sharding import build_model, initialise
+from kempner.model.initial_weights import initialise
+from kempner.model.sharding import build_model
 from kempner.model.transformer import Transformer
 
 CPU = torch.device("cpu")

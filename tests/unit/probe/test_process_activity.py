@@ -26,6 +26,7 @@ from kempner.probe.activity import (
     Stillness,
     TreeUsage,
     main_place,
+    share_at_work,
 )
 from kempner.run.process.whereabouts import CodePlace
 
@@ -97,6 +98,14 @@ def test_idle_is_what_uses_little_and_still_what_does_not_even_wake(
     works = now.cpu - 5.0 > WORKS * seconds or int(moved) > TRANSFERS * seconds
     assert found.idle == (0.0 if works else 7.0 + seconds)
     assert found.still == (0.0 if works or int(woken) > POLLS * seconds else 7.0 + seconds)
+
+
+def test_on_a_crowded_machine_less_is_work() -> None:
+    assert share_at_work(2, 0.0) == share_at_work(2, 10.0) == WORKS
+    assert share_at_work(2, 100.0) == 0.01
+    before, now = TreeUsage(5.0, 5, {1: 5}), TreeUsage(5.2, 5, {1: 5})
+    assert Stillness().after(before, now, 10.0, share_at_work(2, 100.0)).works
+    assert Stillness().after(before, now, 10.0).idle == 10.0
 
 
 LOOKS = """

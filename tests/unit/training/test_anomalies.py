@@ -11,7 +11,7 @@ import pytest
 from kempner.checkpoint.format.manifest import Rollback, TrainState
 from kempner.config.resilience import ResilienceSection
 from kempner.run.record.history import RunHistory
-from kempner.training.policy import (
+from kempner.training.anomalies import (
     FEWEST_LOSSES,
     Health,
     Numbers,

@@ -15,7 +15,7 @@ from kempner.run.process.exit_codes import CheckpointWriteError, StopReason
 from kempner.run.record.events import CheckpointCommitted
 from kempner.run.record.history import RunHistory
 from kempner.run.record.save_times import REMEMBERED, Durations, SaveSeconds
-from kempner.training.policy import (
+from kempner.training.final_save import (
     Action,
     SaveInFlight,
     SaveSituation,

@@ -9,7 +9,7 @@ import pytest
 
 from kempner.config.sections import SchedulerSection
 from kempner.training.compute.forward_backward import seed_for
-from kempner.training.policy import learning_rate
+from kempner.training.compute.optimizer import learning_rate
 
 
 def rate(step: int, **fields: object) -> float:

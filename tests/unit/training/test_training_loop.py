@@ -34,6 +34,7 @@ from kempner.run.control.heartbeat import Progress
 from kempner.run.process.exit_codes import ExitCode, StopReason
 from kempner.run.record.ledger import read_lines
 from kempner.run.record.run_dir import RunDirectory
+from kempner.training.anomalies import Health
 from kempner.training.build import _open_feed
 from kempner.training.compute.optimizer import build_optimizer
 from kempner.training.fault_injection import FaultInjector
@@ -42,7 +43,6 @@ from kempner.training.loop import Data, Evaluation, Tools, Training, train
 from kempner.training.observe.metrics import StepMetrics
 from kempner.training.observe.profiler import Profiler
 from kempner.training.observe.progress_bar import Display
-from kempner.training.policy import Health
 from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.vote import Vote, VoteGroup
 

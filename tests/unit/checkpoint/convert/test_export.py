@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kempner.checkpoint.convert import export, tensor_copy
 from kempner.checkpoint.convert.tensor_copy import shard
 from kempner.cli.entry import main
-from kempner.model.sharding import initialise
+from kempner.model.initial_weights import initialise
 from kempner.model.spec.shape import Shape
 from kempner.model.transformer import Transformer
 from kempner.run.record.run_dir import RunDirectory

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from kempner.run.control.protocol import (
     Phase,
     RankMessage,
     Stop,
+    TellRanks,
 )
 from kempner.run.link import auth
 from kempner.run.link import server as channel_module
@@ -70,6 +72,28 @@ def test_orders_reach_all_one_and_those_that_come_later(supervisor: Supervisor) 
     assert late.seconds_left is not None
     assert late.seconds_left < 100.0
     assert first.stops.empty()
+
+
+def test_an_order_ends_the_pause_of_a_busy_listener(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = supervisor.link(0)
+    supervisor.expect(Connected)
+    pauses, listener = threading.Event(), supervisor.agent.ranks._server
+    assert listener is not None
+    real = listener._pause
+
+    class Pause:
+        def poll(self, milliseconds: int) -> None:
+            first = not pauses.is_set()
+            pauses.set()
+            real.poll(3_600_000 if first else milliseconds)
+
+    monkeypatch.setattr(listener, "_pause", Pause())
+    monkeypatch.setattr(channel_module, "_BUSY", -1)
+    assert pauses.wait(scaled(20))
+    supervisor.agent.ranks.pass_on(TellRanks(3, Stop(StopReason.CANCEL, "now")))
+    assert rank.stops.get(timeout=scaled(20)) == Stop(StopReason.CANCEL, "now")
 
 
 def test_the_newest_connection_of_a_rank_counts(supervisor: Supervisor) -> None:

@@ -2,11 +2,13 @@
 the ranks' end and the requeue it counts the supervisor's calls into the system, and may have one of
 them hang or fail.
 
-    batch_job.py FOLDER SECONDS [CALL hang|fail|kill|descriptors|memory]
+    batch_job.py FOLDER SECONDS STORAGE plain|slots [CALL HOW]
 
 SECONDS are left of the job's time when the supervisor begins. In FOLDER a fake scontrol keeps the
 job (`fake_slurm.py`), and `calls` gets the calls: each with who makes it, and for which line of
-kempner's.
+kempner's. The run directory is in STORAGE. With `slots` the rank leaves a step in memory, which is
+to be salvaged. HOW is `hang`, `fail`, `kill`, `descriptors`, `memory`, `oom`, or `wait`: until the
+test has done something to storage or limits, and has made the file `done`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 os.environ["SLURM_TASK_PID"] = str(os.getpid())  # which only Slurm knows beforehand
@@ -42,6 +44,8 @@ from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.launcher import Launcher
 from kempner.supervisor.launchers.local import this_machine
 from kempner.supervisor.slurm.job_monitor import JobMonitor
+
+RANK = Path(__file__).with_name("leaves_step.py")
 
 OF_THE_SYSTEM = ("posix", "_io", "io", "_posixsubprocess", "_socket", "fcntl", "select")
 
@@ -70,6 +74,9 @@ class Tracer:
             return
         self._calls[name] = None
         (self._folder / "hit").touch()
+        self._befall()
+
+    def _befall(self) -> None:
         match self._how:
             case "fail":
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -79,6 +86,13 @@ class Tracer:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
             case "memory":
                 resource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))
+            case "oom":
+                held = [os.urandom(1 << 20)]
+                while True:
+                    held.append(bytes(reversed(held[-1])) * 16)
+            case "wait":
+                while not (self._folder / "done").exists():
+                    time.sleep(0.02)
             case _:
                 while True:
                     time.sleep(1000.0)
@@ -105,7 +119,7 @@ def _caller(frame: FrameType) -> str:
     return f"{said} for {ours.f_globals['__name__']}:{ours.f_lineno}"
 
 
-def run(folder: Path, seconds: float, tracer: Tracer) -> int:
+def run(folder: Path, seconds: float, storage: Path, slots: bool, tracer: Tracer) -> int:
     requeue, kill = scontrol.requeue, Launcher.kill
 
     def ends(self: Launcher) -> None:
@@ -119,9 +133,14 @@ def run(folder: Path, seconds: float, tracer: Tracer) -> int:
     Launcher.kill = ends  # type: ignore[method-assign]
     scontrol.requeue = asks
     inbox().install()
-    directory = RunDirectory(folder / "run")
-    config = Config.model_validate({"run": {"name": "run", "dir": str(folder)}})
-    program = Program.of_user(["sh", "-c", f"echo > {folder}/began; sleep 0.1; exit 75"])
+    directory = RunDirectory(storage / "run")
+    sections = {"run": {"name": "run", "dir": str(storage)}, "checkpoint": {"in_memory": slots}}
+    config = Config.model_validate(sections)
+    program = Program.of_user(["sh", "-c", "sleep 0.1; exit 75"])
+    if slots:
+        daemon.check_ready = lambda *_: SimpleNamespace(warnings=())  # type: ignore[assignment]
+        program = Program((sys.executable, str(RANK)), ours=True)
+        directory.checkpoints.mkdir(parents=True)
     write_job(folder, "RUNNING", 0, time.time() + seconds)
     (folder / "ends").touch()  # so many seconds from now
     monitor = JobMonitor("7", batch=True)
@@ -131,10 +150,10 @@ def run(folder: Path, seconds: float, tracer: Tracer) -> int:
 
 
 def main() -> None:
-    folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
-    wanted, how = (*sys.argv[3:], "", "")[:2]
-    tracer = Tracer(folder, wanted, how)
-    entry._run = lambda given: run(folder, seconds, tracer)  # type: ignore[assignment, return-value]
+    folder, seconds, storage = Path(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3])
+    wanted, how = (*sys.argv[5:], "", "")[:2]
+    tracer, slots = Tracer(folder, wanted, how), sys.argv[4] == "slots"
+    entry._run = lambda given: run(folder, seconds, storage, slots, tracer)  # type: ignore[assignment, return-value]
     entry._run_and_leave([])
 
 

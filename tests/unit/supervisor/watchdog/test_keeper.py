@@ -1,4 +1,4 @@
-"""What the keeper of a job writes is what the record's vocabulary says."""
+"""What the keeper of a job writes is what the record's vocabulary says; when its watchdog rests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from kempner.cluster.slurm.command import SlurmRefusedError
 from kempner.cluster.slurm.job import job_fields, parse_job
+from kempner.cluster.slurm.scontrol import SlurmAccess
 from kempner.run.record.events import Requeued, parse_event
 from kempner.run.record.ledger import SCHEMA, parse_lines
 from kempner.supervisor.watchdog.board import JobBoard, SupervisorStage, WatchdogVerdict
@@ -17,7 +19,10 @@ from kempner.supervisor.watchdog.keeper import requeued
 from kempner.supervisor.watchdog.watch import (
     MAX_FRUITLESS,
     MAX_KILLED_STARTS,
+    JobLaunch,
     Sight,
+    Watchdog,
+    WatchMeans,
     decide_for_supervisor,
 )
 
@@ -65,3 +70,18 @@ def test_a_job_is_not_put_back_without_end(stage: SupervisorStage, most: int, wo
     assert not decision.requeue
     assert words in decision.reason
     assert decide_for_supervisor(replace(killed, fruitless=most - 1), 2, RUNNING).requeue
+
+
+def test_ranks_that_cannot_be_asked_to_stop_any_more_are_looked_for_again() -> None:
+    """A rank that left has put the job back, and Slurm, which ends it, passes on no signal."""
+    board, left = JobBoard(), [False, True]
+    board.tell_attempt(3, 0, "ledger.jsonl")
+    board.tell_status(signal.SIGKILL)
+
+    def refuse(job: str) -> None:
+        raise SlurmRefusedError("scancel", "Invalid job id specified")
+
+    access = SlurmAccess(look=lambda job: replace(RUNNING, state="COMPLETING", restarts=3))
+    means = WatchMeans(access, lambda job: left.pop(), stop_ranks=refuse, pause=lambda _: None)
+    Watchdog(board, JobLaunch("7", "7", 2), means).follow()
+    assert (left, board.verdict) == ([], WatchdogVerdict.LEFT)

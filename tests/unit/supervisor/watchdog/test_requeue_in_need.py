@@ -8,17 +8,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
+from threading import Timer
 
 import pytest
 from drilling import SEED, note
 from fake_slurm import install, requeues, write_job
 from harness import wait_until
+from outside import OUTSIDE, Place, nothing_outside
 from patience import slowed
 
 PROGRAM = Path(__file__).with_name("batch_job.py")
@@ -31,42 +34,73 @@ MOST = 40.0
 
 AT_ONCE = 6
 
-Case = tuple[str, str]
-"""A call, and what becomes of it."""
+
+@dataclass(frozen=True)
+class Case:
+    """A call, and what becomes of it, or of all storage, processes or memory at that moment."""
+
+    call: str = ""
+    how: str = ""
+    slots: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.call}: {self.how}{', with steps in memory' if self.slots else ''}"
 
 
 def play(parent: Path, case: tuple[int, Case]) -> str:
     """Play a job to its requeue; what is wrong, in words."""
-    number, (call, how) = case
+    number, what = case
     folder = parent / str(number)
     folder.mkdir()
     environ, ends_in = install(folder), min(slowed(ENDS_IN), MOST)
     write_job(folder, "RUNNING", 0, time.time() + 1000)
-    command = [sys.executable, str(PROGRAM), str(folder), str(ends_in), *filter(None, (call, how))]
-    with open(folder / "output", "wb") as output:
+    kind = "slots" if what.slots else "plain"
+    how = "wait" if what.how in OUTSIDE and what.how != "oom" else what.how
+    with ExitStack() as stack, open(folder / "output", "wb") as output:
+        place = stack.enter_context(OUTSIDE.get(what.how, nothing_outside)(folder))
+        command = [*place.within, sys.executable, str(PROGRAM), str(folder), str(ends_in)]
+        command += [str(place.storage), kind, *filter(None, (what.call, how))]
         job = subprocess.Popen(
             command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
             start_new_session=True,
         )  # fmt: skip
-    try:
-        wait_until(lambda: requeues(folder), "the requeue", ends_in)
-        if not call:
-            wait_until((folder / "calls").exists, "the calls", 20)
-        if how == "kill":
-            wait_until(lambda: "requeued" in ledger(folder), "the ledger's line", 20)
-    except AssertionError as error:
-        return f"{call}: {how}: {error}: {(folder / 'output').read_text()}"
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(job.pid, signal.SIGKILL)  # as Slurm does
-        job.wait()
+        stack.callback(end, job)
+        stack.callback(place.release)  # first: what hangs in storage cannot be killed
+        try:
+            follow(folder, what, place, ends_in)
+        except AssertionError as error:
+            return f"{what}: {error}: {(folder / 'output').read_text()}"
     late = requeues(folder)[0] > (folder / "ends").stat().st_mtime + ends_in
     said = [*(["late"] if late else []), *(["twice"] if len(requeues(folder)) > 1 else [])]
-    return f"{call}: {how}: {', '.join(said)}" if said else ""
+    return f"{what}: {', '.join(said)}" if said else ""
+
+
+def follow(folder: Path, what: Case, place: Place, ends_in: float) -> None:
+    """Until the job is in the queue again, and that is told."""
+    if what.how in OUTSIDE:
+        acted = lambda: (folder / "hit").exists() or requeues(folder)  # noqa: E731
+        wait_until(acted, "the call", ends_in)
+        place.act()
+        (folder / "done").touch()
+        ends = (folder / "ends").stat().st_mtime + ends_in
+        if place.until is not None:
+            pause = Timer(max(0.0, ends - place.until - time.time()), place.release)
+            pause.start()
+    wait_until(lambda: requeues(folder), "the requeue", ends_in)
+    if not what.call:
+        wait_until((folder / "calls").exists, "the calls", 20)
+    if what.how == "kill":
+        wait_until(lambda: "requeued" in ledger(folder), "the ledger's line", 20)
+
+
+def end(job: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(job.pid, signal.SIGKILL)  # as Slurm does
+    job.wait()
 
 
 def ledger(folder: Path) -> str:
-    return (folder / "run" / "ledger.jsonl").read_text()
+    return (folder / "storage" / "run" / "ledger.jsonl").read_text()
 
 
 def play_all(parent: Path, cases: Iterable[Case]) -> list[str]:
@@ -75,37 +109,48 @@ def play_all(parent: Path, cases: Iterable[Case]) -> list[str]:
 
 
 @pytest.fixture
-def calls(tmp_path: Path) -> Sequence[str]:
-    """Those between the ranks' end and the requeue."""
-    folder = tmp_path / "traced"
-    folder.mkdir()
-    assert play(folder, (0, ("", ""))) == ""
-    found = (folder / "0" / "calls").read_text().splitlines()
-    assert any("fork_exec" in call for call in found)
-    assert any("kempner.run.record.lease" in call for call in found)
+def calls(tmp_path: Path) -> Mapping[bool, Sequence[str]]:
+    """Those between the ranks' end and the requeue, without and with steps in memory."""
+    found = {}
+    for slots in (False, True):
+        folder = tmp_path / f"traced-{slots}"
+        folder.mkdir()
+        assert play(folder, (0, Case(slots=slots))) == ""
+        found[slots] = (folder / "0" / "calls").read_text().splitlines()
+        assert any("fork_exec" in call for call in found[slots])
+        assert any("kempner.run.record.lease" in call for call in found[slots])
+    assert any("kempner.checkpoint.slots.pour" in call for call in found[True])
+    assert any("kempner.checkpoint.store.commit" in call for call in found[True])
     return found
 
 
-LACKING = ("descriptors", "memory")
+INSIDE = ("hang", "fail", "kill", "descriptors", "memory")
 
 
 def test_a_call_that_hangs_fails_or_is_the_last_does_not_keep_the_job_from_the_queue(
-    calls: Sequence[str], tmp_path: Path
+    calls: Mapping[bool, Sequence[str]], tmp_path: Path
 ) -> None:
     """A few of them; all in the drill."""
     random = Random(SEED)
-    some = [(call, how) for how in ("hang", "fail", "kill") for call in random.sample(calls, 2)]
-    some += [(calls[0], how) for how in LACKING]
-    some += [(call, "hang") for call in calls if "fork_exec" in call]
+    every = [(call, slots) for slots in (False, True) for call in calls[slots]]
+    some: list[Case] = []
+    for how in (*INSIDE, *OUTSIDE):
+        call, slots = random.choice(every)
+        some.append(Case(call, how, slots))
+    some += [Case(call, "hang", True) for call in calls[True] if "fork_exec" in call]
     assert play_all(tmp_path, some) == []
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 def test_no_call_between_the_ranks_end_and_the_requeue_keeps_the_job_from_the_queue(
-    calls: Sequence[str], tmp_path: Path
+    calls: Mapping[bool, Sequence[str]], tmp_path: Path
 ) -> None:
-    every = [(call, how) for call in calls for how in ("hang", "fail", "kill", *LACKING)]
+    hows = (*INSIDE, *OUTSIDE)
+    every = [Case(call, how, slots) for slots in calls for call in calls[slots] for how in hows]
     wrong = play_all(tmp_path, every)
-    note("calls before a requeue", calls=len(calls), cases=len(every), not_requeued=len(wrong))
+    seen, met = len(calls[True]), len([*tmp_path.glob("*/hit")])
+    counts = {"cases": len(every), "met": met, "not_requeued": len(wrong)}
+    note("calls before a requeue", calls=seen, **counts)
     assert wrong == []
+    assert met > len(every) / 2  # in the others the call was not made

@@ -26,7 +26,7 @@ from kempner.checkpoint.format.manifest import decode
 from kempner.checkpoint.format.names import MANIFEST
 from kempner.checkpoint.manager import FolderCheckpoints
 from kempner.checkpoint.store.retention import Keep
-from kempner.integrations.trainer.place import (
+from kempner.integrations.transformers_trainer.state import (
     DataPlace,
     DueWork,
     Grid,

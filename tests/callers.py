@@ -77,7 +77,6 @@ class Supervisor:
     def __init__(self, folder: Path) -> None:
         self.run = RunDirectory(folder / "run")
         self.run.attempt(3).mkdir(parents=True)
-        logs.configure()
         logs.open_log(self.run.supervisor_log(3))
         self.secret = Secret.new()
         self.news: queue.SimpleQueue[News] = queue.SimpleQueue()

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from kempner.config.loading import load
 from kempner.run.control.launch_env import Launch
-from kempner.run.output import logs
 from kempner.run.process.signals import inbox
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.control.ranks import RankChannel
@@ -44,7 +43,6 @@ class Elsewhere(Launcher):
 
 if __name__ == "__main__":
     inbox().install()
-    logs.configure()
     config = load(Path(sys.argv[1]), sys.argv[2:])
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
     launcher = Elsewhere(*this_machine(run, SIZE))

@@ -45,7 +45,6 @@ from kempner.run.link.auth import AGENTS, Door, Secret
 from kempner.run.link.client import LinkClient, Outbox, SilenceClock
 from kempner.run.link.messages import Alive, Caller, Message, Post, Role, shorten
 from kempner.run.link.wire import Connection, connect
-from kempner.run.output import logs
 from kempner.run.output.console import say
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode, UsageError
@@ -521,7 +520,6 @@ def _run(terms: JoinTerms | None, environ: Mapping[str, str]) -> RunDirectory:
 def main(text: str, environ: MutableMapping[str, str]) -> None:
     """Be the agent of this node."""
     inbox().install()
-    logs.configure()
     raise_open_file_limit()
     leave_no_cores()
     place, terms = _place(environ), JoinTerms.taken_from(environ)

@@ -225,7 +225,7 @@ def _find_place(
     stopped = lambda: bool(inbox().received)  # noqa: E731
     setup.check_surroundings(around, config.slurm.setup, allocation, stopped)
     if allocation.batch:
-        _check_changed(run, config, job, step.size)
+        _check_changed(run, config, job, allocation.size)
     monitor = JobMonitor(job, allocation.batch, given if config.slurm.resubmit else None)
     return step, program, monitor
 
@@ -250,8 +250,8 @@ def _launcher(
     agents = SlurmAgents(nodes, config.supervise, around)
     agents.bound |= bound_here(allocation, config, os.environ)
     step = Launcher(nodes, agents, torchrun=not per_task, contained=around.contained)
-    refuse_absent_ranks(config.resilience.faults, step.size)
-    resolve_mesh(config, step.size)
+    refuse_absent_ranks(config.resilience.faults, allocation.size)
+    resolve_mesh(config, allocation.size)
     return step
 
 

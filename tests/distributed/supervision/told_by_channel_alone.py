@@ -1,6 +1,6 @@
 """A supervisor that can only start its ranks: python told_by_channel_alone.py CONFIG [overrides].
 
-It cannot signal them and does not see them end; all it knows comes over the control channel.
+It does not see them end; all it knows comes over the control channel.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kempner.config.loading import load
 from kempner.run.control.launch_env import Launch
 from kempner.run.process.signals import inbox
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.control.channel import RankChannel
+from kempner.supervisor.control.ranks import RankChannel
 from kempner.supervisor.daemon import supervise
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.launcher import Launcher
@@ -35,9 +35,6 @@ class Elsewhere(Launcher):
     ) -> None:
         """Start the ranks and look away."""
         super().start(launch, program, lambda end: None, channel)
-
-    def ask_to_stop(self) -> None:
-        """Say nothing."""
 
     def alive(self) -> bool:
         """Not known to be over."""

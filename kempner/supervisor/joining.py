@@ -291,7 +291,8 @@ class Joiner:
         until = None if left is None else time.monotonic() + left
         job = "" if self._job is None else self._job.id
         say(f"joining {self._run.path} at {invitation.addresses[0]}:{invitation.port}")
-        self._agent = Agent(invitation, JoinTerms(job, self._ranks, until), self._incoming.put)
+        terms = JoinTerms(job, self._ranks, until, str(self._run.path.absolute()))
+        self._agent = Agent(invitation, terms, self._incoming.put)
 
     def _leave_in_time(self) -> None:
         """Ask to be released when the end of this job is near, or a signal has asked for it."""

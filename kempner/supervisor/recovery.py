@@ -296,7 +296,9 @@ def restart_or_finish(
     if decision.code not in FAILURES or stops:
         return decision
     attempt, failure = follower.attempt, _failure(context, follower, decision)
-    node = node_of(follower.roster.host_of(decision.culprit), context.launcher.nodes)
+    host = follower.roster.host_of(decision.culprit)
+    launcher = context.launcher
+    node = node_of(host, launcher.nodes) if host else launcher.node_of(decision.culprit)
     context.ledger.record(AttemptFailed(node=node, **asdict(failure)), attempt.number)
     verdict = _decide_restart(context, decision, failure, earlier)
     bad = _better_without(context, follower, decision, node, verdict)

@@ -9,12 +9,9 @@ import typer
 
 from kempner.cli.insight.target import RUN, RUN_METAVAR, run_of
 from kempner.cluster.machine import raise_open_file_limit
-from kempner.cluster.slurm import scontrol
-from kempner.cluster.slurm.command import SlurmError
 from kempner.insight.attempt_lines import AttemptLines, shown
-from kempner.insight.run_reader import RunReader
 from kempner.insight.status.activity import Activity
-from kempner.insight.status.job import JobWatch, job_of
+from kempner.insight.status.job import JobWatch
 from kempner.insight.status.runs import RunFollower
 from kempner.run.process.exit_codes import UsageError, cannot_read
 from kempner.run.record.attempts import attempt_numbers
@@ -41,15 +38,12 @@ def logs(
 ) -> None:
     """Print the logs of a run's last attempt, each line with the rank that it is of.
 
-    What a rank has printed follows what it has logged; in a Slurm job rank 0 prints into the job's
-    output. `kempner triage` says what failed first.
+    What a rank has printed follows what it has logged. `kempner triage` says what failed first.
     """
     if follow and attempt is not None:
         raise UsageError("--follow is for the last attempt: leave --attempt out")
     raise_open_file_limit()
     run = run_of(target)
-    if not rank:
-        _say_where_rank_0_prints(run)
     try:
         if follow:
             _follow(run, rank)
@@ -61,19 +55,6 @@ def logs(
         if error.filename is None:
             raise  # standard output
         raise cannot_read(error.filename, error) from error
-
-
-def _say_where_rank_0_prints(run: RunDirectory) -> None:
-    """For a job that Slurm still knows."""
-    try:
-        job = job_of(RunReader(run).read().history)
-        output = "" if job is None else scontrol.output_file(job, within=0.0)
-    except OSError as error:
-        raise cannot_read(run.ledger, error) from error
-    except SlurmError:
-        return
-    if output:
-        typer.echo(f"what rank 0 prints is in {output}", err=True)
 
 
 def _print_once(run: RunDirectory, attempt: int | None, rank: int | None) -> None:

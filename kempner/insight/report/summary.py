@@ -31,6 +31,7 @@ from kempner.run.record.events import (
     MemoryLow,
     NodeSuspected,
     RankReady,
+    Stopped,
     StopRequested,
     StragglerFound,
 )
@@ -53,13 +54,14 @@ HOUR = 3600.0
 class InterruptionPlace:
     """Where a run was interrupted. `rank` failed first, on `node`, if one did.
 
-    `step` is the last one that was made; `steps_lost` had to be made again.
+    `step` is the last one that was made; `steps_lost` had to be made again, None where that is not
+    known: of a program that does not report, or before the run has gone on.
     """
 
     rank: int | None
     node: str
     step: int
-    steps_lost: int
+    steps_lost: int | None
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def interruptions_of(timeline: Timeline, dead: bool = False) -> list[Interruptio
     found: list[Interruption] = []
     front = 0
     for place, time in enumerate(timeline.attempts):
-        front = max(front, time.front)
+        front = max(front, time.reached)
         later = timeline.attempts[place + 1 :]
         unfinished = not (later or time.facts.over or dead)
         if not (time.facts.completed or unfinished):
@@ -116,18 +118,16 @@ def _interruption(
     number: int, time: AttemptTime, later: Sequence[AttemptTime], front: int
 ) -> Interruption:
     following = later[0] if later else None
-    # The next attempt that came to a step makes again what was lost; one that ended before its
-    # first step has none to lose.
+    facts, ready = time.facts, time.facts.ready_at is not None
+    # The next attempt that came to a step makes again what was lost.
     came = [each for each in later if each.facts.ready_at is not None]
-    resumed = came[0] if came and time.facts.ready_at is not None else None
-    again = None if resumed is None else resumed.facts.first_step
-    facts = time.facts
+    resumed = came[0] if came and ready else None
     kind, cause, detail, rank, node = cause_of(facts)
     place = InterruptionPlace(
         rank=rank,
         node=node,
-        step=max(time.front, facts.known_step),
-        steps_lost=0 if again is None else max(0, front - again),
+        step=time.reached if ready else max(front, facts.known_step),
+        steps_lost=_steps_lost(time, resumed),
     )
     ending = time.tail.begin[time.tail.category == Category.STOP]
     over = float(ending[0]) if len(ending) else facts.end  # it failed, or a hang was found
@@ -135,6 +135,16 @@ def _interruption(
         over = float(time.tail.end[-1])
     cost = _cost(time, following, resumed)
     return Interruption(number, over, facts.number, kind, cause, detail, place, cost)
+
+
+def _steps_lost(time: AttemptTime, resumed: AttemptTime | None) -> int | None:
+    if time.facts.ready_at is None:  # it had no step to lose, if it would have said so
+        return None if time.facts.reports_nothing else 0
+    again = None if resumed is None else resumed.facts.first_step
+    if again is not None:
+        return max(0, time.reached - again)
+    stopped = time.facts.last(Stopped)
+    return None if stopped is None else stopped.event.lost_steps
 
 
 def _cost(time: AttemptTime, following: AttemptTime | None, resumed: AttemptTime | None) -> Cost:
@@ -480,7 +490,7 @@ def summarise(
     nodes = nodes_of(attempts)
     training = TrainingSummary(
         state=_state(attempts[-1], interruptions, alive),
-        step=max(time.front for time in timeline.attempts),
+        step=max(time.reached for time in timeline.attempts),
         total_steps=total,
         attempts=len(attempts),
         last_loss=_last(steps.loss),

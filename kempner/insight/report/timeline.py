@@ -182,15 +182,15 @@ class _Medians(NamedTuple):
 class AttemptTime:
     """The time of one attempt: until its last step, from there to its end, and to the next one.
 
-    `made_again` and `lost` are steps: those that this attempt made for the second time, and those
-    that the next one has to. `unit` is the median of a step, in seconds; NaN if none is known.
+    `reached` is the last step that it made itself, 0 if it made none, and `made_again` how many it
+    made for the second time. `unit` is the median of a step, in seconds; NaN if none is known.
     """
 
     facts: AttemptFacts
     body: Pieces
     tail: Pieces
     gap: Pieces
-    front: int
+    reached: int
     made_again: int
     unit: float
 
@@ -236,7 +236,7 @@ def account(attempts: Sequence[AttemptFacts], series: StepSeries) -> Timeline:
     for facts, following in zip_longest(attempts, attempts[1:]):
         own = series.of_attempt(facts.number)
         time = _account_attempt(facts, own, following, front, usual, unready)
-        front = max(front, time.front)
+        front = max(front, time.reached)
         done.append(time)
     end = max(time.gap.end[-1] if len(time.gap.end) else time.facts.end for time in done)
     return Timeline(attempts[0].begin, float(end), tuple(done))
@@ -255,7 +255,7 @@ def _account_attempt(
     ready = facts.ready_at
     if ready is None or ready > end:
         tail = Pieces.of(_never_ready(facts, end, unready))
-        reached = front if unready is Category.START else max(front, facts.known_step)
+        reached = 0 if unready is Category.START else facts.known_step
         body, again, unit = Pieces.of(()), 0, float("nan")
     else:
         inside = (series.time > ready) & (series.time <= end)
@@ -273,7 +273,7 @@ def _account_attempt(
         last = int(steps.max())
         unlogged = max(0, facts.known_step - last)
         tail = Pieces.of(_tail(facts, float(times[-1]), end, unlogged, unit, last < front))
-        reached = max(front, last, facts.known_step)
+        reached = max(last, facts.known_step)
     gap = Pieces.of(_gap(facts, end, following))
     return AttemptTime(facts, body, tail, gap, reached, again, unit)
 

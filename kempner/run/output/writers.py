@@ -279,6 +279,7 @@ class KeptOutput(Writer[bytes]):
         if self._over and self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+            self._rest.clear()  # it is written, and may be asked for again
         return again
 
     def _store(self) -> float | None:

@@ -81,7 +81,7 @@ class RunDirectory:
         return self.attempt(attempt) / f"rank-{rank:05d}.jsonl"
 
     def output(self, attempt: int, rank: int) -> Path:
-        """What a rank printed: the first of it and the last; not of all ranks of a Slurm job."""
+        """What a rank printed: the first of it and the last."""
         return self.attempt(attempt) / f"rank-{rank:05d}.out"
 
     def stacks(self, attempt: int, rank: int) -> Path:

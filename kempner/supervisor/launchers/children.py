@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -325,42 +325,36 @@ class Children:
         if status == -signal.SIGTERM and self._asked.is_set():
             while self._family.stops():
                 time.sleep(_LOOK)
-        printed, killed = "" if output is None else output.end(), rank in self._killed
+        printed, killed = output.end(), rank in self._killed
         words = "" if killed or status is None else find_last_words(printed, status)
         post(RankExit(rank, status, ended_by_us=killed, sentence=words, asked=asked))
 
     def _spawn(
         self, child: ChildRank, program: Program
-    ) -> tuple[StartedProcess | None, RankOutput | None]:
+    ) -> tuple[StartedProcess | None, RankOutput]:
         """The process of a rank: forked if possible, None if a stop came first; and what reads what
-        it prints, if that is looked at.
+        it prints.
 
         Raises `OSError` if it cannot be started.
         """
-        if child.output is None and not program.pattern:
-            return self._begin(child, program, None), None
         output, started = RankOutput(child, program.pattern), None
         try:
             with output.pipe():
                 output.begin()
-                started = self._begin(child, program, output.writing, output.reading)
+                started = self._begin(child, program, output)
             return started, output
         finally:
             if started is None:
                 output.end()
 
     def _begin(
-        self,
-        child: ChildRank,
-        program: Program,
-        output: tuple[int, int] | None,
-        keep: Sequence[int] = (),
+        self, child: ChildRank, program: Program, output: RankOutput
     ) -> StartedProcess | None:
-        """As `_spawn`. It prints to `output`, where that is given, and inherits `keep`."""
+        """As `_spawn`; its output is open."""
         started: StartedProcess | None = None
         if self._server is not None and program.modules:
             try:
-                outputs = () if output is None else (*output, *keep)
+                outputs = (*output.writing, *output.reading)
                 started = self._server.fork(
                     program.command, child.environ, outputs, program.ours, child.cpus
                 )
@@ -377,9 +371,9 @@ class Children:
                 env=child.environ,
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
-                stdout=output and output[0],
-                stderr=output and output[1],
-                pass_fds=keep,
+                stdout=output.writing[0],
+                stderr=output.writing[1],
+                pass_fds=output.reading,
             )
         self._started[child.rank] = started
         if self._over.is_set():  # meanwhile

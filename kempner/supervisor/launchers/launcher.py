@@ -138,6 +138,11 @@ class Launcher:
         """The nodes of the ranks, and those in reserve."""
         return self._nodes.all
 
+    def node_of(self, rank: int | None) -> str:
+        """Where a rank was started; empty where that is not known."""
+        places = self._nodes.allocation.places()
+        return next((node for node, ranks in places.items() if rank in ranks), "")
+
     @property
     def idle(self) -> Idle:
         """Nodes to which the ranks could grow again."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 
 from kempner.cluster.network.interfaces import Interface
 from kempner.cluster.network.ports import free_port
@@ -46,13 +45,12 @@ LEAVES_WITHIN = 5.0
 
 
 class RanksOfSupervisor:
-    """Each is told when the supervisor dies, so none outlives it unnoticed. What they
-    print goes to the attempt's folder; the supervisor shows what rank 0 prints."""
+    """Each is told when the supervisor dies, so none outlives it unnoticed."""
 
     gone_within = 60.0
 
     def __init__(self, run: RunDirectory) -> None:
-        self._run = run
+        self.run = run
 
     def environment(self, launch: Launch, master: tuple[str, int]) -> dict[str, str]:
         """Ranks that meet on this machine."""
@@ -65,10 +63,6 @@ class RanksOfSupervisor:
     def place(self, world: World) -> dict[str, str]:
         """Under torch's names."""
         return world.environment()
-
-    def output(self, attempt: int, rank: int) -> Path | None:
-        """In the attempt's folder."""
-        return self._run.output(attempt, rank)
 
     def bindings(self, told: Sequence[TaskBinding], ranks: int) -> Sequence[TaskBinding]:
         """To nothing."""

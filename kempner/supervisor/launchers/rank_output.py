@@ -70,13 +70,12 @@ class StepFinder:
 
 @dataclass(frozen=True)
 class ChildRank:
-    """A rank to start: its environment, the file for its output (None: it shares this process's)
-    and the CPUs that it may use (none: all of this process's). With `shown` its output goes to this
-    process's, too."""
+    """A rank to start: its environment, the file for its output and the CPUs that it may use
+    (none: all of this process's). With `shown` its output goes to this process's, too."""
 
     rank: int
     environ: Mapping[str, str]
-    output: Path | None = None
+    output: Path
     cpus: tuple[int, ...] = ()
     shown: bool = False
 
@@ -119,10 +118,10 @@ class OutputEnds:
 
 
 class RankOutput:
-    """Pipes for all that a rank prints. It goes into a file, if the rank has one, and is shown by
-    this process where it has none, or where the rank is to be `shown`.
+    """Pipes for all that a rank prints. It goes into a file, and is shown by this process where
+    the rank is to be `shown`.
 
-    A process of its own reads them: when the supervisor dies, or is stuck, what the rank prints as
+    A process of its own reads them: when this process dies, or is stuck, what the rank prints as
     it saves is shown and kept all the same, and never holds it up. The rank holds the reading ends,
     too, so that no death of a reader ends it.
     """
@@ -130,10 +129,9 @@ class RankOutput:
     def __init__(self, child: ChildRank, pattern: str) -> None:
         heartbeat = path_in(child.environ) if pattern else None
         self._lines = None if heartbeat is None else StepFinder(pattern)
-        self._heartbeat, self._file, self._environ = heartbeat, child.output, child.environ
-        shown = child.shown or child.output is None
-        both = (1,) if not shown or os.path.sameopenfile(1, 2) else (1, 2)
-        self._ends = [OutputEnds.open(number if shown else None) for number in both]
+        self._heartbeat, self._file, self._masked = heartbeat, child.output, masking(child.environ)
+        both = (1,) if not child.shown or os.path.sameopenfile(1, 2) else (1, 2)
+        self._ends = [OutputEnds.open(number if child.shown else None) for number in both]
         self._recent = RecentBytes()
         self._reader: int | None = None
         self._over = -1
@@ -173,7 +171,7 @@ class RankOutput:
         os.close(over)
 
     def end(self) -> str:
-        """The rank has ended: wait for its last words. The end of what it has printed."""
+        """The rank has ended: wait for its last words. The end of what it has printed, masked."""
         if self._reader is None:
             return ""
         waiting = select.poll()
@@ -184,7 +182,7 @@ class RankOutput:
             os.waitpid(self._reader, 0)
         else:  # what the rank has left behind may print for hours
             start_thread("output", partial(_reap, self._reader))
-        return self._recent.read().decode(errors="replace")
+        return self._masked(self._recent.read()).decode(errors="replace")
 
     def _read(self, over: int) -> NoReturn:
         """What the process does."""
@@ -196,9 +194,7 @@ class RankOutput:
             os._exit(0)
 
     def _pass_on(self) -> None:
-        kept = None
-        if self._file is not None:
-            kept = KeptOutput(self._file, warn, masking(self._environ))
+        kept = KeptOutput(self._file, warn, self._masked)
         open_ends, told, at = {ends.reading: ends for ends in self._ends}, None, 0.0
         waiting = select.poll()
         for number in open_ends:
@@ -219,16 +215,14 @@ class RankOutput:
                 told, at = step, now
                 with suppress(OSError):  # the next step is told again
                     write(self._heartbeat, Heartbeat(step))
-        if kept is not None:
-            kept.close()
+        kept.close()
 
-    def _take_in(self, chunk: bytes, ends: OutputEnds, kept: KeptOutput | None) -> None:
+    def _take_in(self, chunk: bytes, ends: OutputEnds, kept: KeptOutput) -> None:
         self._recent.add(chunk)
         if ends.shown is not None:
             pass_on(ends.shown, chunk)
             ends.fit()
-        if kept is not None:
-            kept.add(chunk)
+        kept.add(chunk)
         if self._lines is not None:
             self._lines.feed(chunk)
 

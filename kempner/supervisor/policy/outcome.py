@@ -20,6 +20,9 @@ from kempner.run.process.exit_codes import ExitCode, StopReason
 NAMED = 8
 """Ranks that a sentence names at most."""
 
+PRINTED_LAST = "it printed last: "
+"""Begins what is said of a rank that has told nothing of its failure: it may have to do with it."""
+
 OUT_OF_MEMORY = "out of memory: the kernel killed it"
 """Begins what is said of such a rank."""
 
@@ -62,8 +65,9 @@ class RankExit:
 
     @property
     def raised(self) -> str:
-        """The first line of what the rank itself said; empty if it said nothing."""
-        return "" if self.status is None else self.sentence.partition("\n")[0]
+        """The first line of what the rank itself said of its failure; empty if it said nothing."""
+        said = "" if self.status is None else self.sentence.partition("\n")[0]
+        return "" if said.startswith(PRINTED_LAST) else said
 
 
 @dataclass(frozen=True)
@@ -183,10 +187,12 @@ def describe_exit(exit_: RankExit) -> str:
 
 def find_last_words(printed: str, status: int) -> str:
     """Why a process died that ended with `status`, by the end of what it has printed: the exception
-    that nothing caught and its line, or the message of a crash in native code; else empty."""
+    that nothing caught and its line, or the message of a crash in native code, or a complaint; else
+    what it printed last. Empty where the status says all, and of a process that printed nothing."""
     if status in _SAYS_NOTHING:
         return ""
-    lines = [line.rstrip() for line in printed.splitlines()[-_LAST_LINES:]]
+    plain = _ESCAPES.sub("", printed)
+    lines = [line.rstrip() for line in plain.splitlines()[-_LAST_LINES:]]
     if status > 0 and (raised := _uncaught(lines, 10 if status > 1 else _LAST_LINES)):
         return raised
     for at in range(len(lines) - 1, -1, -1):
@@ -198,7 +204,11 @@ def find_last_words(printed: str, status: int) -> str:
             what = next((m[1] for m in map(_WHAT.match, lines[at : at + 3]) if m is not None), "")
             return said + (f": {what}" if what else "") + where
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return last[:_LONGEST] if status > 0 and _COMPLAINT.search(last) else ""
+    if status < 0 or not last:
+        return ""
+    if ended := _uncaught(lines, _LAST_LINES, threads=True):
+        return f"a thread had ended: {ended}"
+    return ("" if _COMPLAINT.search(last) else PRINTED_LAST) + last[:_LONGEST]
 
 
 _SAYS_NOTHING = (0, -signal.SIGKILL, -signal.SIGTERM, ExitCode.STOPPED, ExitCode.PEERS_LOST)
@@ -207,6 +217,9 @@ _FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:,? in (?P<
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(?:: .*)?$")
 _LIBRARY = re.compile(r"site-packages/|dist-packages/|/lib/python3|<frozen |<string>")
 _GOT_OVER = re.compile(r"Exception (?:ignored )?in |--- Logging error ---|never retrieved")
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_IN_THREAD = re.compile(r"Exception in thread ")
+_BOX = re.compile(r" *[|+] ?")
 _CAUSED = "The above exception was the direct cause"
 _WHAT = re.compile(r"\s*what\(\):\s*(.+)")
 _NATIVE = re.compile(
@@ -217,28 +230,48 @@ _NATIVE = re.compile(
 )
 _COMPLAINT = re.compile(
     r"(?i)\b(?:error|fail\w*|cannot|can't|could not|fatal|abort\w*|denied|not found|invalid"
-    r"|unable|no such|missing|refused|exceeded)\b"
+    r"|unable|unbound|no such|missing|refused|exceeded)\b"
 )
 
 
-def _uncaught(lines: Sequence[str], within: int) -> str:
+def _uncaught(lines: Sequence[str], within: int, threads: bool = False) -> str:
     """The last exception that the lines show, if at most `within` follow; where it has a cause,
-    that. With the innermost line that is not a library's."""
-    found, frames, caused, quiet, at = "", list[re.Match[str]](), False, False, -1
-    for number, line in enumerate(lines):
+    that, and of a group the first in it. With the innermost line that is not a library's. With
+    `threads` the last that has ended a thread."""
+    found, at = "", -1
+    frames, caused, quiet, part = list[re.Match[str]](), False, threads, 0
+    for number, boxed in enumerate(lines):
+        part, line = _unboxed(boxed, part)
         if (frame := _FRAME.match(line)) is not None:
             frames.append(frame)
         elif line.startswith(_CAUSED):
             caused = bool(found)
         elif _GOT_OVER.search(line):
-            quiet = True
-        elif frames and line[:1].strip() and not line.startswith(("Traceback", "+", "|")):
+            quiet = not (threads and _IN_THREAD.search(line))
+        elif (frames or (part and found)) and line[:1].strip() and not line.startswith("Traceback"):
             if _RAISED.match(line) and not (quiet or caused):
-                own = [f for f in frames if not _LIBRARY.search(f["file"])] or frames
-                place = "" if own[-1]["file"].startswith("<") else f" ({_place(own[-1])})"
-                found, at = line[:_LONGEST] + place, number
-            frames, quiet, caused = [], False, False
+                said = line[:_LONGEST] + _place_in(frames)
+                if part == 0:
+                    found, at = said, number
+                elif part == 1:
+                    found, at, part = f"{found}, the first is {said}", number, 2
+            frames, quiet, caused = [], threads, False
     return found if len(lines) - 1 - at <= within else ""
+
+
+def _unboxed(line: str, part: int) -> tuple[int, str]:
+    """Without the frame that Python draws around a group of exceptions; and which of the group it
+    is part of, 0 for none, by the line before."""
+    box = _BOX.match(line)
+    if box is None:
+        return 0, line
+    inside = line[box.end() :]
+    return (part + 1, "") if inside.startswith("-") else (part, inside)
+
+
+def _place_in(frames: Sequence[re.Match[str]]) -> str:
+    own = [f for f in frames if not _LIBRARY.search(f["file"])] or frames
+    return f" ({_place(own[-1])})" if own and not own[-1]["file"].startswith("<") else ""
 
 
 def _place(frame: re.Match[str]) -> str:

@@ -66,7 +66,7 @@ class Failure:
     def is_like(self, other: Failure) -> bool:
         """Whether it is the same step that fails the same way, or the same start."""
         if self.unstarted is not None and self.unstarted == other.unstarted:
-            return not (self.raised and other.raised) or self.raised == other.raised
+            return self.raised == other.raised
         return bool(self.raised) and (self.step, self.raised) == (other.step, other.raised)
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -408,8 +407,6 @@ def join(
         return RankLink(world, run, launch, progress, None)
     if launch.parent is not None:
         _follow(launch.parent, launch.forked, shutdown)
-    elif world.rank > 0:
-        _print_to(run.output(launch.attempt.number, world.rank))
     react = Reactions(
         stop=lambda order: shutdown.stop(order.reason, order.seconds_left, order.sentence),
         silence=partial(_stop_in_silence, shutdown),
@@ -482,21 +479,6 @@ def _measure() -> Usage | None:
     except (OSError, psutil.Error) as error:
         logger().debug("cannot measure memory", reason=str(error))
         return None
-
-
-def _print_to(file: Path) -> None:
-    """Hundreds of ranks say the same: the job's log gets what rank 0 prints, and early errors."""
-    try:
-        output = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        logger().warning(f"printing to the job's log, since {file} cannot be written: {error}")
-        return
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # what cannot be shown is lost
-            stream.flush()
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(output)
 
 
 def find_place() -> World:

@@ -106,7 +106,7 @@ def _interruption(one: Interruption, report: RunReport, unit: TimeUnit) -> tuple
         f"<b>{text(one.cause)}</b> {detail} <small>{', '.join(spent)}</small>",
         ", ".join(where) or UNKNOWN,
         f"{one.place.step:,}",
-        f"{one.place.steps_lost:,}",
+        UNKNOWN if one.place.steps_lost is None else f"{one.place.steps_lost:,}",
         unit.show(one.cost.gpu_hours),
     )
 

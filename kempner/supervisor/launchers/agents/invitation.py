@@ -81,12 +81,13 @@ TERMS = "KEMPNER_AGENT_JOINS"
 
 @dataclass(frozen=True)
 class JoinTerms:
-    """Room for a number of `ranks`, until a time (`time.monotonic`, seconds; None: without end).
-    `job` is the Slurm id, empty outside of a job."""
+    """Room for a number of `ranks` of the run in a directory, until a time (`time.monotonic`,
+    seconds; None: without end). `job` is the Slurm id, empty outside of a job."""
 
     job: str
     ranks: int
     until: float | None
+    run: str
 
     @property
     def now(self) -> Joins:

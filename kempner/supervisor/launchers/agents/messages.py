@@ -116,6 +116,11 @@ class StartRanks(Message):
     ranks: Natural | None = None
     kind: Literal["start"] = "start"
 
+    @property
+    def first_rank(self) -> int:
+        """Whose output comes first from here: a torchrun's is all that its ranks print."""
+        return self.first if self.ranks is None else self.first * self.ranks // self.size
+
 
 @dataclass(frozen=True)
 class StopRanks(Message):

@@ -218,19 +218,17 @@ class Link(Protocol):
 
 
 class RanksHere(Protocol):
-    """What ranks are given on a machine; `gone_within` is in seconds, for those that were killed,
-    unless one is stuck in the kernel."""
+    """What ranks of a `run` are given on a machine; `gone_within` is in seconds, for those that
+    were killed, unless one is stuck in the kernel."""
 
     gone_within: float
+    run: RunDirectory
 
     def environment(self, launch: Launch, master: tuple[str, int]) -> dict[str, str]:
         """What all ranks here have in common."""
 
     def place(self, world: World) -> dict[str, str]:
         """What names the place of one."""
-
-    def output(self, attempt: int, rank: int) -> Path | None:
-        """The file for the output of a rank; None for where this process prints."""
 
     def bindings(self, told: Sequence[TaskBinding], ranks: int) -> Sequence[TaskBinding]:
         """What each of them is bound to."""
@@ -243,6 +241,9 @@ class RanksOfAgent:
     """Of a process that is the agent of one of several nodes."""
 
     gone_within = 10.0
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.run = run
 
     def environment(self, launch: Launch, master: tuple[str, int]) -> dict[str, str]:
         """The address is told, and whether the user has chosen the port."""
@@ -265,10 +266,6 @@ class RanksOfAgent:
             "SLURM_NTASKS": str(world.size),
             "SLURM_NPROCS": str(world.size),
         }
-
-    def output(self, attempt: int, rank: int) -> Path | None:
-        """All print to the job's output."""
-        return None
 
     def bindings(self, told: Sequence[TaskBinding], ranks: int) -> Sequence[TaskBinding]:
         """As the user wishes, or a share of the CPUs each."""
@@ -456,7 +453,7 @@ class NodeAgent:
                 has_buddy = order.buddy is not None
                 own = self._slots.own.lend(world.rank, environ, has_buddy)
                 lent |= {} if own is None else {world.rank: own}
-            output = self._here.output(order.attempt, world.rank)
+            output = self._here.run.output(order.attempt, order.first_rank + local)
             child = ChildRank(world.rank, environ, output, bound.cpus, shown=not world.rank)
             self._children.start(child, self._program, post)
         if order.buddy is not None:
@@ -509,6 +506,14 @@ def _place(environ: MutableMapping[str, str]) -> SupervisorPlace:
     return SupervisorPlace(addresses, port, Secret(environ.pop(TOKEN)))
 
 
+def _run(terms: JoinTerms | None, environ: Mapping[str, str]) -> RunDirectory:
+    if terms is not None:
+        return RunDirectory(Path(terms.run))
+    mark = mark_of(environ)
+    assert mark is not None, "what a supervisor starts is marked"
+    return RunDirectory(mark.run)
+
+
 def main(text: str, environ: MutableMapping[str, str]) -> None:
     """Be the agent of this node."""
     inbox().install()
@@ -523,7 +528,7 @@ def main(text: str, environ: MutableMapping[str, str]) -> None:
         role, joins = (Role.AGENT, None) if terms is None else (Role.GUEST, terms.now)
         return Caller(role, step, task, node_name(os.environ), os.getpid(), joins)
 
-    here, program = RanksOfAgent(), _program(text)
+    here, program = RanksOfAgent(_run(terms, environ)), _program(text)
     agent = NodeAgent(program, Children(), here, place.secret, place.addresses, terms)
     inbox().react_with(agent.take_signal)
     code = agent.run(AgentLink(place, caller, agent.hear))

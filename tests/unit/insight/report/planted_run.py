@@ -137,11 +137,11 @@ class PlantedRun:
         self.tell("attempt_failed", step=self.step + 1, committed=0, raised="", node="n1")
         self.tell("restarting", reason="restarting")
 
-    def stop(self, reason: str = "time_limit", seconds: float = 6.0) -> None:
-        """The ranks are asked to stop, save and leave."""
+    def stop(self, reason: str = "time_limit", seconds: float = 6.0, lost: int = 0) -> None:
+        """The ranks are asked to stop, save, but for `lost` steps, and leave."""
         self.tell("stop_requested", reason=reason, sentence="the end is near", seconds_left=90.0)
         self.spend("stop", seconds)
-        self.tell("stopped", step=self.step, reason=reason, lost_steps=0)
+        self.tell("stopped", step=self.step, reason=reason, lost_steps=lost)
         self.tell("attempt_ended", code=75, reason="stopped", culprit=None, exits={}, seconds=0.1)
 
     def complete(self, seconds: float = 2.0) -> None:

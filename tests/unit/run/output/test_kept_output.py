@@ -24,6 +24,7 @@ def kept(path: Path, bounds: OutputBounds = SMALL, **environ: str) -> KeptOutput
 
 def end(output: KeptOutput) -> None:
     output.close()
+    output.prompt()  # as the end of a process does it that is in a hurry
     settle_all(5.0)
 
 

@@ -321,7 +321,7 @@ def test_a_rank_that_is_not_forked_yet_ends_as_it_was_told_to(
     program, ends = Program.of_user(sleeper(tmp_path), ["slow"]), list[RankExit]()
     children = Children()
     children.prepare(program)
-    children.start(ChildRank(0, dict(os.environ), None), program, ends.append)
+    children.start(ChildRank(0, dict(os.environ), tmp_path / "out"), program, ends.append)
     forks = children._server
     assert forks is not None
     wait_until(lambda: forks._running.waited_for, "the order to be sent")  # type: ignore[union-attr]

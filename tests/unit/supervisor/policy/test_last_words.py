@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from kempner.supervisor.policy.outcome import find_last_words
+from kempner.supervisor.policy.outcome import PRINTED_LAST, RankExit, find_last_words
 
 PLAIN = """step 3
 Traceback (most recent call last):
@@ -43,6 +43,20 @@ Current thread 0x00007f (most recent call first):
 CPP = "terminate called after throwing an instance of 'std::runtime_error'\n  what():  no disk\n"
 SYNTAX = '  File "/u/train.py", line 1\n    def f(:\n          ^\nSyntaxError: invalid syntax\n'
 THREAD = "Exception in thread Thread-1 (f):\n" + PLAIN.partition("\n")[2] + "going on\n"
+GROUP = """  + Exception Group Traceback (most recent call last):
+  |   File "/u/g.py", line 3, in <module>
+  |     step()
+  |   File "/u/g.py", line 2, in step
+  |     raise ExceptionGroup("two readers", found)
+  | ExceptionGroup: two readers (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File "/u/g.py", line 1, in read
+    | ValueError: shard 3 is torn
+    +---------------- 2 ----------------
+    | OSError: gone
+    +------------------------------------
+"""
 RETRIED = PLAIN + "".join(f"trying again, step {n}\n" for n in range(50))
 
 
@@ -59,13 +73,16 @@ RETRIED = PLAIN + "".join(f"trying again, step {n}\n" for n in range(50))
         ("a.out: m.c:3: main: Assertion `x > 0' failed.\n", -6, "a.out: m.c:3: main: Assertion `x"),
         ("run.sh: line 1: trane: command not found\n", 127, "run.sh: line 1: trane: command not"),
         ("epoch 3\ncannot open data.bin\n", 4, "cannot open data.bin"),
-        ("step 17 loss 0.3\n", 3, ""),  # how far it was, and not why it left
+        ("\x1b[2Kthe shard list is empty\n\n", 1, f"{PRINTED_LAST}the shard list is empty"),
+        (GROUP, 1, "ExceptionGroup: two readers (2 sub-exceptions) (g.py:2 in step), "
+         "the first is ValueError: shard 3 is torn (g.py:1 in read)"),
         (PLAIN, -signal.SIGKILL, ""),  # the kernel, or a person
         (PLAIN, -signal.SIGTERM, ""),
         (PLAIN, 75, ""),
         (PLAIN, 0, ""),
-        (THREAD, 1, ""),
-        (RETRIED, 3, ""),  # it left by itself, long after
+        (THREAD, 1, "a thread had ended: json.decoder.JSONDecodeError: Expecting"),
+        (THREAD, -signal.SIGSEGV, ""),
+        (RETRIED, 3, f"{PRINTED_LAST}trying again, step 49"),  # it left by itself, long after
         ("", 1, ""),
     ],
 )  # fmt: skip
@@ -73,3 +90,9 @@ def test_the_cause_in_what_was_printed(printed: str, status: int, said: str) -> 
     found = find_last_words(printed, status)
     assert found.startswith(said), found
     assert bool(found) == bool(said), found
+
+
+def test_what_was_printed_last_is_no_failure_to_recognise() -> None:
+    said = find_last_words("step 17 loss 0.3\n", 3)
+    assert said == f"{PRINTED_LAST}step 17 loss 0.3"  # how far it was, perhaps
+    assert RankExit(0, 3, sentence=said).raised == ""

@@ -53,6 +53,7 @@ def test_only_what_a_restart_may_mend_is_started_again(code: ExitCode, again: bo
         (Failure(0, None, unstarted=1), [Failure(0, None, unstarted=1)], False, "every time"),
         (Failure(0, None, unstarted=1), [Failure(0, None, unstarted=2)], True, "restarting"),
         (Failure(0, None), [Failure(0, None, unstarted=1)], True, "restarting"),
+        (Failure(0, None, unstarted=1), [Failure(0, None, "no expert", unstarted=1)], True, "rest"),
         (Failure(0, 5, unstarted=1), [Failure(0, 4, unstarted=1)], True, "from step 5"),
         (Failure(7, 5), [Failure(7, 5, node_lost=True)] * 3, True, "restarting"),
         (Failure(7, 5, node_lost=True), [Failure(7, 5)] * 3, True, "restarting"),

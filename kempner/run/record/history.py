@@ -150,11 +150,6 @@ class RunHistory:
             return entry
         return replace(entry, time=min(max(entry.time, self._read_at), steady_time()))
 
-    def _forget(self) -> None:
-        self._entries: list[Entry[LedgerEvent]] = []
-        self._places: defaultdict[type[LedgerEvent], list[int]] = defaultdict(list)
-        self._steps: dict[str, int] = {}
-
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
         parsed = map(_parse_entry, lines)
         self._take(entry for entry in parsed if entry is not None)

@@ -33,7 +33,6 @@ from torch.distributed.fsdp import fully_shard
 from ways_to_save import WAYS, Nothing, Subject
 
 from kempner.checkpoint.tensors.state import local_part
-from kempner.run.output import logs
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 import records
@@ -87,7 +86,6 @@ def build(megabytes: int, tensors: int, folder: Path) -> Subject:
 def run_rank(arguments: argparse.Namespace) -> None:
     """Measure all modes in this process group; rank 0 prints."""
     torch.set_num_threads(1)
-    logs.configure()
     dist.init_process_group("gloo")
     subject = build(arguments.megabytes, arguments.tensors, Path(arguments.folder))
     table = subject.state()

@@ -45,8 +45,8 @@ from kempner.run.link.wire import Connection, connect, listen
 from kempner.run.process.exit_codes import StopReason
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.control.channel import RankChannel
 from kempner.supervisor.control.rank_hub import RankHub
+from kempner.supervisor.control.ranks import RankChannel
 from kempner.supervisor.launchers.agents.fleet import Fleet, FleetNews
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -222,7 +222,7 @@ def measure(
     nodes = [f"node{n}" for n in range(agents)]
     with cpu(row, "all agents admitted, CPU s"):
         done = players.order("open")
-        wait_until(lambda: all(fleet.seen(node) for node in nodes), "the agents")
+        wait_until(lambda: all(fleet.seen.get(node) for node in nodes), "the agents")
         done()
     with cpu(row, "all ranks admitted, CPU s"):
         done = players.order("join")

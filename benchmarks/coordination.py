@@ -42,7 +42,6 @@ from kempner.checkpoint.store.commit import commit
 from kempner.checkpoint.tensors import save
 from kempner.checkpoint.tensors.file_buffer import container
 from kempner.checkpoint.tensors.route import FileLayout
-from kempner.run.output import logs
 from kempner.run.record.attempts import Fence, begin_attempt
 from kempner.run.record.run_dir import RunDirectory
 
@@ -63,7 +62,6 @@ def write_no_data(path: Path, content: memoryview) -> FileSums:
 def measure_saves(items: int, saves: int, folder: Path, record: Path | None) -> None:
     """Saves without their data, in this process group; rank 0 tells."""
     torch.set_num_threads(1)
-    logs.configure()
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     model = nn.ParameterList([torch.ones(world, 4) for _ in range(items // 4)])

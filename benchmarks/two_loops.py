@@ -28,7 +28,6 @@ from kempner.config.loading import load
 from kempner.config.sections import Config
 from kempner.data.files.token_file import Corpus
 from kempner.model.sharding import build_model
-from kempner.run.output import logs
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.signals import inbox
 from kempner.run.record.run_dir import RunDirectory
@@ -115,7 +114,6 @@ def be_kempner(file: Path) -> None:
     """A rank as `kempner train` is one, but for the turns that its loop is cut into."""
     shutdown = StopListener()
     shutdown.install()
-    logs.configure()
     config = load(file, [])
     turns, close_ballot = Turns(os.environ[NAME]), Ballot.close
 
@@ -186,7 +184,6 @@ class Plain:
 
 def be_plain(file: Path, program: str, place: int, size: int) -> None:
     """A rank of `plain` or `control`."""
-    logs.configure()
     config, world = load(file, []), World(place, size, place, size, launcher="kempner")
     torch.set_num_threads(rank_main.thread_count(config, world))
     turns, ranks = Turns(program), connect(world, config)
@@ -198,7 +195,6 @@ def be_plain(file: Path, program: str, place: int, size: int) -> None:
 def be_supervisor(file: Path, size: int) -> None:
     """What `kempner supervise --nproc size` does, with this file in place of `kempner train`."""
     inbox().install()
-    logs.configure()
     config = load(file, [])
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
     ranks = Program((sys.executable, __file__, "rank", str(file)), ours=True)

@@ -45,7 +45,7 @@ from kempner.run.output import logs
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.ledger import read_lines
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.control.channel import RankChannel
+from kempner.supervisor.control.ranks import RankChannel
 from kempner.supervisor.launchers.agents.fleet import AgentDisconnected, Fleet, FleetNews
 from kempner.supervisor.launchers.agents.messages import ToAgent
 from kempner.supervisor.launchers.agents.node_agent import AgentLink, SupervisorPlace
@@ -77,7 +77,6 @@ class Supervisor:
     def __init__(self, folder: Path) -> None:
         self.run = RunDirectory(folder / "run")
         self.run.attempt(3).mkdir(parents=True)
-        logs.configure()
         logs.open_log(self.run.supervisor_log(3))
         self.secret = Secret.new()
         self.news: queue.SimpleQueue[News] = queue.SimpleQueue()

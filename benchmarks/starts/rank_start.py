@@ -165,7 +165,6 @@ def rank(arguments: Sequence[str]) -> None:
 def supervisor(config: str, ranks: int) -> None:
     """`kempner supervise` whose ranks are `rank`."""
     from kempner.config.loading import load
-    from kempner.run.output import logs
     from kempner.run.process.signals import inbox
     from kempner.run.record.run_dir import RunDirectory
     from kempner.supervisor.daemon import supervise
@@ -174,7 +173,6 @@ def supervisor(config: str, ranks: int) -> None:
     from kempner.supervisor.launchers.local import this_machine
 
     inbox().install()
-    logs.configure()
     loaded = load(Path(config), [])
     run = RunDirectory(Path(loaded.run.dir) / str(loaded.run.name))
     program = Program((sys.executable, __file__, "rank", config), ours=True)

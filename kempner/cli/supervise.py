@@ -27,7 +27,6 @@ from kempner.config.loading import dumps, load
 from kempner.config.resilience import refuse_absent_ranks
 from kempner.config.sections import Config
 from kempner.model.spec.mesh import resolve_mesh
-from kempner.run.output import logs
 from kempner.run.output.console import say
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import DataError, ExitCode, UsageError
@@ -100,7 +99,6 @@ def supervise(
     from there. A second Ctrl-C within two seconds exits at once. A Slurm job is requeued.
     """
     inbox().install()
-    logs.configure()
     command: tuple[str, ...] = context.obj
     if jobid is None:
         from kempner.supervisor.slurm.setup import forget_other_jobs
@@ -227,7 +225,7 @@ def _find_place(
     stopped = lambda: bool(inbox().received)  # noqa: E731
     setup.check_surroundings(around, config.slurm.setup, allocation, stopped)
     if allocation.batch:
-        _check_changed(run, config, job, step.size)
+        _check_changed(run, config, job, allocation.size)
     monitor = JobMonitor(job, allocation.batch, given if config.slurm.resubmit else None)
     return step, program, monitor
 
@@ -252,8 +250,8 @@ def _launcher(
     agents = SlurmAgents(nodes, config.supervise, around)
     agents.bound |= bound_here(allocation, config, os.environ)
     step = Launcher(nodes, agents, torchrun=not per_task, contained=around.contained)
-    refuse_absent_ranks(config.resilience.faults, step.size)
-    resolve_mesh(config, step.size)
+    refuse_absent_ranks(config.resilience.faults, allocation.size)
+    resolve_mesh(config, allocation.size)
     return step
 
 
@@ -461,7 +459,6 @@ def join(
     ends.
     """
     inbox().install()
-    logs.configure()
     from kempner.cluster.machine import JobPlace, find_place
     from kempner.supervisor.joining import Joiner
     from kempner.supervisor.slurm.job_monitor import JobMonitor

@@ -13,7 +13,6 @@ from kempner.config.loading import load
 from kempner.config.resilience import refuse_absent_ranks
 from kempner.config.sections import Config
 from kempner.model.spec.mesh import resolve_mesh
-from kempner.run.output import logs
 from kempner.run.output.console import expect_a_line_for_now, say
 from kempner.run.output.logs import logger
 from kempner.run.process.retry import storage_waits
@@ -33,7 +32,6 @@ def train(context: typer.Context, file: ConfigFile) -> None:
     """
     shutdown = StopListener()
     shutdown.install()
-    logs.configure()
     config = load(file, overrides(context, file))
     rank_link = open_rank_link(config, shutdown)
     if rank_link.launch is not None:

@@ -157,7 +157,11 @@ class MemoryGroup:
         if (self.path / "memory.events").exists():
             return _entries(self.path / "memory.events")["oom_kill"]
         files = [*self.path.rglob("memory.oom_control")] if _is_job(self.path) else []
-        return sum(_kills_v1(file) for file in files or [self.path / "memory.oom_control"])
+        kills = 0
+        for file in files or [self.path / "memory.oom_control"]:
+            with suppress(FileNotFoundError):  # the group of a step that has just ended
+                kills += _entries(file).get("oom_kill", 0)
+        return kills
 
     def limit(self) -> int | None:
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -207,13 +211,6 @@ def _is_job(path: Path) -> bool:
     if name.startswith("job_") and name.removeprefix("job_").isdecimal():
         return True
     return any(is_step(each.name) for each in path.glob("step_*"))
-
-
-def _kills_v1(file: Path) -> int:
-    try:
-        return _entries(file).get("oom_kill", 0)
-    except FileNotFoundError:
-        return 0  # the group of a step that has just ended
 
 
 def _entries(file: Path) -> dict[str, int]:

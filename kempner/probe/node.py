@@ -78,15 +78,11 @@ def code_identity(package: Path = _PACKAGE) -> CodeIdentity:
         content = path.read_bytes()
         total.update(f"{path.relative_to(package)}\0{len(content)}\0".encode())
         total.update(content)
-    return CodeIdentity(platform.python_version(), total.hexdigest(), _torch())
-
-
-def _torch() -> str:
-    """As it is installed: importing it would take seconds."""
     try:
-        return version("torch")
+        torch = version("torch")  # as it is installed: importing it would take seconds
     except PackageNotFoundError:
-        return ""
+        torch = ""
+    return CodeIdentity(platform.python_version(), total.hexdigest(), torch)
 
 
 def other_code(found: Mapping[str, CodeIdentity], first: str) -> dict[str, str]:

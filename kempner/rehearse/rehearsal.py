@@ -23,7 +23,7 @@ from kempner.rehearse.compare import RankRecord, differences, read_record
 from kempner.run.control.rehearsal import RehearsalPart
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.supervisor.launchers.fork_server.client import CannotForkError, ForkServerClient
-from kempner.supervisor.launchers.fork_server.messages import arguments_of_python
+from kempner.supervisor.launchers.fork_server.server import arguments_of_python
 
 RANK = "kempner.training.rehearsal.rank"
 

@@ -46,8 +46,7 @@ from kempner.run.record.events import (
     parse_event,
 )
 from kempner.run.record.ledger import Ledger
-from kempner.supervisor.control.channel import RankChannel
-from kempner.supervisor.control.rank_roster import RankRoster
+from kempner.supervisor.control.ranks import RankChannel, RankRoster
 from kempner.supervisor.launchers.launcher import Launcher
 from kempner.supervisor.monitors.advisers import MemoryMonitor, StragglerMonitor, explained
 from kempner.supervisor.monitors.base import (
@@ -155,7 +154,7 @@ class AttemptFollower:
     @property
     def ends(self) -> list[RankExit]:
         """How ranks ended, in the order of the first sign of it."""
-        usage, ends = self._channel.usage(), self.roster.ends
+        usage, ends = self._channel.usage, self.roster.ends
         if self.reports_nothing:
             # One may have said more since; or the signal that ended it came here a moment later.
             asked = self.stop.standing is not None
@@ -230,7 +229,9 @@ class AttemptFollower:
             self._stop_for_job_end()
         for hang in (finding for finding in findings if isinstance(finding, Hang)):
             self._end_a_hang(hang, snapshot)
-        self._miss_ranks(snapshot)
+        reports, all_are_due = self._channel.last_reports(), self.life.holds(Deadline.JOIN)
+        for end in self.roster.missing(reports, snapshot.now, all_are_due):
+            self._note_end(end)
         collected = self.life.state is AttemptState.COLLECTING_EVIDENCE
         known = collected and self.evidence.complete(snapshot)
         over = known or snapshot.now > self.life.until
@@ -239,7 +240,8 @@ class AttemptFollower:
             self._launcher.kill()
         if time_up and collected:
             self.evidence.close(snapshot)
-        if self._all_gone():
+        ended_for = self.roster.ended_for(snapshot.now)
+        if not self._launcher.alive() or (ended_for is not None and ended_for > EXIT_GRACE):
             outstayed = self._launcher.alive() and local_processes(self.roster.joined)
             self._advance(Trigger.OUTSTAYED if outstayed else Trigger.ALL_ENDED)
         if self.life.over or self.life.state is AttemptState.KILLING:
@@ -291,11 +293,11 @@ class AttemptFollower:
             self._channel.last_reports(),
             monotonic(),
             self.times.phases.usual(),
-            self._channel.usage(),
+            self._channel.usage,
             self.roster.joined,
             RankConditions(
                 self.times.clock.woke_at,
-                self._launcher.waits(),
+                self._launcher.agents.waits,
                 frozenset(end.rank for end in self.roster.ends),
                 self._launcher.still(),
             ),
@@ -312,25 +314,12 @@ class AttemptFollower:
         logger().debug(change, because=trigger.value, after=lasted)
         return True
 
-    def _all_gone(self) -> bool:
-        ended_for = self.roster.ended_for(self.times.now())
-        return not self._launcher.alive() or (ended_for is not None and ended_for > EXIT_GRACE)
-
     def _end_a_hang(self, hang: Hang, snapshot: Snapshot) -> None:
         """Collect evidence first, unless a stop or a failure ends the attempt anyway."""
         if self._advance(Trigger.HANG_FOUND):
             if not hang.deadlock:
                 self.times.phases.note_false_hang(hang.phase, hang.still)
             self.evidence.collect(hang, snapshot)
-
-    def _miss_ranks(self, snapshot: Snapshot) -> None:
-        self.roster.heard(self._channel.last_reports(), snapshot.now)
-        if self.life.holds(Deadline.RECONNECT):
-            for end in self.roster.cut_off(snapshot.now):
-                self._note_end(end)
-        if self.life.holds(Deadline.JOIN):
-            for end in self.roster.never_joined(snapshot.now):
-                self._note_end(end)
 
     def _act_on(self, attempt_event: AttemptEvent) -> None:
         match attempt_event:
@@ -353,7 +342,7 @@ class AttemptFollower:
                 self._note_end(RankExit(rank, outcome.code, sentence=outcome.sentence))
 
     def _note_connection(self, there: Connected) -> None:
-        node = node_of(there.host, self._launcher.nodes)
+        node = node_of(there.host, self._launcher.nodes.all)
         self.roster.connected(replace(there, host=node), self.times.now())
         self._advance(Trigger.ALL_JOINED if self.roster.all_joined else Trigger.RANK_JOINED)
         logger().info("rank connected", rank=there.rank, host=there.host, pid=there.pid)
@@ -365,7 +354,8 @@ class AttemptFollower:
             case ConnectionsStalled() | StandsAt():
                 self.evidence.hear(rank, event)
             case CheckpointCommitted():
-                self._record(self._learn_from(event))
+                counts = event.took is None or self.times.saved(event.took)
+                self._record(event if counts else replace(event, suspended=True))
             case Evaluated():
                 self.times.evaluated(event.seconds)
                 self._record(event)
@@ -382,11 +372,6 @@ class AttemptFollower:
         if isinstance(event, Signalled):
             self.stop.signalled = True
             self.job.look()
-
-    def _learn_from(self, commit: CheckpointCommitted) -> CheckpointCommitted:
-        if commit.took is None or self.times.saved(commit.took):
-            return commit
-        return replace(commit, suspended=True)
 
     def _pass_on(self, received: ReceivedSignal) -> None:
         self.stop.signals.append(received)
@@ -418,8 +403,6 @@ class AttemptFollower:
             return
         self.stop.standing, seconds_left = standing, max(0.0, standing.by - now)
         self._channel.tell(Stop(standing.reason, shorten(standing.sentence), seconds_left))
-        if standing.reason.ends_run and not (before and before.reason.ends_run):
-            self._launcher.ask_to_stop()  # a signal would say more than that others are to come
         self._advance(Trigger.STOP_REQUESTED, seconds_left)
         if first:
             logger().warning(f"{standing.sentence}: stopping after this step, with a checkpoint")

@@ -142,7 +142,7 @@ class Growth:
         wait = self._config.supervise.grow_after
         look = partial(self._look, attempt, own, history)
         every = min(SELDOM, max(OFTEN, wait / LOOKS))
-        self.watched = IdleNodesWatch(lambda: self._launcher.idle.nodes, look, every)
+        self.watched = IdleNodesWatch(lambda: self._launcher.nodes.idle.nodes, look, every)
 
     def end_watch(self) -> None:
         """Look no more: the attempt is over. A question that is under way is not waited for."""
@@ -163,12 +163,12 @@ class Growth:
             return
         self._judged = seen
         self._well_since = {n: self._well_since.get(n, seen.at) for n in seen.well}
-        left, missing = follower.job.seconds_to_train(follower.times), self._launcher.idle.missing
+        left, nodes = follower.job.seconds_to_train(follower.times), self._launcher.nodes
         since = None if self._last_growth is None else steady_time() - self._last_growth
         decision = decide_growth(
             GrowSituation(
-                used=len(self._launcher.used),
-                missing=missing,
+                used=len(nodes.allocation.nodes),
+                missing=nodes.idle.missing,
                 idle=self._idle_nodes(),
                 training=follower.trains,
                 since_growth=since,
@@ -184,7 +184,7 @@ class Growth:
 
     def take_back(self, ledger: Ledger, attempt: Attempt) -> None:
         """Before a start: nodes that have been well for long enough are suspect no more."""
-        if not self._on or not (idle := self._launcher.idle).missing:
+        if not self._on or not (idle := self._launcher.nodes.idle).missing:
             return
         able = trusted(self._idle_nodes(), self._config.supervise.grow_after)
         nodes = tuple(node.name for node in able if not node.joined)[: idle.missing]
@@ -206,8 +206,8 @@ class Growth:
         """Before a start, when its nodes are chosen: tell of those of other jobs that have ranks
         now, or none any more. It belongs to the attempt before, if this supervisor had one."""
         number = attempt.number if self._attempt is None else self._attempt
-        joined = self._launcher.joined
-        now = {node: joined[node].job for node in self._launcher.used if node in joined}
+        used, joined = self._launcher.nodes.allocation.nodes, self._launcher.nodes.joined
+        now = {node: joined[node].job for node in used if node in joined}
         gone = [node for node in self._joined if node not in now]
         if new := [node for node in now if node not in self._joined]:
             ledger.record(NodesJoined(tuple(new), tuple(now[n] for n in new)), number)
@@ -231,12 +231,12 @@ class Growth:
         return {self._run.path.name, self._config.run.name or ""}
 
     def _departing(self) -> dict[str, JoinedNode]:
-        joined = self._launcher.joined
+        joined = self._launcher.nodes.joined
         return {n: joined[n] for n in self._joined if joined[n].leaves_by is not None}
 
     def _idle_nodes(self) -> tuple[IdleNode, ...]:
         now, barred = time.monotonic(), self._judged.barred if self._judged else frozenset()
-        joined = self._launcher.joined
+        joined = self._launcher.nodes.joined
         return tuple(
             IdleNode(
                 node,
@@ -246,7 +246,7 @@ class Growth:
                 node in joined,
                 joined[node].seconds_left if node in joined else None,
             )
-            for node in self._launcher.idle.nodes
+            for node in self._launcher.nodes.idle.nodes
         )
 
     def _look(
@@ -261,7 +261,7 @@ class Growth:
             return [mine, *(answer for answer in others if answer.node != here)]
 
         nodes = [here, *(node for node in idle if node != here)]
-        size, run, config = self._launcher.size, self._run, self._config
+        size, run, config = self._launcher.nodes.allocation.size, self._run, self._config
         found = examine(nodes, ask, size, attempt, run, config, self._clock)
         barred = {node for node, suspect in own.items() if suspect.failed}
         if (folder := self._config.resilience.suspects_dir) is not None:
@@ -321,14 +321,14 @@ class Departures:
 
     def _decide(self, job: JobMonitor, commits: bool) -> DepartureDecision:
         going, launcher = job.nodes.going, self._launcher
-        there = [node for node in launcher.nodes if node in going]
+        there = [node for node in launcher.nodes.all if node in going]
         return decide_departure(
             DepartureSituation(
                 going=going,
-                nodes=launcher.nodes,
-                used=launcher.used,
+                nodes=launcher.nodes.all,
+                used=launcher.nodes.allocation.nodes,
                 host=node_name(os.environ),
-                unavoidable=launcher.unavoidable(there) if there else (),
+                unavoidable=launcher.nodes.unavoidable(there) if there else (),
                 commits=commits,
                 comes_back=bool(there) and job.comes_back,
             )

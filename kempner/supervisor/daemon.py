@@ -47,9 +47,8 @@ from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.attempt import AttemptEvent, AttemptFollower, UserStopSignal
 from kempner.supervisor.context import SupervisorContext
-from kempner.supervisor.control.channel import RankChannel
 from kempner.supervisor.control.program_reports import ProgramReports
-from kempner.supervisor.control.rank_roster import RankRoster, RankStatusFile
+from kempner.supervisor.control.ranks import RankChannel, RankRoster, RankStatusFile, StartProgress
 from kempner.supervisor.hooks import Hooks, LedgerWithHooks, MetricsExports
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.launcher import Launcher
@@ -82,7 +81,6 @@ from kempner.supervisor.readiness import (
 from kempner.supervisor.recovery import by_the_end, is_asked_to_stop, restart_or_finish, salvage
 from kempner.supervisor.slurm.job_monitor import JobMonitor, JobView
 from kempner.supervisor.slurm.requeue_job import end_without_requeue, job_facts, requeue_or_explain
-from kempner.supervisor.start_progress import StartProgress
 from kempner.supervisor.watchdog.board import board
 
 NOT_KEPT = "checkpoint.in_memory=true is for `kempner train`; this program's steps are not kept"
@@ -255,7 +253,7 @@ def _follow_attempt(context: SupervisorContext) -> tuple[AttemptFollower, Decisi
         incoming.put(UserStopSignal(came) if context.lease.stop_asked else came)
 
     signals.react_with(pass_on)  # from here on a stop is passed on to the ranks
-    attempt, secret, size = _begin(context), Secret.new(), launcher.size
+    attempt, secret, size = _begin(context), Secret.new(), launcher.nodes.allocation.size
     program = None
     if not context.program.ours:
         program = ProgramReports(context.run, attempt.number, size, context.config.program)
@@ -272,7 +270,11 @@ def _follow_attempt(context: SupervisorContext) -> tuple[AttemptFollower, Decisi
             program.close()
     decision = _outcome(follower)
     follower.tell_phase_durations()
-    _close(context.ledger, attempt, decision, follower)
+    statuses, ending = {str(e.rank): e.status for e in follower.ends}, follower.seconds_ending()
+    seconds = None if ending is None else round(ending, 3)
+    said = int(decision.code), decision.reason, decision.culprit
+    ended = AttemptEnded(*said, statuses, seconds, decision.left_at)
+    context.ledger.record(ended, attempt.number)
     # Once: what this process records until the next end is known.
     by_the_end(context, follower, context.history.refresh, "ledger")
     if program is not None and follower.reports_nothing:
@@ -318,7 +320,9 @@ def _begin(context: SupervisorContext) -> Attempt:
     choose_nodes(launcher, attempt, run, context.config, ledger, history, patient, clock)
     context.growth.note_changes(ledger, attempt)
     own = not context.program.ours
-    event = AttemptStarted(launcher.size, own_program=own, process_began=context.began)
+    event = AttemptStarted(
+        launcher.nodes.allocation.size, own_program=own, process_began=context.began
+    )
     if context.job is not None:
         job, restarts, nodes = job_facts(context.job)
         event = replace(event, job=job, restarts=restarts, nodes=nodes)
@@ -334,7 +338,7 @@ def _begin(context: SupervisorContext) -> Attempt:
 def _follower(
     context: SupervisorContext, attempt: Attempt, channel: RankChannel
 ) -> AttemptFollower:
-    size = context.launcher.size
+    size = context.launcher.nodes.allocation.size
     return AttemptFollower(
         attempt,
         RankRoster(size, must_report=context.program.ours),
@@ -356,7 +360,7 @@ def _run_attempt(
 ) -> None:
     rank_status = RankStatusFile(context.run.ranks(launch.attempt.number))
     last_step, ours = context.history.last_step, context.program.ours
-    progress = StartProgress(context.launcher.size, last_step, ours)
+    progress = StartProgress(context.launcher.nodes.allocation.size, last_step, ours)
     try:
         context.launcher.start(launch, context.program, incoming.put, channel)
         prune_attempts(context.run, context.config.supervise.keep_attempts)
@@ -395,10 +399,3 @@ def _outcome(follower: AttemptFollower) -> Decision:
     if (under_way or follower.left_with_0_alone) and follower.was_signalled:
         return ended_by_signal(decision, follower.stop.reason)
     return left_early(decision, follower.steps_done) if under_way else decision
-
-
-def _close(ledger: Ledger, attempt: Attempt, decision: Decision, follower: AttemptFollower) -> None:
-    statuses, ending = {str(e.rank): e.status for e in follower.ends}, follower.seconds_ending()
-    seconds = None if ending is None else round(ending, 3)
-    said = int(decision.code), decision.reason, decision.culprit
-    ledger.record(AttemptEnded(*said, statuses, seconds, decision.left_at), attempt.number)

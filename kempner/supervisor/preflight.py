@@ -57,17 +57,18 @@ def choose_nodes(
             told = patiently(lambda: launcher.survey(question))
             if told is not None:
                 seconds = round(time.monotonic() - began, 2)
-                nodes = len(launcher.nodes)
+                nodes = len(launcher.nodes.all)
                 logger().info("health check", nodes=nodes, answers=len(told), seconds=seconds)
             return told
 
-        found = examine(launcher.nodes, ask, launcher.size, attempt, run, config, clock)
+        ranks = launcher.nodes.allocation.size
+        found = examine(launcher.nodes.all, ask, ranks, attempt, run, config, clock)
         for warning in found.warnings:
             logger().warning(f"health check: {warning}")
         for node, reason in found.unfit.items():
             ledger.record(NodeSuspected(node, reason), attempt.number)
     suspected = known_suspects(history, config.resilience, config.run.name or "")
-    launcher.avoid({node: suspect.reason for node, suspect in suspected.items()})
+    launcher.nodes.avoid({node: suspect.reason for node, suspect in suspected.items()})
 
 
 def nodes_to_exclude(
@@ -85,11 +86,11 @@ def nodes_to_exclude(
     and the next start is the `last` one. Where a checkpoint could not be written, rank 0 says so
     for all; where the nodes do not fit together, any rank; of a hang that none began, none does."""
     suspected = known_suspects(history, config.resilience, config.run.name or "")
-    used = launcher.unavoidable(suspected)
+    used = launcher.nodes.unavoidable(suspected)
     began_by_none = decision.code is ExitCode.HUNG and not node
     if decision.code is ExitCode.CHECKPOINT_FAILED or decision.environment or began_by_none:
         return {name: suspected[name].reason for name in used if suspected[name].proven}
-    by_habit = last and len(launcher.nodes) > 1
+    by_habit = last and len(launcher.nodes.all) > 1
     if node not in used or not (suspected[node].proven or by_habit):
         return {}
     return {node: suspected[node].reason}

@@ -298,7 +298,7 @@ def restart_or_finish(
     attempt, failure = follower.attempt, _failure(context, follower, decision)
     host = follower.roster.host_of(decision.culprit)
     launcher = context.launcher
-    node = node_of(host, launcher.nodes) if host else launcher.node_of(decision.culprit)
+    node = node_of(host, launcher.nodes.all) if host else launcher.node_of(decision.culprit)
     context.ledger.record(AttemptFailed(node=node, **asdict(failure)), attempt.number)
     verdict = _decide_restart(context, decision, failure, earlier)
     bad = _better_without(context, follower, decision, node, verdict)
@@ -339,13 +339,14 @@ def _start_again(
     bad: Mapping[str, str],
 ) -> Decision | None:
     """Get ready to start once more, here; how the run ends here if it cannot, or had better not."""
-    attempt, before = follower.attempt, context.launcher.nodes
+    attempt, nodes = follower.attempt, context.launcher.nodes
+    before = nodes.all
     unable = _prepare_again(context, follower, 0.0 if bad else verdict.pause)
     context.lease.check()
     if unable is None and is_asked_to_stop(context, follower):
         return replace(decision, code=ExitCode.STOPPED, reason=f"{decision.reason}; stopped")
-    gone_nodes = set(before) - set(context.launcher.nodes) - context.launcher.joined.keys()
-    for gone in sorted(gone_nodes - follower.roster.stuck_hosts - context.departures.left):
+    gone_nodes = set(before) - set(nodes.all) - nodes.joined.keys()
+    for gone in sorted(gone_nodes - follower.roster.stuck_pids().keys() - context.departures.left):
         context.ledger.record(NodeSuspected(gone, NO_ANSWER), attempt.number)
     if unable is not None:
         return replace(decision, reason=unable.reason, bad_nodes=unable.nodes)
@@ -380,12 +381,12 @@ def _prepare_again(
     It is left to itself if a stop is asked for meanwhile."""
     lost, stuck = follower.roster.lost_hosts(), follower.roster.stuck_pids()
     launcher = context.launcher
-    before = set(launcher.nodes)
+    before = set(launcher.nodes.all)
 
     def prepare() -> CannotRestart | None:
         time.sleep(pause)
         unable = launcher.prepare_again(lost, stuck)
-        gone = before - set(launcher.nodes) - launcher.joined.keys()
+        gone = before - set(launcher.nodes.all) - launcher.nodes.joined.keys()
         if context.job is not None:
             # A requeued job would wait for a node that Slurm believes to be there.
             waits = unable is not None and not gone <= set(stuck)

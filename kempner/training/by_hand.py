@@ -32,7 +32,6 @@ from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.registered.groups import gather, is_optimizer_of
 from kempner.config.sections import CheckpointSection
 from kempner.run.control.protocol import Phase
-from kempner.run.output import logs
 from kempner.run.output.console import protect, say
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode, StopReason, UsageError
@@ -355,7 +354,6 @@ class ShutdownHandler:
         if _PROCESS.handler is not None:
             raise UsageError("there is a ShutdownHandler already: one block is for all loops in it")
         protect()
-        logs.configure()
         self._agreed, self._listener = StopReason.NONE, _PROCESS.listener
         if not _PROCESS.managers and LOOPS.supervised is None:
             self._listener.join_group(on_signal=_tell_of_signal)

@@ -101,7 +101,7 @@ def main(config: Config, rank_link: RankLink, shutdown: StopListener) -> NoRetur
         elif code is ExitCode.PEERS_LOST:
             logger().error("lost another rank", reason=sentence.partition("\n")[0])
         else:
-            logger().exception("unexpected exception")
+            logger().error("unexpected exception", exc_info=True)
     rank_link.leave(code, sentence)
     # Not sys.exit: a daemon thread in native code, Gloo's destructors or a loader worker that is
     # stuck on storage could turn a clean end into an abort or a hang.

@@ -34,7 +34,6 @@ from kempner.run.control.launch_env import Launch, LaunchTerms
 from kempner.run.control.protocol import Phase
 from kempner.run.control.rehearsal import place_of
 from kempner.run.control.trackers import begin_next_loop, note_mlflow_run
-from kempner.run.output import logs
 from kempner.run.output.console import protect
 from kempner.run.output.logs import logger, open_log
 from kempner.run.process.exit_codes import DataError, ExitCode, RunError, UsageError
@@ -190,7 +189,6 @@ class RunEntry:
         output_dir: str | Path | None = None,
     ) -> None:
         protect()
-        logs.configure()
         self._accepted = accepted_names(accept_changes, os.environ)
         self._named, self._output_dir = place_of(run_dir) if run_dir else None, output_dir
         self._session: Session | None = None

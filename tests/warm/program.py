@@ -24,7 +24,7 @@ from typing import NoReturn
 from kempner.run.control.launch_env import AS_FORKED
 from kempner.run.process.signals import STOP_SIGNALS
 from kempner.supervisor.launchers.fork_server import client, server
-from kempner.supervisor.launchers.fork_server.messages import LARGEST, ForkOrder
+from kempner.supervisor.launchers.fork_server.server import LARGEST, ForkOrder
 
 
 class Spare:

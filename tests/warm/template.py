@@ -22,7 +22,7 @@ from patience import scaled
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.fork_server import client
 from kempner.supervisor.launchers.fork_server.client import ForkedProcess, ForkServerClient
-from kempner.supervisor.launchers.fork_server.messages import arguments_of_python
+from kempner.supervisor.launchers.fork_server.server import arguments_of_python
 from warm.slots import dear
 
 PROGRAM = Path(__file__).with_name("program.py")

@@ -26,7 +26,6 @@ from kempner.insight.doctor.checks.fit import PlannedWorld
 from kempner.insight.doctor.examine import Examination, Supervisor, examine
 from kempner.insight.doctor.facts.slurm import JobPlan, job_plan, read_plan, there_is_slurm
 from kempner.insight.doctor.finding import Finding, Level, fail, finding, lines, show, worst
-from kempner.run.output import logs
 from kempner.run.process.exit_codes import ExitCode, UsageError, cannot_read
 from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.save_times import Durations, SaveSeconds
@@ -74,7 +73,6 @@ def doctor(
     Slurm's warning and the job's end. Nothing is left behind, and a run that is going on is not
     disturbed. Exits with 2 if something failed.
     """
-    logs.configure()
     if jobid is not None and not in_allocation:
         raise UsageError("--jobid names a Slurm allocation: use it with --allocation")
     try:

@@ -18,7 +18,6 @@ from kempner.cli.usage import TakesCommand
 from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import SlurmError, SlurmMissingError
 from kempner.project.wrap.decide import Refused, Wrapped, diff, wrap
-from kempner.run.output import logs
 from kempner.run.output.console import say
 from kempner.run.process.exit_codes import ExitCode, UsageError, cannot_read, cannot_write
 
@@ -124,7 +123,6 @@ def rehearse(
     command: tuple[str, ...] = context.obj
     if not command:
         raise UsageError("name a command after `--`: kempner rehearse -- python train.py")
-    logs.configure()
     from kempner.rehearse.rehearsal import Rehearsal, Stage
     from kempner.rehearse.report import report
 

@@ -270,24 +270,20 @@ class Feed:
             stack.push(self._hand_over)
             if self._device is not None:  # otherwise pinning would set up a context on device 0
                 torch.accelerator.set_device_index(self._device)
+            micro, positions = list[MicroBatch](), list[int]()
             while not self._closing.is_set():
-                self._ready.put(self._read_step())
+                part, tokens = self._reader.read()
+                micro.append(_to_micro_batch(tokens, part.positions, pin_memory=self._pin_memory))
+                positions += [position for position in part.positions if position != PADDING]
+                if part.last:
+                    self._ready.put(StepBatch(micro, positions, part.cursor_after))
+                    micro, positions = [], []
 
     def _hand_over(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
         """The end of the thread: `take` raises what ended it, unless it was asked to end."""
         if error is not None and not self._closing.is_set():
             self._ready.put(error)
         return True
-
-    def _read_step(self) -> StepBatch:
-        micro: list[MicroBatch] = []
-        positions: list[int] = []
-        while True:
-            part, tokens = self._reader.read()
-            micro.append(_to_micro_batch(tokens, part.positions, pin_memory=self._pin_memory))
-            positions += [position for position in part.positions if position != PADDING]
-            if part.last:
-                return StepBatch(micro, positions, part.cursor_after)
 
 
 def shards_per_reader(shards_open: int | None, readers: int, samples: int) -> int | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
@@ -23,12 +23,16 @@ from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.run_dir import RunDirectory
 
 
-def processes_to_signal(process: psutil.Process) -> list[tuple[psutil.Process, bool]]:
-    """A process, each with whether it traps the signal, and those below one that does not."""
+def processes_to_signal(
+    process: psutil.Process, told: Collection[int] = ()
+) -> list[tuple[psutil.Process, bool]]:
+    """A process, with whether it answers for its children, and those below one that does not. One
+    that traps the signal does, and one that is `told` in another way (a process id)."""
     with suppress(psutil.Error):
-        if _traps(process.pid, signal.SIGTERM):
+        if process.pid in told or _traps(process.pid, signal.SIGTERM):
             return [(process, True)]
-        below = (found for child in process.children() for found in processes_to_signal(child))
+        children = process.children()
+        below = (found for child in children for found in processes_to_signal(child, told))
         return [(process, False), *below]
     return []
 

@@ -170,12 +170,9 @@ def _spell(value: object) -> object:
             return {key: _spell(inner) for key, inner in value.items()}
         case tuple() | list():
             return list(map(_spell, value))
-    return _fields(value) if is_dataclass(value) else value
-
-
-def _fields(value: Any) -> dict[str, object]:
-    """Of a message, or a part of one."""
-    kind = type(value)
+    if not is_dataclass(value):
+        return value
+    kind = type(value)  # of a message, or of a part of one
     defaults = _DEFAULTS.get(kind) or _DEFAULTS.setdefault(kind, _defaults(kind))
     said = ((name, getattr(value, name)) for name in defaults)
     return {name: _spell(inner) for name, inner in said if inner != defaults[name]}

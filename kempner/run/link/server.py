@@ -135,7 +135,8 @@ class LinkServer(Generic[Member, Heard]):
             listener.setblocking(False)
             self._listen(listener)
         self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector.register(self._alarm, selectors.EVENT_READ, self._wake_up)
+        awake = lambda events: os.eventfd_read(self._alarm)  # noqa: E731
+        self._selector.register(self._alarm, selectors.EVENT_READ, awake)
         self._pause = select.poll()
         self._pause.register(self._alarm, select.POLLIN)
         self._thread = helper_thread(self._serve, name)
@@ -190,14 +191,6 @@ class LinkServer(Generic[Member, Heard]):
             if not peer.wire.sending:
                 self._send(peer, line)
 
-    def _take_in(self, member: Member, message: Heard) -> None:
-        if isinstance(message, Post) and self._confirms:
-            pid, noted = self._noted[member]
-            if message.number <= noted:
-                return  # it was sent again
-            self._noted[member] = (pid, message.number)
-        self._owner.hear(member, message)
-
     def _serve(self) -> None:
         tick_at, events_seen, busy = time.monotonic(), 0, False
         while True:
@@ -230,9 +223,6 @@ class LinkServer(Generic[Member, Heard]):
         while self._members and time.monotonic() < until:
             for key, events in self._selector.select(_LEAVING):
                 key.data(events)
-
-    def _wake_up(self, events: int) -> None:
-        os.eventfd_read(self._alarm)
 
     def _listen(self, listener: socket.socket) -> None:
         self._selector.register(listener, selectors.EVENT_READ, partial(self._accept, listener))
@@ -275,8 +265,14 @@ class LinkServer(Generic[Member, Heard]):
     def _hear(self, peer: _Peer[Member], line: bytes) -> None:
         if peer.caller is None:
             self._admit(peer, decode_hello(line))
-        elif peer.member is not None:  # one that is none was sent away
-            self._take_in(peer.member, self._decode(line))
+        elif (member := peer.member) is not None:  # one that is none was sent away
+            message = self._decode(line)
+            if isinstance(message, Post) and self._confirms:
+                pid, noted = self._noted[member]
+                if message.number <= noted:
+                    return  # it was sent again
+                self._noted[member] = (pid, message.number)
+            self._owner.hear(member, message)
 
     def _admit(self, peer: _Peer[Member], hello: Hello) -> None:
         caller = hello.caller

@@ -10,15 +10,13 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-
-import structlog
 
 from kempner.run.output.console import at_the_end, lost_lines, say
 from kempner.run.output.writers import JsonLines, open_lines, unwritten_lines
-
-_LEVELS = logging.getLevelNamesMapping()
 
 
 class _Sink:
@@ -27,17 +25,47 @@ class _Sink:
         self.context: dict[str, object] = {}
         self.console_level = logging.WARNING
 
-    def __call__(
-        self, logger: object, method: str, event: MutableMapping[str, object]
-    ) -> Mapping[str, object]:
+    def take(self, level: int, event: dict[str, object]) -> None:
         if self.file is not None:
             self.file.append({**event, **self.context})
-        if _LEVELS[method.upper()] >= self.console_level:
+        if level >= self.console_level:
             say(f"kempner: {sentence(event)}", sys.stderr)
-        raise structlog.DropEvent
 
 
 _sink = _Sink()
+
+
+class Logger:
+    """Takes events: each a sentence and facts. With `exc_info` the exception that is being handled
+    is told below."""
+
+    def debug(self, event: str, **facts: object) -> None:
+        self._tell(logging.DEBUG, event, facts)
+
+    def info(self, event: str, **facts: object) -> None:
+        self._tell(logging.INFO, event, facts)
+
+    def warning(self, event: str, **facts: object) -> None:
+        self._tell(logging.WARNING, event, facts)
+
+    def error(self, event: str, *, exc_info: bool = False, **facts: object) -> None:
+        self._tell(logging.ERROR, event, facts, traceback.format_exc() if exc_info else "")
+
+    def _tell(
+        self, level: int, event: str, facts: Mapping[str, object], exception: str = ""
+    ) -> None:
+        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        name = logging.getLevelName(level).lower()
+        told = {**facts, "event": event, "level": name, "timestamp": now}
+        _sink.take(level, told | ({"exception": exception.rstrip("\n")} if exception else {}))
+
+
+_logger = Logger()
+
+
+def logger() -> Logger:
+    """The process's logger."""
+    return _logger
 
 
 def sentence(event: Mapping[str, object]) -> str:
@@ -48,31 +76,11 @@ def sentence(event: Mapping[str, object]) -> str:
     return f"{text}\n{event['exception']}" if "exception" in event else text
 
 
-def configure() -> None:
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            _sink,
-        ],
-        cache_logger_on_first_use=True,
-    )
-
-
 def open_log(path: Path, **context: object) -> None:
     """Send every later event of this process to `path`, too, with `context` on each line."""
     _sink.file = open_lines(path, warn)
     _sink.context = context
     at_the_end(_tell_what_was_not_shown)
-
-
-def logger() -> structlog.typing.FilteringBoundLogger:
-    """The process's logger. A program that has set up structlog for itself gets its own."""
-    if not structlog.is_configured():
-        configure()
-    log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
-    return log
 
 
 def warn(sentence: str, facts: Mapping[str, object]) -> None:

@@ -205,7 +205,13 @@ class JsonLines(Writer[str]):
 
     def _write_lines(self) -> None:
         """Raises `OSError`; what was written by then is forgotten."""
-        descriptor = _open(self.path)
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        try:
+            descriptor = os.open(self.path, flags, 0o666)
+        except FileNotFoundError:
+            # None above: it may be that nothing is mounted there.
+            self.path.parent.mkdir(exist_ok=True)
+            descriptor = os.open(self.path, flags, 0o666)
         try:
             end = os.fstat(descriptor).st_size
             if end and os.pread(descriptor, 1, end - 1) != b"\n":
@@ -380,15 +386,6 @@ def unwritten_lines() -> dict[Path, int]:
 
 def _facts(path: Path, error: OSError) -> dict[str, object]:
     return {"file": str(path), "error": error.strerror}
-
-
-def _open(path: Path) -> int:
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-    try:
-        return os.open(path, flags, 0o666)
-    except FileNotFoundError:
-        path.parent.mkdir(exist_ok=True)  # but none above: it may be that nothing is mounted there
-        return os.open(path, flags, 0o666)
 
 
 def _remove_half_a_line(descriptor: int, ours: bool) -> None:

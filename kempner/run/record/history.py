@@ -150,11 +150,6 @@ class RunHistory:
             return entry
         return replace(entry, time=min(max(entry.time, self._read_at), steady_time()))
 
-    def _forget(self) -> None:
-        self._entries: list[Entry[LedgerEvent]] = []
-        self._places: defaultdict[type[LedgerEvent], list[int]] = defaultdict(list)
-        self._steps: dict[str, int] = {}
-
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
         parsed = map(_parse_entry, lines)
         self._take(entry for entry in parsed if entry is not None)
@@ -168,7 +163,7 @@ class RunHistory:
             known, steps = self._entries, self._steps
             kept = {at for places in map(self._kept, self._places) for at in places}
             self._forget()
-            self._steps = steps
+            self._steps.update(steps)
             for at in sorted(kept):
                 self._places[type(known[at].event)].append(len(self._entries))
                 self._entries.append(known[at])
@@ -257,8 +252,6 @@ def _take_step(newest: dict[str, int], event: LedgerEvent) -> None:
 
 _KIND = re.compile(rb'"event": "(\w+)"')
 _PLACE = re.compile(rb'"place": "([^"]*)"')
-_COMMITTED, _RESUMED = CheckpointCommitted.name.encode(), Resumed.name.encode()
-_RARE = {StartedAnew.name.encode(), RolledBack.name.encode()}
 
 
 def needed_to_resume(lines: list[bytes]) -> list[bytes]:
@@ -267,15 +260,16 @@ def needed_to_resume(lines: list[bytes]) -> list[bytes]:
     kept, commits = list[bytes](), Counter[bytes]()
     for line in reversed(lines):
         found = _KIND.search(line)
-        kind = b"" if found is None else found[1]
-        if kind in _RARE:
+        kind = "" if found is None else found[1].decode()
+        committed = kind == CheckpointCommitted.name
+        if kind in (StartedAnew.name, RolledBack.name):
             kept.append(line)
-        elif kind in (_COMMITTED, _RESUMED):
+        elif committed or kind == Resumed.name:
             named = _PLACE.search(line)
             place = b"" if named is None else named[1]
-            if commits[place] < (2 * REMEMBERED if kind == _COMMITTED else 1):
+            if commits[place] < (2 * REMEMBERED if committed else 1):
                 kept.append(line)
-            commits[place] += kind == _COMMITTED
+            commits[place] += committed
     return kept[::-1]
 
 

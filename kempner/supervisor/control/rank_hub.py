@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum, auto
 
 from kempner.run.control.protocol import (
@@ -58,6 +58,8 @@ class RankHub:
         self._state = LinkState.UP if here else LinkState.CUT
         self.joined = False
         """Whether any rank of the attempt has connected."""
+        self._pids: dict[int, int] = {}
+        """The processes of those that are connected."""
         self._attempt, self._size, self._socket, self._door = (
             0,
             0,
@@ -115,6 +117,10 @@ class RankHub:
             elif message.attempt == self._attempt:
                 self._server.tell(message.message, message.rank, message.stands)
 
+    def pids(self) -> Collection[int]:
+        """The processes of the ranks that can be told."""
+        return set(self._pids.copy().values())
+
     def summary(self) -> Sequence[SummedReports]:
         """What the ranks have reported since the last time."""
         with self._lock:
@@ -136,24 +142,29 @@ class RankHub:
         if caller.member >= self._size:
             raise MessageError(f"it claims to be rank {caller.member} of {self._size}")
         self.joined = True
+        self._pids[caller.member] = caller.pid
         self._tell_of(Connected(caller.member, caller.host, caller.pid))
         return caller.member, ()
 
     def hear(self, rank: int, message: FromRank) -> None:
         """Keep its newest report and usage, and pass the rest on."""
-        if not isinstance(message, Report | Usage):
-            self._tell_of(RankMessage(rank, message))
-            return
-        with self._lock:
-            if isinstance(message, Report):
-                self._reports[rank] = message
-            else:
-                self._usage[rank] = message
-        if self._here:
-            self._flush()
+        match message:
+            case Report() if self._here:
+                self._say(SummedReports(self._attempt, {rank: message}, {}))
+            case Usage() if self._here:
+                self._say(SummedReports(self._attempt, {}, {rank: message}))
+            case Report():
+                with self._lock:
+                    self._reports[rank] = message
+            case Usage():
+                with self._lock:
+                    self._usage[rank] = message
+            case _:
+                self._tell_of(RankMessage(rank, message))
 
     def disconnected(self, rank: int, why: Exception) -> None:
         """A rank's connection is over."""
+        del self._pids[rank]
         self._tell_of(Disconnected(rank, shorten(str(why)), isinstance(why, HungUpError)))
 
     def tick(self) -> None:
@@ -163,12 +174,9 @@ class RankHub:
 
     def _tell_of(self, news: News) -> None:
         """Say it after what was reported before."""
-        self._flush()
-        self._say(RankNews(self._attempt, news))
-
-    def _flush(self) -> None:
         for message in self.summary():
             self._say(message)
+        self._say(RankNews(self._attempt, news))
 
     def _open(self) -> None:
         if not self._socket:
@@ -195,6 +203,7 @@ class RankHub:
             server, self._server = self._server, None
         if server is not None:
             server.close(within)
+            self._pids.clear()
         if self._mute is not None:
             self._mute.close()
             self._mute = None

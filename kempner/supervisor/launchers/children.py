@@ -56,27 +56,28 @@ class Family:
         if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
             reason = os.strerror(ctypes.get_errno())
             logger().warning("a process that leaves its parent may outlive the run", reason=reason)
-        self._others = {session for session in map(_session, _children(recursive=True)) if session}
+        below = [process.pid for process in psutil.Process().children(recursive=True)]
+        self._others = {session for session in map(_session_of, below) if session}
         self._others.add(os.getsid(0))
         self._stopping: list[psutil.Process] = []
         self._stuck: set[int] = set()
 
-    def ask_to_stop(self) -> None:
-        """Send SIGTERM to each process that can act on it.
+    def ask_to_stop(self, told: Collection[int] = ()) -> None:
+        """Send SIGTERM to each process that can act on it, but to those that are `told` without it.
 
         A process that traps the signal ends its children itself: without the workers of its data
         loader, say, its last step would fail. One that does not trap it, such as a shell that runs
         a script, ends and leaves its children: they get the signal as well.
         """
-        asked = [found for head in self._heads() for found in processes_to_signal(head)]
+        asked = [found for head in self._heads() for found in processes_to_signal(head, told)]
         # First, since another thread looks at `stops` as soon as a wrapper has ended.
-        self._stopping += [process for process, traps in asked if traps]
-        for process, _ in asked:
+        self._stopping += [process for process, answers in asked if answers]
+        for process in (process for process, _ in asked if process.pid not in told):
             with suppress(psutil.Error):
                 process.terminate()
 
     def stops(self) -> bool:
-        """Whether any that was asked, and traps the signal, has not ended yet."""
+        """Whether any that was asked, or told, and answers for its children, has not ended yet."""
         return any(_lives(process) for process in self._stopping)
 
     def kill(self) -> None:
@@ -125,7 +126,7 @@ class Family:
 
     def _heads(self) -> Iterator[psutil.Process]:
         """The ranks' top processes and the orphans."""
-        for child in _children():
+        for child in psutil.Process().children():
             if child.pid == self._server():
                 with suppress(psutil.Error):
                     yield from child.children()
@@ -152,10 +153,6 @@ def _has_launch(pid: int) -> bool:
         return False
 
 
-def _children(recursive: bool = False) -> list[psutil.Process]:
-    return psutil.Process().children(recursive)
-
-
 def _below(process: psutil.Process) -> list[psutil.Process]:
     try:
         return process.children(recursive=True)
@@ -168,10 +165,6 @@ def _lives(process: psutil.Process) -> bool:
         return process.is_running() and bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-
-
-def _session(process: psutil.Process) -> int | None:
-    return _session_of(process.pid)
 
 
 def _session_of(pid: int) -> int | None:
@@ -198,6 +191,7 @@ class Children:
         self._started: dict[int, StartedProcess] = {}
         self._killed: set[int] = set()
         self._asked, self._over = threading.Event(), threading.Event()
+        self._told: Collection[int] = ()
         self._signalled = False
         self._watchers: list[threading.Thread] = []
 
@@ -224,11 +218,18 @@ class Children:
         started = list(self._started.items())
         return {rank: child.pid for rank, child in started if child.poll() is None}
 
-    def ask_to_stop(self) -> None:
-        """Send SIGTERM to every living rank, and through a wrapper to the program in it."""
+    def ask_to_stop(self, told: Collection[int] = ()) -> None:
+        """Send SIGTERM to every living rank, and through a wrapper to the program in it; not to
+        processes that are `told` of the stop without it."""
+        self._told = told
         self._asked.set()
         self._give_up_orders()
-        self._family.ask_to_stop()
+        self._family.ask_to_stop(told)
+
+    @property
+    def asked(self) -> bool:
+        """Whether the ranks were asked to stop."""
+        return self._asked.is_set()
 
     def signal(self, number: signal.Signals) -> None:
         """Send any other signal to every living rank."""
@@ -380,5 +381,5 @@ class Children:
             self._killed.add(child.rank)
             self._family.kill()
         elif self._asked.is_set():
-            self._family.ask_to_stop()
+            self._family.ask_to_stop(self._told)
         return started

@@ -30,9 +30,10 @@ from kempner.run.control.protocol import RankNews, SummedReports, TellRanks
 from kempner.run.output.logs import logger
 from kempner.run.process.threads import AwakeClock
 from kempner.run.process.whereabouts import CodePlace
-from kempner.supervisor.control.channel import RankChannel
+from kempner.supervisor.control.ranks import RankChannel
 from kempner.supervisor.launchers.agents import node_agent
 from kempner.supervisor.launchers.agents.fleet import (
+    SILENT,
     AgentConnected,
     AgentDisconnected,
     Fleet,
@@ -50,9 +51,8 @@ from kempner.supervisor.launchers.agents.messages import (
     RankStill,
     SealedLaunch,
     StartRanks,
-    StopRanks,
 )
-from kempner.supervisor.launchers.base import CannotRestart, Idle, JoinedNode, Program
+from kempner.supervisor.launchers.base import CannotRestart, Program
 from kempner.supervisor.launchers.run_nodes import EndsOfTorchrun, RanksAway, RunNodes
 from kempner.supervisor.nodes import srun_probe
 from kempner.supervisor.nodes.exclusion import lost_nodes, still_boots
@@ -102,13 +102,14 @@ class Launcher:
         torchrun: bool = False,
         contained: bool = False,
     ) -> None:
-        self._nodes, self._agents = nodes, agents
+        self.nodes, self.agents = nodes, agents
         self._torchrun, self._contained = torchrun, contained
         nodes.is_well = self._is_well
         self._ranks, self._slots = RanksAway(), SlotsAway(self._ask_for_slots)
         self._program: Program | None = None
         self._channel: RankChannel | None = None
-        self._opened: Fleet | None = None
+        self._fleet: Fleet
+        self._opened = False
         self._attempt = 0
         self._killed_at: float | None = None
         self._clock = AwakeClock()
@@ -118,70 +119,30 @@ class Launcher:
         self._off_network = frozenset[str]()
         self._invited: tuple[Path, Invitation] | None = None
 
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Those of this machine at which ranks may reach the supervisor, the likeliest first."""
-        return self._agents.addresses
-
-    @property
-    def size(self) -> int:
-        """How many ranks `start` starts."""
-        return self._nodes.allocation.size
-
-    @property
-    def used(self) -> Sequence[str]:
-        """The nodes of the ranks."""
-        return self._nodes.allocation.nodes
-
-    @property
-    def nodes(self) -> Sequence[str]:
-        """The nodes of the ranks, and those in reserve."""
-        return self._nodes.all
-
     def node_of(self, rank: int | None) -> str:
         """Where a rank was started; empty where that is not known."""
-        places = self._nodes.allocation.places()
+        places = self.nodes.allocation.places()
         return next((node for node, ranks in places.items() if rank in ranks), "")
-
-    @property
-    def idle(self) -> Idle:
-        """Nodes to which the ranks could grow again."""
-        return self._nodes.idle
-
-    @property
-    def joined(self) -> Mapping[str, JoinedNode]:
-        """All nodes of other jobs that ever joined, whether they are still there or not."""
-        return self._nodes.joined.all()
-
-    def avoid(self, suspects: Mapping[str, str]) -> None:
-        """Start no ranks on these nodes (each with a reason) if others can do, or fewer.
-
-        Nodes that are named no more are used again, if some are missing.
-        """
-        self._nodes.avoid(suspects)
-
-    def unavoidable(self, suspects: Collection[str]) -> Sequence[str]:
-        """Those of these nodes on which ranks would be started all the same."""
-        return self._nodes.unavoidable(suspects)
 
     def prepare(self, program: Program) -> None:
         """Start the agents, which begin with the imports."""
-        if self._opened is None:
-            tasks = self._nodes.allocation.tasks_per_node
+        if not self._opened:
+            tasks = self.nodes.allocation.tasks_per_node
             self._program = program.in_torchrun(tasks) if self._torchrun else program
-            self._opened = self._agents.open(
-                self._program, self._hear, self._nodes.refusal, self._lose
+            self._fleet = self.agents.open(
+                self._program, self._hear, self.nodes.refusal, self._lose
             )
-        self._agents.have()
+            self._opened = True
+        self.agents.have()
 
     def invite(self, invitation: Path) -> None:
         """Have nodes of other jobs join, where that is possible: this file tells them how, until
         `close`. If it cannot be written no node can join, and all else goes on."""
-        if self._program is None or not (self._nodes.takes_others and self._agents.takes_others):
+        if self._program is None or not (self.nodes.takes_others and self.agents.takes_others):
             return
         program, token = node_agent.program_text(self._program), self._fleet.secret.token
         folder = str(Path.cwd())
-        content = Invitation(self.addresses, self._fleet.port, token, program, folder)
+        content = Invitation(self.agents.addresses, self._fleet.port, token, program, folder)
         try:
             content.write(invitation)
             self._invited = invitation, content
@@ -205,7 +166,7 @@ class Launcher:
         self._still.clear()
         self._await_agents()
         allocation, self._attempt, self._killed_at = (
-            self._nodes.allocation,
+            self.nodes.allocation,
             launch.attempt.number,
             None,
         )
@@ -215,9 +176,9 @@ class Launcher:
             launch = replace(launch, in_memory=False, buddy=None)
             post = EndsOfTorchrun(len(nodes), size, post).post
             places, size = {node: range(n, n + 1) for n, node in enumerate(nodes)}, len(nodes)
-        launch = self._agents.launch(launch)
-        buddies, master = self._slots.pair(nodes, launch.buddy), self._agents.master(launch)
-        bindings = {} if self._torchrun else self._agents.bindings()
+        launch = self.agents.launch(launch)
+        buddies, master = self._slots.pair(nodes, launch.buddy), self.agents.master(launch)
+        bindings = {} if self._torchrun else self.agents.bindings()
         self._ranks.begin(places, post)
         for node, ranks in places.items():
             sealed, which = SealedLaunch.of(launch, self._fleet.secret), (ranks.start, len(ranks))
@@ -229,14 +190,8 @@ class Launcher:
 
     def tell_ranks(self, message: TellRanks, node: str | None) -> None:
         """Have the agent of a node, or all (None), tell their ranks; from any thread."""
-        if self._opened is not None:
-            self._opened.tell_ranks(message, node)
-
-    def ask_to_stop(self) -> None:
-        """Have the agents signal each living rank. Asking twice does no harm."""
-        for node in self.used:
-            if self._opened is not None:
-                self._fleet.order(node, StopRanks(self._attempt))
+        if self._opened:
+            self._fleet.tell_ranks(message, node)
 
     def kill(self) -> None:
         """Have the agents end all that is left; called again later, end agents that do not."""
@@ -244,10 +199,10 @@ class Launcher:
             return
         if self._killed_at is None:
             self._killed_at = self._clock.now()
-            for node in self.used:
+            for node in self.nodes.allocation.nodes:
                 self._fleet.order(node, KillRanks(self._attempt))
-            settled = lambda: all(map(self._is_settled, self.used))  # noqa: E731
-            self._fleet.wait_until(settled, self._agents.killed_within)
+            settled = lambda: all(map(self._is_settled, self.nodes.allocation.nodes))  # noqa: E731
+            self._fleet.wait_until(settled, self.agents.killed_within)
         elif self._clock.now() - self._killed_at > DEAF_AFTER:
             for node in self._ranks.nodes():
                 if not self._is_gone(node) and not self._is_well(node):
@@ -258,7 +213,7 @@ class Launcher:
         ends have been posted if not."""
         for node in self._ranks.nodes():
             if self._is_gone(node):
-                self._lose(node, None, self._agents.refusal_of(node))
+                self._lose(node, None, self.agents.refusal_of(node))
         return bool(self._ranks.nodes())
 
     def still(self) -> dict[int, Stillness]:
@@ -276,10 +231,6 @@ class Launcher:
         """What nodes have told of their GPUs since this was asked for."""
         return [self._gpus.popleft() for _ in range(len(self._gpus))]
 
-    def waits(self) -> bool:
-        """Whether the agents cannot be started yet, because Slurm does not answer, say."""
-        return self._agents.waits
-
     def prepare_again(
         self, lost: Sequence[str], stuck: Mapping[str, Sequence[int]]
     ) -> CannotRestart | None:
@@ -289,23 +240,23 @@ class Launcher:
         Nor on a host where one of the `stuck` processes, which were killed, still runs. May take a
         minute. Returns why there can be no other start here, or None if there can.
         """
-        least, unresponsive = self._nodes.least, list[str]()
-        if self._opened is not None:
+        least, unresponsive = self.nodes.least, list[str]()
+        if self._opened:
             unresponsive = self._clear()
-        if unresponsive and self._agents.here:
+        if unresponsive and self.agents.here:
             reason = "a rank of the attempt before cannot be killed, and nothing can replace it"
             return CannotRestart(f"{reason} on this machine", ())
         bad = self._leave_out([*lost, *unresponsive], stuck)
-        for node in set(unresponsive) & set(self.nodes) - set(self.joined):
+        for node in set(unresponsive) & set(self.nodes.all) - set(self.nodes.joined):
             if not self._has_cleared(node):
-                self._agents.remove(node)
-        if self._opened is not None:
+                self.agents.remove(node)
+        if self._opened:
             self._fleet.forget_orders()
-            for node, joined in self.joined.items():
+            for node, joined in self.nodes.joined.items():
                 if joined.leaves_by is not None:
                     self._fleet.dismiss(node)
         self._killed_at = None
-        if len(self.used) < least:
+        if len(self.nodes.allocation.nodes) < least:
             why = "; ".join(f"{node}: {reason}" for node, reason in bad.items())
             return CannotRestart(f"too few nodes: {why}", tuple(bad))
         return None
@@ -320,7 +271,7 @@ class Launcher:
         if question.site_check is not None and self._contained:
             found = self._check_site(question)
             question = replace(question, site_check=None)
-        told, began = self._survey(question, self.nodes), self._clock.now()
+        told, began = self._survey(question, self.nodes.all), self._clock.now()
         while booting := [
             n
             for n, flags in srun_probe.states(_unheard(self._of_slurm, told)).items()
@@ -331,14 +282,19 @@ class Launcher:
             logger().info("waiting for nodes that boot", nodes=booting)
             time.sleep(BOOT_LOOK)
             told += self._survey(question, booting)
-        self._unheard = _unheard(self.nodes, told)
-        self._agents.bound |= {result.node: result.interface for result in told}
-        return [_with_site_check(result, found) for result in told]
+        self._unheard = _unheard(self.nodes.all, told)
+        self.agents.bound |= {result.node: result.interface for result in told}
+        return [
+            replace(said, troubles={**said.troubles, SITE_CHECK: found[said.node]})
+            if said.node in found
+            else said
+            for said in told
+        ]
 
     def ask_idle(self, question: ProbeQuestion) -> Sequence[ProbeResult]:
         """Ask the nodes without ranks, while the ranks run; the answers of those that gave one.
         From any thread."""
-        asked = dict.fromkeys(self.idle.nodes, Question(about=question_text(question)))
+        asked = dict.fromkeys(self.nodes.idle.nodes, Question(about=question_text(question)))
         within = srun_probe.survey_within(question)
         answers = self._fleet.ask(asked, within, lambda node: not self._is_well(node))
         return [v for answer in answers.values() if (v := read_result(answer.vitals)) is not None]
@@ -346,11 +302,12 @@ class Launcher:
     def offers(self, nonce: str) -> Sequence[Offer]:
         """The steps of the attempt with this nonce that are held in memory, once its ranks are
         gone; with nodes that cannot be reached, those of their buddies. Raises `OSError`."""
-        settled = lambda: all(map(self._is_settled, self.used))  # noqa: E731
-        if self._torchrun or not self._fleet.wait_until(settled, self._agents.cleared_within):
+        settled = lambda: all(map(self._is_settled, self.nodes.allocation.nodes))  # noqa: E731
+        if self._torchrun or not self._fleet.wait_until(settled, self.agents.cleared_within):
             logger().warning("a rank is still there, so its steps in memory are not salvaged")
             return ()
-        return self._slots.offers(list(filter(self._has_cleared, self.used)), nonce)
+        cleared = list(filter(self._has_cleared, self.nodes.allocation.nodes))
+        return self._slots.offers(cleared, nonce)
 
     def pour(self, nonce: str, step: int, folder: Path) -> Sequence[Poured]:
         """Write what is held of a step into a folder on every node's storage. Raises `OSError`."""
@@ -359,24 +316,24 @@ class Launcher:
     def leave_out(self, nodes: Collection[str]) -> None:
         """Start nothing on these nodes any more, and send their agents away; spare ones take their
         place."""
-        self._nodes.lose(nodes)
+        self.nodes.lose(nodes)
         for node in nodes:
             self._fleet.dismiss(node)
 
     def look(self, node: str, pids: Sequence[int]) -> Sequence[str]:
         """What can be seen from outside of processes on another node: a line each, or none without
         an answer. From any thread."""
-        if self._agents.here:
+        if self.agents.here:
             return ()
-        if self._opened is not None and self._is_well(node):
+        if self._opened and self._is_well(node):
             asked = {node: Question(look=tuple(pids))}
             if told := self._fleet.ask(asked, ANSWER_WITHIN, self._is_gone):
                 return told[node].seen
-        return () if node in self.joined else srun_probe.look(node, pids, self._nodes.outside)
+        return () if node in self.nodes.joined else srun_probe.look(node, pids, self.nodes.outside)
 
     def close(self) -> None:
         """Send the agents away, and wait until they are gone: no other ranks follow."""
-        if self._opened is None:
+        if not self._opened:
             return
         if self._invited is not None:
             path, content = self._invited
@@ -385,55 +342,51 @@ class Launcher:
             except OSError as error:
                 logger().warning("the invitation is still there", reason=error.strerror)
         self._fleet.close()
-        self._agents.close(self._has_left)
-        self._opened, self._attempt, self._invited = None, 0, None
-
-    @property
-    def _fleet(self) -> Fleet:
-        assert self._opened is not None, "prepare comes first"
-        return self._opened
+        self.agents.close(self._has_left)
+        self._opened, self._attempt, self._invited = False, 0, None
 
     @property
     def _of_slurm(self) -> Sequence[str]:
         """The nodes of which Slurm can be asked."""
-        return () if self._agents.here else self._nodes.own
+        return () if self.agents.here else self.nodes.own
 
     def _await_agents(self) -> None:
         """Until each node that is used has an agent; those that do not connect are started again,
         and speak over srun. A node where that does not help either has lost its ranks, and so has
         one that is cut off: its agent was connected before, and those of other nodes are."""
-        connected = lambda: self._agents.waits or not self._unconnected(self.used)  # noqa: E731
-        if self._fleet.wait_until(connected, self._agents.time_to_come()):
+        used = self.nodes.allocation.nodes
+        connected = lambda: self.agents.waits or not self._unconnected(used)  # noqa: E731
+        if self._fleet.wait_until(connected, self.agents.time_to_come()):
             return
-        missing = self._unconnected(self.used)
-        if len(missing) < len(self.used):
-            self._off_network = frozenset(n for n in missing if self._fleet.seen(n) is not None)
+        missing = self._unconnected(used)
+        if len(missing) < len(used):
+            self._off_network = frozenset(n for n in missing if self._fleet.seen.get(n) is not None)
             self._lose_agents(self._off_network, "a node is cut off from the network")
             missing -= self._off_network
         if not missing:
             return
         what = "agents do not connect, and are spoken to through srun"
         logger().warning(what, nodes=sorted(missing))
-        self._agents.reach_by_srun(missing)
-        if not self._fleet.wait_until(connected, self._agents.time_to_come()):
-            self._lose_agents(self._unconnected(self.used), "a node has no agent")
+        self.agents.reach_by_srun(missing)
+        if not self._fleet.wait_until(connected, self.agents.time_to_come()):
+            self._lose_agents(self._unconnected(used), "a node has no agent")
 
     def _lose_agents(self, nodes: Collection[str], why: str) -> None:
         for node in nodes:
             logger().warning(why, node=node)
-            self._agents.forget(node)
+            self.agents.forget(node)
 
     def _unconnected(self, nodes: Collection[str]) -> set[str]:
         """Those of these nodes that are of the job, and have no agent yet."""
-        own = set(nodes) & set(self._nodes.own)
-        return {node for node in own if not self._agents.is_connected(node)}
+        own = set(nodes) & set(self.nodes.own)
+        return {node for node in own if not self.agents.is_connected(node)}
 
     def _clear(self) -> list[str]:
         """Wait until nothing is left of the attempt; the nodes of which that is not known."""
-        used = self.used
+        used = self.nodes.allocation.nodes
         awaited = [node for node in used if self._is_well(node)]
         settled = lambda: all(map(self._is_settled, awaited))  # noqa: E731
-        self._fleet.wait_until(settled, self._agents.cleared_within)
+        self._fleet.wait_until(settled, self.agents.cleared_within)
         unresponsive = [
             node for node in used if not self._is_gone(node) and not self._has_cleared(node)
         ]
@@ -443,15 +396,15 @@ class Launcher:
 
     def _leave_out(self, lost: Sequence[str], stuck: Mapping[str, Sequence[int]]) -> dict[str, str]:
         """Do without nodes that are of no more use; those, and why."""
-        names = self.nodes
+        names = self.nodes.all
         known = {node_of(host, names) for host in (*lost, *stuck, *self._unheard)}
         bad = self._lost_nodes(known, {node_of(host, names): pids for host, pids in stuck.items()})
         bad = dict.fromkeys(self._off_network.intersection(names), CUT_OFF) | bad
         self._off_network = frozenset()
-        self._nodes.lose(bad)
+        self.nodes.lose(bad)
         if bad:
             why = "; ".join(f"{node}: {reason}" for node, reason in bad.items())
-            left = len(self.used)
+            left = len(self.nodes.allocation.nodes)
             logger().warning(
                 f"{why}; {left} node{'' if left == 1 else 's'} remain{'s' * (left == 1)}"
             )
@@ -463,9 +416,9 @@ class Launcher:
         """Those of the `accused` that are of no more use, by what all nodes of the job say; of
         other jobs' nodes, those that are not there, whatever the reason."""
         own, here = set(self._of_slurm), node_name(os.environ)
-        held = (*self.used, *self._nodes.allocation.spare)
-        there = set(self._nodes.there()) - stuck.keys()
-        gone = {node: LEFT for node in held if node in self.joined and node not in there}
+        held = (*self.nodes.allocation.nodes, *self.nodes.allocation.spare)
+        there = set(self.nodes.there()) - stuck.keys()
+        gone = {node: LEFT for node in held if node in self.nodes.joined and node not in there}
         accused = own & set(accused)
         stuck = {node: pids for node, pids in stuck.items() if node in own}
         if not stuck and not accused - {here}:
@@ -482,19 +435,19 @@ class Launcher:
     ) -> dict[str, tuple[int, ...]]:
         """The nodes that answer, each with those of the `stuck` processes that still run: by the
         agents; Slurm is asked where accused ones do not answer."""
-        if self._opened is not None:
-            asked = {node: Question(pids=tuple(stuck.get(node, ()))) for node in self.nodes}
+        if self._opened:
+            asked = {node: Question(pids=tuple(stuck.get(node, ()))) for node in self.nodes.all}
             expected = {node for node in accused if self._is_well(node)}
             told = self._fleet.ask(asked, ANSWER_WITHIN, lambda node: node not in expected)
             answers = {node: answer.left for node, answer in told.items()}
             if set(accused) <= set(answers):
                 return answers
-        return srun_probe.present(self._nodes.own, stuck, self._nodes.outside)
+        return srun_probe.present(self.nodes.own, stuck, self.nodes.outside)
 
     def _check_site(self, question: ProbeQuestion) -> dict[str, str]:
         """Have the nodes do the site's check outside of the ranks' container; what is wrong."""
         asked = replace(question, folders=(), on_one_node=True)
-        told = srun_probe.survey(asked, self._nodes.own, self._nodes.outside)
+        told = srun_probe.survey(asked, self.nodes.own, self.nodes.outside)
         return {v.node: v.troubles[SITE_CHECK] for v in told if SITE_CHECK in v.troubles}
 
     def _survey(self, question: ProbeQuestion, nodes: Sequence[str]) -> list[ProbeResult]:
@@ -502,16 +455,16 @@ class Launcher:
         asked, answers = Question(about=question_text(question)), dict[str, ProbeResult]()
         left = list(nodes)
         for _ in range(SURVEYS):
-            self._agents.have()
+            self.agents.have()
             within = srun_probe.survey_within(question)
             if self._unconnected(left):  # one that stands still does not come, it is there
-                within += self._agents.time_to_come()
+                within += self.agents.time_to_come()
             told = self._fleet.ask(dict.fromkeys(left, asked), within, self._is_gone)
             answers |= {n: v for n, a in told.items() if (v := read_result(a.vitals)) is not None}
             left = [node for node in nodes if node not in told]
-            for node in set(left) - set(self.joined):
+            for node in set(left) - set(self.nodes.joined):
                 if not self._is_gone(node) and not self._is_well(node):
-                    self._agents.remove(node)
+                    self.agents.remove(node)
             if not any(map(self._is_gone, left)):
                 break
         return list(answers.values())
@@ -523,11 +476,13 @@ class Launcher:
 
     def _is_well(self, node: str) -> bool:
         """Whether a node's agent has sent a message recently."""
-        seen = None if self._opened is None else self._opened.seen(node)
-        return seen is not None and (seen.well or self._agents.here)
+        seen = self._fleet.seen.get(node) if self._opened else None
+        if seen is None or self.agents.here:
+            return seen is not None
+        return seen.linked and time.monotonic() - seen.heard_at < SILENT
 
     def _has_cleared(self, node: str) -> bool:
-        seen = self._fleet.seen(node)
+        seen = self._fleet.seen.get(node)
         return seen is not None and seen.cleared >= self._attempt
 
     def _is_settled(self, node: str) -> bool:
@@ -535,14 +490,14 @@ class Launcher:
         return self._has_cleared(node) or not self._is_well(node)
 
     def _has_left(self, node: str) -> bool:
-        seen = self._fleet.seen(node)
+        seen = self._fleet.seen.get(node)
         return seen is not None and not seen.linked and seen.hung_up
 
     def _is_gone(self, node: str) -> bool:
         """Whether the agent of a node has ended."""
-        if node not in self.joined:
-            return self._agents.is_gone(node)
-        seen = self._fleet.seen(node)
+        if node not in self.nodes.joined:
+            return self.agents.is_gone(node)
+        seen = self._fleet.seen.get(node)
         if seen is None or seen.linked:
             return seen is None
         return time.monotonic() - seen.went_at > (HUNG_UP if seen.hung_up else AWAY)
@@ -550,11 +505,11 @@ class Launcher:
     def _give_up(self, node: str) -> None:
         """An agent of another job is sent away, and not waited for: whatever it still runs has no
         part in the run any more. One of this job is ended."""
-        if node in self.joined:
+        if node in self.nodes.joined:
             self._fleet.dismiss(node)
             self._lose(node, None)
         else:
-            self._agents.end(node)
+            self.agents.end(node)
 
     def _lose(self, node: str, status: int | None, refusal: str = "") -> None:
         """What is left on a node is gone, or was never started because of a `refusal`."""
@@ -580,13 +535,13 @@ class Launcher:
             case AgentConnected():
                 self._welcome(node, news)
             case DepartureRequest():
-                self._nodes.joined.depart(node, news)
-                if node not in self.used:
+                self.nodes.depart(node, news)
+                if node not in self.nodes.allocation.nodes:
                     self._fleet.dismiss(node)
 
     def _welcome(self, node: str, agent: AgentConnected) -> None:
         self._cut_off(node, "its agent has connected again", False)
-        if agent.joins is not None and self._nodes.joined.come(node, agent.pid, agent.joins):
+        if agent.joins is not None and self.nodes.join(node, agent.pid, agent.joins):
             self._lose(node, None)  # with the agent before
 
     def _note_use(self, node: str, told: RanksStill) -> None:
@@ -604,9 +559,3 @@ class Launcher:
 def _unheard(nodes: Sequence[str], told: Sequence[ProbeResult]) -> tuple[str, ...]:
     answered = {vitals.node for vitals in told}
     return tuple(node for node in nodes if node not in answered)
-
-
-def _with_site_check(result: ProbeResult, found: Mapping[str, str]) -> ProbeResult:
-    if result.node not in found:
-        return result
-    return replace(result, troubles={**result.troubles, SITE_CHECK: found[result.node]})

@@ -7,7 +7,9 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count
+from typing import cast
 
 from kempner.cluster.network.interfaces import Interface
 from kempner.cluster.network.ports import free_port
@@ -16,20 +18,14 @@ from kempner.cluster.slurm.hostlist import node_name
 from kempner.cluster.world import World
 from kempner.config.sections import SuperviseSection
 from kempner.run.control.launch_env import Launch
-from kempner.run.control.protocol import RankNews, SummedReports
 from kempner.run.link.auth import Secret
-from kempner.run.link.messages import Message, Post
+from kempner.run.link.messages import Post
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.control.rank_hub import RankHub
 from kempner.supervisor.launchers.agents.fleet import AgentConnected, Fleet, FleetNews, Hear
 from kempner.supervisor.launchers.agents.messages import (
     AgentHello,
-    Answer,
-    AttemptCleared,
-    Ended,
-    GpuTold,
     LeaveOrder,
-    RanksStill,
     TaskBinding,
     ToAgent,
 )
@@ -77,24 +73,17 @@ class LinkHere:
     """What the agent says is heard at once."""
 
     def __init__(self, node: str, hear: Hear) -> None:
-        self._node, self._hear, self._numbers = node, hear, count(1)
+        self.say = cast("Callable[[object], None]", partial(hear, node))
+        self._numbers = count(1)
         self.ranks = RankHub(self.say, here=True)
 
     def start(self) -> None:
         """The agent is there."""
-        self._hear(self._node, AgentConnected(0, 0, os.getpid()))
+        self.say(AgentConnected(0, 0, os.getpid()))
 
     def alone_for(self) -> float:
         """Never: both are one process."""
         return 0.0
-
-    def say(self, message: Message) -> None:
-        """Have it heard."""
-        assert isinstance(
-            message,
-            Answer | Ended | RanksStill | GpuTold | AttemptCleared | RankNews | SummedReports,
-        )
-        self._hear(self._node, message)
 
     def post(self, make: Callable[[int], Post]) -> None:
         """Have it heard, which cannot fail."""

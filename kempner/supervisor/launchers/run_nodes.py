@@ -22,39 +22,6 @@ from kempner.supervisor.policy.outcome import RankExit
 NO_OTHERS = "this run takes no nodes of other jobs (supervise.grow=false)"
 
 
-class JoinedNodes:
-    """Filled by the thread that listens to agents, read by others."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._nodes: dict[str, JoinedNode] = {}
-
-    def __contains__(self, node: str) -> bool:
-        return node in self._nodes
-
-    def all(self) -> Mapping[str, JoinedNode]:
-        """All that ever joined, by node, in this order."""
-        with self._lock:
-            return dict(self._nodes)
-
-    def come(self, node: str, pid: int, joins: Joins) -> bool:
-        """A node has joined, or its agent has connected again; whether that is another agent."""
-        until = None if joins.seconds is None else time.monotonic() + joins.seconds
-        with self._lock:
-            known = self._nodes.get(node)
-            another = known is None or known.pid != pid
-            if another:
-                self._nodes[node] = JoinedNode(joins.job, pid, until)
-            return another
-
-    def depart(self, node: str, departs: DepartureRequest) -> None:
-        """Note that a node wants to leave."""
-        by = time.monotonic() + departs.seconds
-        with self._lock:
-            if (known := self._nodes.get(node)) is not None:
-                self._nodes[node] = replace(known, leaves_by=by, reason=departs.reason)
-
-
 class RunNodes:
     """Which nodes have ranks, and which are in reserve.
 
@@ -70,7 +37,9 @@ class RunNodes:
     ) -> None:
         self.allocation = self._given = allocation
         self._section, self._fits = section, fits
-        self.joined = JoinedNodes()
+        self.joined: Mapping[str, JoinedNode] = {}
+        """All of other jobs that ever joined, whether they are still there or not, in this order.
+        The thread that listens to agents replaces it; others read it."""
         self.is_well: Callable[[str], bool] = lambda node: False
         """Whether a node's agent has sent a message recently."""
 
@@ -119,9 +88,25 @@ class RunNodes:
         used = len(self.allocation.nodes)
         return min(used, self._section.min_nodes or len(self._given.nodes))
 
+    def join(self, node: str, pid: int, joins: Joins) -> bool:
+        """A node has joined, or its agent has connected again; whether that is another agent."""
+        until = None if joins.seconds is None else time.monotonic() + joins.seconds
+        known = self.joined.get(node)
+        another = known is None or known.pid != pid
+        if another:
+            self.joined = {**self.joined, node: JoinedNode(joins.job, pid, until)}
+        return another
+
+    def depart(self, node: str, departs: DepartureRequest) -> None:
+        """Note that a node wants to leave."""
+        by = time.monotonic() + departs.seconds
+        if (known := self.joined.get(node)) is not None:
+            leaves = replace(known, leaves_by=by, reason=departs.reason)
+            self.joined = {**self.joined, node: leaves}
+
     def there(self) -> list[str]:
         """The nodes of other jobs that could have ranks."""
-        stay = (node for node, joined in self.joined.all().items() if joined.leaves_by is None)
+        stay = (node for node, joined in self.joined.items() if joined.leaves_by is None)
         return [node for node in stay if self.is_well(node)]
 
     def lose(self, gone: Collection[str]) -> None:

@@ -27,7 +27,7 @@ from kempner.run.record.events import (
     StandsAt,
 )
 from kempner.run.record.ledger import Ledger
-from kempner.supervisor.monitors.base import DurationStats, Hang, LongWork, PhaseDurations, Snapshot
+from kempner.supervisor.monitors.base import Hang, LongWork, PhaseDurations, Snapshot
 
 NOT_KILLED = "does not end though it was killed: it is stuck in the kernel"
 
@@ -194,8 +194,12 @@ class HangDetector:
 
     def patience(self, usual: PhaseDurations) -> tuple[float, Phase]:
         """Seconds for which standing still here is no hang, and the phase that needs them."""
-        phases = {phase for _, phase, _ in self._still.place.values()} or {Phase.START}
-        return max((self._patience(phase, usual.get(phase)), phase) for phase in phases)
+        section, limits = self._section, list[tuple[float, Phase]]()
+        for phase in {phase for _, phase, _ in self._still.place.values()} or {Phase.START}:
+            ceiling = getattr(section.hang_timeout_max_of, phase) or section.hang_timeout_max
+            long = section.hang_factor * usual[phase].long if phase in usual else None
+            limits.append((patience(section.hang_timeout_min, ceiling, long), phase))
+        return max(limits)
 
     def _own_limit(self, snapshot: Snapshot, limit: float) -> float:
         """Seconds for which a program of the user's own may stand still, by its stacks.
@@ -236,12 +240,6 @@ class HangDetector:
             return ()
         line, waiting = snapshot.reports[at_work[0]].line, len(snapshot.reports) - len(at_work)
         return (LongWork(at_work[0], line, still, limit, waiting),)
-
-    def _patience(self, phase: Phase, usual: DurationStats | None) -> float:
-        section = self._section
-        ceiling = getattr(section.hang_timeout_max_of, phase) or section.hang_timeout_max
-        long = None if usual is None else section.hang_factor * usual.long
-        return patience(section.hang_timeout_min, ceiling, long)
 
 
 def works_unseen(snapshot: Snapshot) -> list[int]:

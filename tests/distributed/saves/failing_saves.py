@@ -20,12 +20,10 @@ from saved import open_manager
 from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.format.names import CheckpointFolder
 from kempner.checkpoint.tensors.save import SaveJob
-from kempner.run.output import logs
 from kempner.run.record.attempts import SupersededError, begin_attempt
 from kempner.run.record.events import LedgerEvent
 from kempner.run.record.run_dir import RunDirectory
 
-logs.configure()
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))

@@ -35,7 +35,6 @@ from kempner.cluster.world import World
 from kempner.config.resilience import FailPoint
 from kempner.config.site import DistributedSection
 from kempner.run.control.heartbeat import Progress
-from kempner.run.output import logs
 from kempner.run.process.exit_codes import ExitCode, RunError, StopReason, UsageError
 from kempner.run.process.fail_points import set_fail_point
 from kempner.run.record.attempts import Attempt
@@ -54,7 +53,6 @@ LONGEST = 2.0
 
 CALLS = ("all_reduce", "broadcast", "gather", "all_gather_object", "broadcast_object_list")
 
-logs.configure()
 PATIENCE = timedelta(seconds=scaled(60))
 dist.init_process_group("gloo", timeout=PATIENCE)
 rank, world = dist.get_rank(), dist.get_world_size()

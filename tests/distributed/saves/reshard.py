@@ -24,10 +24,8 @@ from kempner.checkpoint.format import compact_index
 from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.tensors import file_buffer, state
-from kempner.run.output import logs
 from kempner.run.record.run_dir import RunDirectory
 
-logs.configure()
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 WORLDS = range(1, dist.get_world_size() + 1)

@@ -23,11 +23,9 @@ from saved import open_manager
 
 from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.manager import CheckpointEngine
-from kempner.run.output import logs
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.run_dir import RunDirectory
 
-logs.configure()
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 group = dist.new_group(backend="gloo")

@@ -1,6 +1,6 @@
 """A supervisor that can only start its ranks: python told_by_channel_alone.py CONFIG [overrides].
 
-It cannot signal them and does not see them end; all it knows comes over the control channel.
+It does not see them end; all it knows comes over the control channel.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from pathlib import Path
 
 from kempner.config.loading import load
 from kempner.run.control.launch_env import Launch
-from kempner.run.output import logs
 from kempner.run.process.signals import inbox
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.control.channel import RankChannel
+from kempner.supervisor.control.ranks import RankChannel
 from kempner.supervisor.daemon import supervise
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.launcher import Launcher
@@ -37,9 +36,6 @@ class Elsewhere(Launcher):
         """Start the ranks and look away."""
         super().start(launch, program, lambda end: None, channel)
 
-    def ask_to_stop(self) -> None:
-        """Say nothing."""
-
     def alive(self) -> bool:
         """Not known to be over."""
         return True
@@ -47,7 +43,6 @@ class Elsewhere(Launcher):
 
 if __name__ == "__main__":
     inbox().install()
-    logs.configure()
     config = load(Path(sys.argv[1]), sys.argv[2:])
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
     launcher = Elsewhere(*this_machine(run, SIZE))

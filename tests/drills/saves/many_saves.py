@@ -22,10 +22,8 @@ from harness import wait_until
 from saved import open_manager
 
 from kempner.checkpoint.format.manifest import TrainState
-from kempner.run.output import logs
 from kempner.run.record.run_dir import RunDirectory
 
-logs.configure()
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 warm_up, saves = map(int, sys.argv[2:])

@@ -20,11 +20,9 @@ from saved import open_manager
 from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.format.names import CheckpointFolder
 from kempner.checkpoint.tensors import state
-from kempner.run.output import logs
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.run_dir import RunDirectory
 
-logs.configure()
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 model = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 3))

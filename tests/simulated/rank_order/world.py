@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import structlog
 import torch
 import torch.distributed as dist
 
@@ -26,6 +25,7 @@ from kempner.checkpoint.tensors.save import RunningSave
 from kempner.cluster.world import World
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.run.control.heartbeat import Progress
+from kempner.run.output import logs
 from kempner.run.process.exit_codes import ExitCode, RunError
 from kempner.run.process.retry import storage_waits
 from kempner.run.process.signals import ReceivedSignal
@@ -287,12 +287,9 @@ def find_violation(scene: Scene, ranks: list[Rank]) -> str:
 @contextmanager
 def quiet() -> Iterator[None]:
     """While it is open, nothing is logged."""
-    before = structlog.get_config()
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL),
-        cache_logger_on_first_use=False,
-    )
+    before, logs._sink = logs._sink, logs._Sink()
+    logs._sink.console_level = logging.CRITICAL
     try:
         yield
     finally:
-        structlog.configure(**before)
+        logs._sink = before

@@ -189,11 +189,6 @@ class AgentSeen:
     hung_up: bool = False
     cleared: int = 0
 
-    @property
-    def well(self) -> bool:
-        """Whether it has sent a message recently."""
-        return self.linked and time.monotonic() - self.heard_at < SILENT
-
 
 class Fleet:
     """Talks to the agents of some nodes. `hear` is called with all that an agent says but signs of
@@ -212,7 +207,8 @@ class Fleet:
         self.secret = Secret.new()
         self._tell_of = hear
         self._changed = threading.Condition()
-        self._seen: dict[str, AgentSeen] = {}
+        self.seen: dict[str, AgentSeen] = {}
+        """What was last seen of a node's agent."""
         self._standing: dict[str, list[ToAgent]] = defaultdict(list)
         self._told_ranks: list[tuple[TellRanks, float]] = []
         self._pending: dict[int, Mapping[str, Question]] = {}
@@ -228,10 +224,6 @@ class Fleet:
     def port(self) -> int:
         """Where agents are listened to."""
         return self._server.port
-
-    def seen(self, node: str) -> AgentSeen | None:
-        """What was last seen of a node's agent."""
-        return self._seen.get(node)
 
     def order(self, node: str, message: ToAgent) -> None:
         """Tell an agent, now or when it comes, and again whenever it comes back."""
@@ -300,38 +292,33 @@ class Fleet:
         self._server.close()
 
     def _hear(self, node: str, news: AgentNews) -> list[ToAgent]:
+        orders = list[ToAgent]()
         with self._changed:
-            orders = self._take_in(node, news)
+            if isinstance(news, AgentConnected):
+                orders = self._welcome(node, news)
+            elif (seen := self.seen.get(node)) is not None:
+                seen.heard_at = time.monotonic()
+                match news:
+                    case AgentDisconnected(reason, hung_up):
+                        seen.linked, seen.hung_up, seen.went_at = False, hung_up, seen.heard_at
+                        logger().info("link to an agent is over", node=node, reason=reason)
+                    case AttemptCleared(clean=True):
+                        seen.cleared = max(seen.cleared, news.attempt)
+                    case Answer(number) if number in self._answers:
+                        self._answers[number][node] = news
             self._changed.notify_all()
         if isinstance(news, FleetNews):
             self._tell_of(node, news)
         return orders
 
-    def _take_in(self, node: str, news: AgentNews) -> list[ToAgent]:
-        if isinstance(news, AgentConnected):
-            return self._welcome(node, news)
-        if (seen := self._seen.get(node)) is None:
-            return []
-        match news:
-            case AgentDisconnected(reason, hung_up):
-                seen.linked, seen.hung_up, seen.went_at = False, hung_up, time.monotonic()
-                logger().info("link to an agent is over", node=node, reason=reason)
-                return []
-            case AttemptCleared():
-                seen.cleared = max(seen.cleared, news.attempt) if news.clean else seen.cleared
-            case Answer(number) if number in self._answers:
-                self._answers[number][node] = news
-        seen.heard_at = time.monotonic()
-        return []
-
     def _welcome(self, node: str, news: AgentConnected) -> list[ToAgent]:
-        before = self._seen.get(node)
+        before = self.seen.get(node)
         seen = AgentSeen(news.step, news.task, news.pid)
         if before is not None and before.pid == news.pid and before.step == news.step:
             seen.cleared = before.cleared
         elif news.joins is not None:
             self._standing[node].clear()  # it was told to the agent before, which is gone
-        self._seen[node] = seen
+        self.seen[node] = seen
         logger().info("agent connected", node=node, step=news.step, pid=news.pid)
         asked = [questions[node] for questions in self._pending.values() if node in questions]
         now = time.monotonic()

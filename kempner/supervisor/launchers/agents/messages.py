@@ -123,14 +123,6 @@ class StartRanks(Message):
 
 
 @dataclass(frozen=True)
-class StopRanks(Message):
-    """Supervisor to agent: SIGTERM to the ranks of an attempt."""
-
-    attempt: Natural
-    kind: Literal["stop"] = "stop"
-
-
-@dataclass(frozen=True)
 class KillRanks(Message):
     """Supervisor to agent: SIGKILL to all that is left of an attempt; then say that it is gone."""
 
@@ -243,9 +235,7 @@ class GpuTold(Post):
     kind: Literal["gpu"] = "gpu"
 
 
-ToAgent: TypeAlias = (
-    StartRanks | StopRanks | KillRanks | Question | Noted | LeaveOrder | TellRanks | Alive
-)
+ToAgent: TypeAlias = StartRanks | KillRanks | Question | Noted | LeaveOrder | TellRanks | Alive
 FromAgent: TypeAlias = (
     Alive
     | Answer

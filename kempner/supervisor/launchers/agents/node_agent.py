@@ -40,12 +40,11 @@ from kempner.probe.node import answer_text
 from kempner.probe.processes import of_process, still_runs
 from kempner.run.control.launch_env import Launch, mark_of
 from kempner.run.control.leftovers import end_leftovers
-from kempner.run.control.protocol import DumpStacks, TellRanks
+from kempner.run.control.protocol import DumpStacks, Stop, TellRanks
 from kempner.run.link.auth import AGENTS, Door, Secret
 from kempner.run.link.client import LinkClient, Outbox, SilenceClock
 from kempner.run.link.messages import Alive, Caller, Message, Post, Role, shorten
 from kempner.run.link.wire import Connection, connect
-from kempner.run.output import logs
 from kempner.run.output.console import say
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode, UsageError
@@ -79,7 +78,6 @@ from kempner.supervisor.launchers.agents.messages import (
     RankStill,
     Sent,
     StartRanks,
-    StopRanks,
     TaskBinding,
     ToAgent,
     decode_from_agent,
@@ -343,13 +341,18 @@ class NodeAgent:
         return code
 
     def hear(self, message: ToAgent) -> None:
-        """Questions are answered, and ranks told, at once, whatever else is going on."""
+        """Questions are answered, and ranks told, at once, whatever else is going on. A stop that
+        is for all is a signal to those that cannot be told."""
         if isinstance(message, Question):
             start_thread("answer", partial(self._answer, message))
         elif isinstance(message, TellRanks | Alive):
             self._link.ranks.pass_on(message)
-            if isinstance(message, TellRanks) and isinstance(message.message, DumpStacks):
+            said = message.message if isinstance(message, TellRanks) else None
+            if isinstance(said, DumpStacks):
                 start_thread("stacks", self._tell_places)
+            elif isinstance(said, Stop) and said.reason.ends_run:
+                # To be signalled would say more than that the ranks go on elsewhere.
+                self._incoming.put(message)
         else:
             self._incoming.put(message)
 
@@ -401,8 +404,8 @@ class NodeAgent:
                 first, self._attempt, self._patience = not self._attempt, attempt, ALONE
                 if not (first and self._is_hindered(event)):
                     self._start(event)
-            case StopRanks(attempt) if attempt == self._attempt:
-                self._children.ask_to_stop()
+            case TellRanks(attempt) if attempt == self._attempt and not self._children.asked:
+                self._children.ask_to_stop(self._link.ranks.pids())
             case KillRanks(attempt) if attempt >= self._attempt and attempt > self._cleared:
                 self._attempt = self._cleared = attempt
                 self._clear(attempt)
@@ -517,7 +520,6 @@ def _run(terms: JoinTerms | None, environ: Mapping[str, str]) -> RunDirectory:
 def main(text: str, environ: MutableMapping[str, str]) -> None:
     """Be the agent of this node."""
     inbox().install()
-    logs.configure()
     raise_open_file_limit()
     leave_no_cores()
     place, terms = _place(environ), JoinTerms.taken_from(environ)

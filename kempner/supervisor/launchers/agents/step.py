@@ -402,7 +402,7 @@ class SlurmAgents:
         self._fleet, self._steps = None, []
 
     def _seen(self, node: str) -> AgentSeen | None:
-        return None if self._fleet is None else self._fleet.seen(node)
+        return None if self._fleet is None else self._fleet.seen.get(node)
 
     def _start(self, nodes: Sequence[str], by_srun: bool = False) -> None:
         assert self._fleet is not None, "open comes first"

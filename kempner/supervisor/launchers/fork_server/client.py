@@ -24,7 +24,7 @@ from kempner.run.process.signals import stop_signals_blocked
 from kempner.run.process.threads import start_thread
 from kempner.run.process.worker_process import SAFE_MODULE
 from kempner.supervisor.launchers.fork_server import server
-from kempner.supervisor.launchers.fork_server.messages import (
+from kempner.supervisor.launchers.fork_server.server import (
     LARGEST,
     ForkOrder,
     ForkRefused,

@@ -191,7 +191,6 @@ from kempner.run.control.launch_env import Launch
 from kempner.run.record.run_dir import RunDirectory
 from kempner.run.control.client import ControlClient, Reactions
 from kempner.run.control.heartbeat import Progress
-logs.configure()
 react = Reactions(lambda stop: None, lambda seconds: None, lambda seconds: None, 60.0, 60.0)
 run = RunDirectory(Path(sys.argv[1]))
 ControlClient(Launch.from_environment(), run, 1, Progress(), react).start()

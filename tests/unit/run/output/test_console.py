@@ -115,7 +115,6 @@ def test_logging_without_a_terminal_tells_the_log_how_much_was_lost(
 ) -> None:
     monkeypatch.setattr(logs, "_sink", logs._Sink())
     monkeypatch.setattr(sys, "stderr", pipe.stream)
-    logs.configure()
     open_log(tmp_path / "attempt" / "log.jsonl", attempt=3)
     pipe.close()
     logger().warning("a warning")

@@ -8,12 +8,10 @@ import threading
 import pytest
 from patience import scaled
 
-from kempner.run.output import logs
 from kempner.run.process.threads import PAUSE, TRIES, keep_running, once_there_is_room
 
 
 def test_work_that_fails_is_told_of_and_begins_again(capfd: pytest.CaptureFixture[str]) -> None:
-    logs.configure()
     done, paused = list[int](), list[float]()
 
     def work() -> None:

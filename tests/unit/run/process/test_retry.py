@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from kempner.run.output import logs
 from kempner.run.process import retry
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.retry import (
@@ -44,7 +43,6 @@ class Flaky:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    logs.configure()
     monkeypatch.setattr(retry, "FIRST_PAUSE", 0.001)
 
 

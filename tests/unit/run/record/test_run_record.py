@@ -75,7 +75,6 @@ def test_ledger_of_a_run_that_never_was_is_empty(tmp_path: Path) -> None:
 def test_lines_that_cannot_be_written_come_later_in_order_and_that_is_said_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    logs.configure()
     path = tmp_path / "metrics.jsonl"
     path.symlink_to("/dev/full")
     journal = writers.open_lines(path, logs.warn)

@@ -94,7 +94,7 @@ TIME_OF_DAY = {
     "kempner/checkpoint/convert/import_safetensors.py": "a manifest",
     "kempner/checkpoint/tensors/save.py": "a manifest",
     "kempner/training/observe/metrics.py": "a line of the metrics",
-    "kempner/integrations/trainer/run.py": "a manifest, and what transformers counts by it",
+    "kempner/integrations/transformers_trainer/loop.py": "a manifest, and transformers",
     "kempner/cluster/machine.py": "when a process began, for the ledger",
 }
 """Where the time of day is asked for, apart from the commands that show it, and what for."""

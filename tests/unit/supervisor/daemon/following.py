@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 from harness import Clock
 
@@ -15,7 +16,7 @@ from kempner.run.record.attempts import Attempt
 from kempner.run.record.ledger import Ledger
 from kempner.supervisor.attempt import AttemptEvent, AttemptFollower
 from kempner.supervisor.control.program_reports import LastReport
-from kempner.supervisor.control.rank_roster import RankRoster
+from kempner.supervisor.control.ranks import RankRoster
 from kempner.supervisor.launchers.agents.messages import GpuTold
 from kempner.supervisor.monitors.base import RunTimes
 from kempner.supervisor.policy.outcome import RankExit
@@ -26,18 +27,18 @@ class Hands:
     """Stands for launcher and channel: keeps what it is asked to do."""
 
     address = "127.0.0.1"
-    nodes: tuple[str, ...] = ()
-    waits = staticmethod(lambda: False)
+    nodes = SimpleNamespace(all=())
+    agents = SimpleNamespace(waits=False)
     still = staticmethod(dict)
     look = staticmethod(lambda node, pids: ())
 
     def __init__(self) -> None:
         self.told: list[FromSupervisor] = []
-        self.asked_to_stop = self.killed = 0
+        self.killed = 0
         self.living = True
         self.gpus: list[tuple[str, GpuTold]] = []
         self.seen: dict[int, LastReport] = {}
-        self.used: dict[int, Usage] = {}
+        self.usage: dict[int, Usage] = {}
 
     def start(
         self, launch: Launch, arguments: Sequence[str], post: Callable[[RankExit], None]
@@ -50,17 +51,11 @@ class Hands:
         told, self.gpus = self.gpus, []
         return told
 
-    def ask_to_stop(self) -> None:
-        self.asked_to_stop += 1
-
     def kill(self) -> None:
         self.killed += 1
 
     def last_reports(self) -> dict[int, LastReport]:
         return self.seen
-
-    def usage(self) -> dict[int, Usage]:
-        return self.used
 
     def tell(self, message: FromSupervisor, rank: int | None = None) -> None:
         self.told.append(message)

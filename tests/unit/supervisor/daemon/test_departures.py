@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from following import Hands, feed, follow
 
+from kempner.cluster.slurm.allocation import Allocation
 from kempner.config.sections import Config
 from kempner.run.control.protocol import Connected, Phase, Report, Stop
 from kempner.run.process.exit_codes import StopReason
@@ -44,13 +45,14 @@ class Job:
 class Nodes:
     """A launcher with ranks on node1 and node2."""
 
-    nodes, used = ("node1", "node2", "node3"), ("node1", "node2")
+    all = ("node1", "node2", "node3")
+    allocation = Allocation("7", ("node1", "node2"), 1, None, 0, batch=True)
 
     def __init__(self, spare: bool) -> None:
-        self.spare, self.left_out = spare, list[str]()
+        self.spare, self.left_out, self.nodes = spare, list[str](), self
 
     def unavoidable(self, nodes: list[str]) -> list[str]:
-        return [node for node in nodes if node in self.used and not self.spare]
+        return [node for node in nodes if node in self.allocation.nodes and not self.spare]
 
     def leave_out(self, nodes: tuple[str, ...]) -> None:
         self.left_out += nodes

@@ -12,6 +12,7 @@ import pytest
 from following import Hands, feed, follow
 from harness import wait_until
 
+from kempner.cluster.slurm.allocation import Allocation
 from kempner.config.resilience import ResilienceSection
 from kempner.config.sections import Config, SuperviseSection
 from kempner.probe.node import ProbeQuestion, ProbeResult, measure
@@ -35,12 +36,12 @@ ATTEMPT = Attempt(4, "abcd")
 class Nodes:
     """A launcher that lacks node2, which answers as it is told to."""
 
-    nodes, used, size = ("node1", "node2"), ("node1",), 1
+    allocation = Allocation("7", ("node1",), 1, None, 0, batch=True)
     joined: Mapping[str, JoinedNode] = {}
     idle = Idle(("node2",), 1)
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._patch, self.asked = monkeypatch, 0
+        self._patch, self.asked, self.nodes = monkeypatch, 0, self
         self.answer: Callable[[ProbeResult], list[ProbeResult]] = lambda result: [result]
 
     def ask_idle(self, question: ProbeQuestion) -> Sequence[ProbeResult]:
@@ -216,9 +217,9 @@ class Context:
         self.history, self.ledger, self.taken_back = RunHistory(), object(), 0
         self.signals = SimpleNamespace(received=[object()] * signals)
         self.lease = SimpleNamespace(lost=lost, check=lambda: None)
-        self.launcher = SimpleNamespace(prepare_again=lambda lost, stuck: unable, nodes=("node1",))
+        nodes = SimpleNamespace(all=("node1",), joined={})
+        self.launcher = SimpleNamespace(prepare_again=lambda lost, stuck: unable, nodes=nodes)
         self.growth, self.job = self, None
-        self.launcher.joined = {}
         self.departures = SimpleNamespace(leave=lambda attempt, unable: unable, left=set())
 
     def take_back(self, ledger: object, attempt: object) -> None:

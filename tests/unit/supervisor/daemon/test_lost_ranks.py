@@ -31,7 +31,7 @@ from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.supervisor.attempt import AttemptFollower
 from kempner.supervisor.control.program_reports import LastReport
-from kempner.supervisor.control.rank_roster import AWAY, RECONNECT
+from kempner.supervisor.control.ranks import AWAY, RECONNECT
 from kempner.supervisor.launchers.agents.node_agent import AGAIN
 from kempner.supervisor.policy.outcome import RankExit, decide_outcome
 from kempner.supervisor.policy.restart import Failure
@@ -139,12 +139,12 @@ def test_ranks_that_fail_before_slurm_has_said_anything_come_back_without_the_no
 
 
 def _context(folder: Path, ledger: Ledger, job: JobMonitor) -> Any:
-    launcher = SimpleNamespace(
-        nodes=("node1", "node2"),
+    nodes = SimpleNamespace(
+        all=("node1", "node2"),
         joined={},
         unavoidable=lambda suspects: [n for n in ("node1", "node2") if n in suspects],
-        prepare_again=lambda lost, stuck: None,
     )
+    launcher = SimpleNamespace(nodes=nodes, prepare_again=lambda lost, stuck: None)
     return SimpleNamespace(
         config=Config(),
         departures=SimpleNamespace(leave=lambda attempt, unable: unable, left=set()),

@@ -17,7 +17,6 @@ from kempner.checkpoint.format.names import MANIFEST, CheckpointFolder
 from kempner.checkpoint.store.commit import DiskRoom, judge_room
 from kempner.config.loading import load
 from kempner.config.sections import Config
-from kempner.run.output import logs
 from kempner.run.process.exit_codes import CheckpointWriteError, DataError, UsageError
 from kempner.run.process.retry import StorageUnavailableError, StorageWaits
 from kempner.run.record.attempts import begin_attempt
@@ -45,7 +44,6 @@ Configure = Callable[..., Config]
 def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
     """A small model, and data for it, in the current folder."""
     monkeypatch.chdir(tmp_path)
-    logs.configure()
     write_tokens(Path("tokens"), [range(200), range(50)])
     write_tokens(Path("held-out"), [range(100)])
 

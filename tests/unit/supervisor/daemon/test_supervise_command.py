@@ -18,7 +18,6 @@ from kempner.cli.supervise import (
     choose_launcher,
 )
 from kempner.config.errors import ConfigError
-from kempner.run.output import logs
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.record.events import AttemptStarted
 from kempner.run.record.ledger import Ledger
@@ -131,7 +130,6 @@ def came_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     monkeypatch.setattr(supervise, "UNCHANGED_FOR", 0.0)
-    logs.configure()
     return run
 
 
@@ -219,7 +217,6 @@ def test_inside_of_a_job_nobody_trains_one_rank_without_a_word(
     said: str,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    logs.configure()
     assert choose_launcher(configured, environ, nproc, jobid) is LauncherName(chosen)
     told = capfd.readouterr().err
     assert said in told

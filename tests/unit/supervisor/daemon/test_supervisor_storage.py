@@ -13,7 +13,6 @@ import pytest
 from harness import wait_until
 from patience import scaled
 
-from kempner.run.output import logs
 from kempner.run.process import threads as helper
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.retry import StorageUnavailableError, StorageWaits
@@ -29,7 +28,6 @@ from kempner.supervisor.recovery import give_up
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    logs.configure()
     return RunDirectory(tmp_path / "run")
 
 

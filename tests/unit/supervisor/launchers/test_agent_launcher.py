@@ -23,8 +23,9 @@ from kempner.cluster.slurm.allocation import Allocation
 from kempner.config.sections import SuperviseSection
 from kempner.probe.node import ProbeQuestion
 from kempner.run.control.launch_env import SUPERVISED, Launch
+from kempner.run.control.protocol import Stop, TellRanks
 from kempner.run.link.auth import Secret
-from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.exit_codes import ExitCode, StopReason
 from kempner.run.record.attempts import Attempt
 from kempner.supervisor.launchers.agents import node_agent, step
 from kempner.supervisor.launchers.agents.fleet import SILENT
@@ -97,6 +98,10 @@ class Job:
         launch = Launch(Attempt(self.attempt, "n"), control)
         self.launcher.start(launch, self.program, self.ends.append)
 
+    def stop(self) -> None:
+        """Ask the ranks to stop."""
+        self.launcher.tell_ranks(TellRanks(self.attempt, Stop(StopReason.SIGNAL)), None)
+
     def ranks(self) -> dict[int, int]:
         """The processes of the ranks of this attempt that have begun, by rank."""
         files = self.folder.glob(f"{self.attempt}.*")
@@ -104,7 +109,9 @@ class Job:
 
     def running(self) -> dict[int, int]:
         """The same, once all have begun."""
-        wait_until(lambda: len(self.ranks()) == self.launcher.size, "the ranks run", 60)
+        wait_until(
+            lambda: len(self.ranks()) == self.launcher.nodes.allocation.size, "the ranks run", 60
+        )
         return self.ranks()
 
     def agent(self, rank: int) -> psutil.Process:
@@ -189,7 +196,7 @@ def test_the_same_agents_start_rank_after_rank(job: Job) -> None:
     assert job.launcher.prepare_again([], {}) is None
     job.start()
     assert [job.agent(rank) for rank in range(2)] == agents
-    job.launcher.ask_to_stop()
+    job.stop()
     wait_until(lambda: not job.launcher.alive(), "all have stopped", 20)
     assert sorted((end.rank, end.status) for end in job.ends) == [(0, 75), (1, 75)]
 
@@ -251,7 +258,7 @@ def test_an_agent_that_fails_is_replaced_and_its_node_used_again(
     job.end()
     assert {end.rank for end in job.ends} == {0, 1}
     assert job.launcher.prepare_again(["node2"], {}) is None
-    assert job.launcher.nodes == NODES
+    assert job.launcher.nodes.all == NODES
     job.start()
     assert job.agent(1) != before
     job.end()
@@ -265,7 +272,7 @@ def test_a_node_without_an_agent_that_gives_no_answer_is_left_out(job: Job) -> N
     wait_until(lambda: job.ends == [RankExit(1, -9)], "the loss is told", 20)
     job.end()
     assert job.launcher.prepare_again(["node2"], {}) is None
-    assert job.launcher.nodes == ("node1", "node3")
+    assert job.launcher.nodes.all == ("node1", "node3")
     job.start()
     job.running()
     job.end()
@@ -302,7 +309,7 @@ def test_agents_that_cannot_connect_speak_over_srun(
     assert job.launcher.prepare_again([], {}) is None
     job.start()
     assert [job.agent(rank) for rank in range(2)] == agents
-    job.launcher.ask_to_stop()
+    job.stop()
     wait_until(lambda: not job.launcher.alive(), "all have stopped", 20)
 
 

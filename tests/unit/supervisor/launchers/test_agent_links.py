@@ -23,7 +23,9 @@ from patience import scaled
 from kempner.cluster.world import OF_AGENT
 from kempner.probe.node import MARK, ProbeQuestion, question_text, read_result
 from kempner.run.control.launch_env import Launch
+from kempner.run.control.protocol import Connected, RankNews, Stop, TellRanks
 from kempner.run.link.auth import Secret
+from kempner.run.process.exit_codes import StopReason
 from kempner.run.process.signals import ReceivedSignal
 from kempner.run.record.attempts import Attempt
 from kempner.supervisor.launchers.agents import node_agent
@@ -39,7 +41,6 @@ from kempner.supervisor.launchers.agents.messages import (
     Question,
     SealedLaunch,
     StartRanks,
-    StopRanks,
 )
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.children import Children
@@ -99,6 +100,7 @@ class Place:
     fleet: Fleet
     relay: Relay
     ends: list[Ended] = field(default_factory=list)
+    connected: list[int] = field(default_factory=list)
     agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def agent(self, program: Program, secret: Secret | None = None) -> subprocess.Popen[bytes]:
@@ -130,13 +132,15 @@ class Place:
 
 @pytest.fixture
 def place() -> Iterator[Place]:
-    ends: list[Ended] = []
+    ends, connected = list[Ended](), list[int]()
 
     def hear(node: str, news: FleetNews) -> None:
         ends.extend([news] if isinstance(news, Ended) else [])
+        if isinstance(news, RankNews) and isinstance(news.news, Connected):
+            connected.append(news.news.rank)
 
     fleet = Fleet([socket.create_server((LOOPBACK, 0))], 1, hear)
-    place = Place(fleet, Relay(fleet.port), ends)
+    place = Place(fleet, Relay(fleet.port), ends, connected)
     yield place
     fleet.close()
     for agent in place.agents:
@@ -198,41 +202,68 @@ def test_what_happens_while_the_link_is_broken_is_told_once_it_is_back(
     place.start(1, 1)
     writer = gate.open("w")  # returns once the rank reads
     place.relay.cut()
-    gone = lambda: (seen := place.fleet.seen(NODE)) is not None and not seen.linked  # noqa: E731
+    gone = lambda: (seen := place.fleet.seen.get(NODE)) is not None and not seen.linked  # noqa: E731
     wait_until(gone, "the link is over", 10)
     writer.close()
     place.fleet.order(NODE, KillRanks(1))
     place.relay.whole = True
-    cleared = lambda: (seen := place.fleet.seen(NODE)) is not None and seen.cleared == 1  # noqa: E731
+    cleared = lambda: (seen := place.fleet.seen.get(NODE)) is not None and seen.cleared == 1  # noqa: E731
     wait_until(cleared, "the agent has cleared up", 10)
     assert len(place.ends) == 1
     assert place.agents[0].poll() is None
 
 
-def test_a_stop_and_a_kill_reach_the_ranks(
-    place: Place, program: Callable[[str], Program], tmp_path: Path
+RANKS = """
+import os, signal, threading
+from pathlib import Path
+from kempner.run.control.client import ControlClient, Reactions
+from kempner.run.control.heartbeat import Progress
+from kempner.run.control.launch_env import Launch
+from kempner.run.record.run_dir import RunDirectory
+
+rank = int(os.environ["RANK"])
+signal.signal(signal.SIGTERM, lambda *_: rank == 2 or os._exit(70 + rank))
+if rank == 0:
+    stop = lambda order: Path(order.reason.name).touch()
+    react = Reactions(stop, print, print, 100.0, 100.0)
+    launch = Launch.from_environment(os.environ)
+    ControlClient(launch, RunDirectory(Path()), rank, Progress(), react).start()
+open(READY, "w").write("x")
+while True:
+    signal.pause()
+"""
+
+
+def test_a_stop_reaches_a_rank_once_as_an_order_or_else_as_a_signal(
+    place: Place, program: Callable[[str], Program], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     ready = tmp_path / "ready"
     os.mkfifo(ready)
-    place.agent(
-        program(
-            "import os, signal\n"
-            "def stop(*_):\n"
-            f"    if os.environ['RANK'] == '0': os._exit(75)\n"
-            "signal.signal(signal.SIGTERM, stop)\n"
-            f"open({str(ready)!r}, 'w').write('x')\n"
-            "while True: signal.pause()\n"
-        )
-    )
-    place.start(1, 2)
-    said = ""
-    while len(said) < 2:
-        said += ready.read_text()
-    place.fleet.order(NODE, StopRanks(1))
-    wait_until(lambda: place.statuses() == {0: 75}, "rank 0 stops", 10)
+    place.agent(program(RANKS.replace("READY", repr(str(ready)))))
+
+    def start(attempt: int) -> None:
+        place.start(attempt, 3)
+        said = ""
+        while len(said) < 3:
+            said += ready.read_text()
+        wait_until(lambda: place.connected.count(0) == attempt, "rank 0 listens", 20)
+
+    start(1)
+    place.fleet.tell_ranks(TellRanks(1, Stop(StopReason.GROW)), None)
+    wait_until((tmp_path / "GROW").exists, "rank 0 has heard", 10)
     place.fleet.order(NODE, KillRanks(1))
-    wait_until(lambda: place.statuses() == {0: 75, 1: -9}, "rank 1 is killed", 10)
-    assert [end.sent for end in place.ends] == ["stop", "kill"]
+    wait_until(lambda: len(place.ends) == 3, "all are killed", 10)
+    assert set(place.statuses().values()) == {-9}, "to go on elsewhere is no signal"
+    place.ends.clear()
+    start(2)
+    place.fleet.tell_ranks(TellRanks(2, Stop(StopReason.SIGNAL)), None)
+    wait_until((tmp_path / "SIGNAL").exists, "rank 0 has heard", 10)
+    wait_until(lambda: place.statuses() == {1: 71}, "rank 1 stops", 10)
+    place.fleet.order(NODE, KillRanks(2))
+    wait_until(lambda: len(place.ends) == 3, "the others are killed", 10)
+    assert place.statuses() == {0: -9, 1: 71, 2: -9}, "rank 0 was told, and not signalled"
+    assert [end.sent for end in place.ends] == ["stop", "kill", "kill"]
 
 
 def test_an_agent_answers_for_its_node_while_its_ranks_work(
@@ -286,8 +317,8 @@ def test_who_does_not_know_the_secret_is_no_agent(
 ) -> None:
     place.agent(program(""), secret=Secret.new())
     right = place.agent(program(""))
-    wait_until(lambda: place.fleet.seen(NODE) is not None, "the right one is there", 30)
-    seen = place.fleet.seen(NODE)
+    wait_until(lambda: place.fleet.seen.get(NODE) is not None, "the right one is there", 30)
+    seen = place.fleet.seen.get(NODE)
     assert seen is not None
     assert seen.pid == right.pid
 

@@ -20,7 +20,6 @@ AS_INIT = """
 import os, signal, subprocess, sys
 from kempner.run.output import logs
 from kempner.supervisor.launchers.children import Family
-logs.configure()
 assert os.getpid() == 1
 launch = {name: value for name, value in os.environ.items() if name.startswith("KEMPNER_")}
 plain = {name: value for name, value in os.environ.items() if name not in launch}

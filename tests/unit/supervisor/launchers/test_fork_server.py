@@ -26,7 +26,7 @@ from kempner.supervisor.launchers.children import (
 )
 from kempner.supervisor.launchers.fork_server import client
 from kempner.supervisor.launchers.fork_server.client import CannotForkError, ForkServerClient
-from kempner.supervisor.launchers.fork_server.messages import (
+from kempner.supervisor.launchers.fork_server.server import (
     ForkOrder,
     ForkRefused,
     ProcessEnded,
@@ -35,8 +35,8 @@ from kempner.supervisor.launchers.fork_server.messages import (
     arguments_of_python,
     decode,
     encode,
+    why_not_to_fork,
 )
-from kempner.supervisor.launchers.fork_server.server import why_not_to_fork
 from kempner.supervisor.policy.outcome import RankExit
 
 PROGRAM = """

@@ -63,10 +63,10 @@ class Pool(RunNodes):
 
     def come(self, *nodes: str) -> None:
         for number, node in enumerate(nodes):
-            self.joined.come(node, 100 + number, Joins("8", 2, 600.0))
+            self.join(node, 100 + number, Joins("8", 2, 600.0))
 
     def go(self, node: str) -> None:
-        self.joined.depart(node, DepartureRequest(1, 30.0, "its time is over"))
+        self.depart(node, DepartureRequest(1, 30.0, "its time is over"))
 
 
 def refusal(node: str, ranks: int = 2) -> str:
@@ -100,7 +100,7 @@ def test_those_that_leave_or_are_gone_get_none() -> None:
     pool.away = {"node6"}
     pool.avoid({})
     assert pool.used == ("node1", "node2", "node7")
-    assert set(pool.joined.all()) == {"node5", "node6", "node7"}
+    assert set(pool.joined) == {"node5", "node6", "node7"}
     pool.come("node5")  # the same agent, over another connection: it leaves all the same
     pool.away.clear()
     pool.avoid({})
@@ -110,9 +110,9 @@ def test_those_that_leave_or_are_gone_get_none() -> None:
 def test_who_begins_to_leave_has_the_time_that_it_has_asked_for() -> None:
     """It begins when that is due, and not before: then nothing would be left of the time."""
     pool = Pool()
-    pool.joined.come("node5", 100, Joins("8", 2, 0.0))
-    pool.joined.depart("node5", DepartureRequest(1, 30.0, "15 s are left of the job's time"))
-    left = pool.joined.all()["node5"].seconds_left
+    pool.join("node5", 100, Joins("8", 2, 0.0))
+    pool.depart("node5", DepartureRequest(1, 30.0, "15 s are left of the job's time"))
+    left = pool.joined["node5"].seconds_left
     assert left is not None
     assert 20.0 < left <= 30.0
 

@@ -129,17 +129,17 @@ def test_a_controller_that_does_not_answer_costs_no_node(
     monkeypatch.setenv("MOOD", mood)
     monkeypatch.setattr(srun_probe, "PROBE_WITHIN", 0.5)
     assert launcher.prepare_again(["node2"], {}) is None
-    assert launcher.nodes == ("node1", "node2")
+    assert launcher.nodes.all == ("node1", "node2")
 
 
 def test_a_node_that_alone_does_not_answer_is_left_out(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert launcher.prepare_again(["node1", "node2"], {}) is None
-    assert launcher.nodes == ("node1", "node2")
+    assert launcher.nodes.all == ("node1", "node2")
     monkeypatch.setenv("SILENT", "node2")
     assert launcher.prepare_again(["node2"], {}) is None
-    assert launcher.nodes == ("node1",)
+    assert launcher.nodes.all == ("node1",)
     assert launcher.prepare_again(["node1"], {}) is None  # the own host is not even asked
     assert len(Path("calls").read_text().splitlines()) == 2
 
@@ -147,12 +147,12 @@ def test_a_node_that_alone_does_not_answer_is_left_out(
 def test_a_node_is_used_again_only_once_an_old_rank_is_gone(launcher: Launcher) -> None:
     old = subprocess.Popen(["sleep", "60"])
     assert launcher.prepare_again([], {"node2": [old.pid]}) is None
-    assert launcher.nodes == ("node1",)
+    assert launcher.nodes.all == ("node1",)
     old.kill()
     old.wait()
     again = over(Allocation("7", ("node1", "node2"), 1, None, 0, batch=False), SuperviseSection())
     assert again.prepare_again([], {"node2": [old.pid]}) is None
-    assert again.nodes == ("node1", "node2")
+    assert again.nodes.all == ("node1", "node2")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +23,9 @@ from kempner.supervisor.preflight import nodes_to_exclude
 
 @dataclass
 class Nodes:
-    """A launcher, as far as it is asked. It can do without all that are not `used`."""
+    """Those of a launcher, as far as it is asked: it can do without all that are not `used`."""
 
-    nodes: Sequence[str]
+    all: Sequence[str]
     used: Sequence[str]
 
     def unavoidable(self, suspects: Collection[str]) -> Sequence[str]:
@@ -69,7 +70,7 @@ def test_who_is_blamed_for_a_failure_on_node2(
     run.path.mkdir()
     for attempt, event in enumerate(events, 1):
         Ledger(run.ledger).record(event, attempt)
-    launcher: Any = Nodes(nodes, used)
+    launcher: Any = SimpleNamespace(nodes=Nodes(nodes, used))
     worked = code is ExitCode.USAGE  # before, or nothing would be started again
     decision = as_it_worked_before(Decision(code, "so"), worked)
     assert (
@@ -90,7 +91,7 @@ def test_of_a_hang_that_no_rank_began_a_suspect_node_is_the_cause(
     tmp_path: Path, code: ExitCode, node: str, found: dict[str, str]
 ) -> None:
     Ledger(tmp_path / "ledger.jsonl").record(ALSO, 1)
-    launcher: Any = Nodes(BOTH, [*BOTH, "node3"])
+    launcher: Any = SimpleNamespace(nodes=Nodes(BOTH, [*BOTH, "node3"]))
     history = RunHistory.read(tmp_path / "ledger.jsonl")
     decision = Decision(code, "so")
     assert nodes_to_exclude(launcher, node, history, Config(), decision, False) == found

@@ -13,7 +13,6 @@ import pytest
 from kempner.cluster.slurm.command import SlurmError, SlurmRefusedError
 from kempner.cluster.slurm.job import JobState, parse_job
 from kempner.cluster.slurm.scontrol import SlurmAccess
-from kempner.run.output import logs
 from kempner.run.record.attempts import begin_attempt
 from kempner.run.record.events import CheckpointCommitted, Requeued
 from kempner.run.record.lease import RELEASED, Holder, LeaseReading
@@ -89,7 +88,6 @@ class Slurm:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    logs.configure()
     return RunDirectory(tmp_path / "run")
 
 

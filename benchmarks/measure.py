@@ -43,6 +43,7 @@ COMMANDS = (
     "in_memory/salvage.py --rounds 9",
     "in_memory/copy_rate.py --rounds 9",
     "programs/survive_cost.py --rounds 21 --steps 30 --width 512",
+    "programs/printed.py --rounds 5",
     "starts/rank_start.py --ranks 1 --rounds 5",
     "starts/rank_start.py --ranks 2 --rounds 5",
     "starts/rank_start.py --ranks 1 --rounds 3 --kinds resumed --preset debug",

@@ -6,12 +6,13 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from faulty_storage import mount as faulty
 from faulty_storage.rules import HANG, Match, Rule
+from harness import wait_until
 
 ALL_OF_IT = Match(("*", "/"))
 
@@ -104,8 +105,9 @@ def _group(controller: str, folder: Path) -> Iterator[Path]:
     try:
         yield group
     finally:
-        with suppress(OSError):
-            group.rmdir()
+        # Those that were killed leave it one by one.
+        wait_until(lambda: not (group / "cgroup.procs").read_text(), "the group to be empty", 20)
+        group.rmdir()
 
 
 def group_of(controller: str) -> Path | None:

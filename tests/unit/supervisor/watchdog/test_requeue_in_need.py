@@ -86,6 +86,7 @@ def follow(folder: Path, what: Case, place: Place, ends_in: float) -> None:
         if place.until is not None:
             pause = Timer(max(0.0, ends - place.until - time.time()), place.release)
             pause.start()
+            pause.join()
     wait_until(lambda: requeues(folder), "the requeue", ends_in)
     if not what.call:
         wait_until((folder / "calls").exists, "the calls", 20)

@@ -10,13 +10,16 @@ from __future__ import annotations
 import logging
 import re
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
+
+import structlog
+from structlog.typing import FilteringBoundLogger
 
 from kempner.run.output.console import at_the_end, lost_lines, say
 from kempner.run.output.writers import JsonLines, open_lines, unwritten_lines
+
+_LEVELS = logging.getLevelNamesMapping()
 
 
 class _Sink:
@@ -25,46 +28,32 @@ class _Sink:
         self.context: dict[str, object] = {}
         self.console_level = logging.WARNING
 
-    def take(self, level: int, event: dict[str, object]) -> None:
+    def __call__(
+        self, logger: object, method: str, event: MutableMapping[str, object]
+    ) -> Mapping[str, object]:
         if self.file is not None:
             self.file.append({**event, **self.context})
-        if level >= self.console_level:
+        if _LEVELS[method.upper()] >= self.console_level:
             say(f"kempner: {sentence(event)}", sys.stderr)
+        raise structlog.DropEvent
 
 
 _sink = _Sink()
+_logger: FilteringBoundLogger = structlog.wrap_logger(
+    None,
+    processors=[
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+        lambda *event: _sink(*event),  # another one in tests
+    ],
+    wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
+    cache_logger_on_first_use=True,
+)
 
 
-class Logger:
-    """Takes events: each a sentence and facts. With `exc_info` the exception that is being handled
-    is told below."""
-
-    def debug(self, event: str, **facts: object) -> None:
-        self._tell(logging.DEBUG, event, facts)
-
-    def info(self, event: str, **facts: object) -> None:
-        self._tell(logging.INFO, event, facts)
-
-    def warning(self, event: str, **facts: object) -> None:
-        self._tell(logging.WARNING, event, facts)
-
-    def error(self, event: str, *, exc_info: bool = False, **facts: object) -> None:
-        self._tell(logging.ERROR, event, facts, traceback.format_exc() if exc_info else "")
-
-    def _tell(
-        self, level: int, event: str, facts: Mapping[str, object], exception: str = ""
-    ) -> None:
-        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        name = logging.getLevelName(level).lower()
-        told = {**facts, "event": event, "level": name, "timestamp": now}
-        _sink.take(level, told | ({"exception": exception.rstrip("\n")} if exception else {}))
-
-
-_logger = Logger()
-
-
-def logger() -> Logger:
-    """The process's logger."""
+def logger() -> FilteringBoundLogger:
+    """The process's logger; a program's own settings of structlog are neither used nor changed."""
     return _logger
 
 

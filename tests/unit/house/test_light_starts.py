@@ -10,7 +10,7 @@ from collections.abc import Collection
 import pytest
 from patience import scaled
 
-LIBRARIES = ("numpy", "pydantic", "rich", "torch")
+LIBRARIES = ("numpy", "pydantic", "structlog", "torch")
 ALONE = [
     "kempner.cli.program.heartbeat",
     "kempner.run.process.worker_process",
@@ -48,4 +48,4 @@ def test_no_command_imports_numpy_or_torch_to_begin_with() -> None:
 
 
 def test_a_library_that_is_imported_would_be_seen() -> None:
-    assert imported("import numpy, rich") == ["numpy", "rich"]
+    assert imported("import numpy, structlog") == ["numpy", "structlog"]

@@ -118,7 +118,7 @@ CHEAP = [
     Death("no_command", "trane: command not found", shell="trane --steps 9"),
     Death("denied", "Permission denied", shell="deaths/order"),
     Death("unset", "EXPERTS: unbound variable", shell="set -u\necho $EXPERTS"),
-    Death("unended", "syntax error", shell="if true; then"),
+    Death("unended", "syntax error", shell="bash -c 'if true; then'\nexit 6"),
     Death("awk", "expert 9 is not there",
           shell="exec awk 'BEGIN { print \"expert 9 is not there\"; exit 5 }'"),
 ]  # fmt: skip

@@ -144,7 +144,11 @@ def _context(folder: Path, ledger: Ledger, job: JobMonitor) -> Any:
         joined={},
         unavoidable=lambda suspects: [n for n in ("node1", "node2") if n in suspects],
     )
-    launcher = SimpleNamespace(nodes=nodes, prepare_again=lambda lost, stuck: None)
+    launcher = SimpleNamespace(
+        nodes=nodes,
+        node_of=lambda rank: "node2",
+        prepare_again=lambda lost, stuck: None,
+    )
     return SimpleNamespace(
         config=Config(),
         departures=SimpleNamespace(leave=lambda attempt, unable: unable, left=set()),

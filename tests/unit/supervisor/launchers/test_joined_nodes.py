@@ -192,7 +192,7 @@ def test_what_hangs_on_a_node_of_another_job_is_sent_away_and_not_ended(
     pool.come("node5")
     launcher = pool.launcher
     fleet = SimpleNamespace(dismiss=lambda node: done.append(f"{node} is sent away"))
-    monkeypatch.setattr(launcher, "_opened", fleet)
+    monkeypatch.setattr(launcher, "_fleet", fleet, raising=False)
     end = lambda _, node: done.append(f"{node} is ended")  # noqa: E731
     monkeypatch.setattr(SlurmAgents, "end", end)
     for node in ("node5", "node1"):

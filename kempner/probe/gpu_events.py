@@ -112,12 +112,12 @@ class _Nvml:
     def look(self) -> Iterator[GpuTrouble]:
         """What is wrong now and was not before."""
         for number, gpu in self._gpus.items():
-            for found in self._ailments(number, gpu):
+            for found in self._find_troubles(number, gpu):
                 if found not in self._known:
                     self._known.add(found)
                     yield found
 
-    def _ailments(self, number: int, gpu: object) -> Iterator[GpuTrouble]:
+    def _find_troubles(self, number: int, gpu: object) -> Iterator[GpuTrouble]:
         nvml = self._nvml
         try:
             _, _, pending, failed = nvml.nvmlDeviceGetRemappedRows(gpu)

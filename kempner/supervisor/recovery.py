@@ -303,12 +303,8 @@ def restart_or_finish(
     verdict = _decide_restart(context, decision, failure, earlier)
     bad = _better_without(context, follower, decision, node, verdict)
     if not (verdict.again or bad):
-        if decision.code is ExitCode.STORAGE_UNAVAILABLE and _comes_back(context):
-            return replace(decision, reason=verdict.reason)
         final = replace(decision, reason=verdict.reason)
-        mark = prevents_restart(failure, earlier, _ran_for_long(context, follower))
-        said = give_up(context.run, context.ledger, attempt, final, failure, node, mark)
-        return replace(final, reason=str(said))
+        return _end_after(context, follower, final, failure, node, earlier)
     if _comes_back(context) and follower.too_late_to_restart():
         reason = f"{decision.reason}; too little of the job's time is left to start again in it"
         return replace(decision, code=ExitCode.STOPPED, reason=reason)
@@ -316,6 +312,23 @@ def restart_or_finish(
     if end is None:
         dismiss_if_in_vain(context, attempt, failure.step)
     return end
+
+
+def _end_after(
+    context: SupervisorContext,
+    follower: AttemptFollower,
+    final: Decision,
+    failure: Failure,
+    node: str,
+    earlier: Sequence[Failure],
+) -> Decision:
+    """How the run ends after a failure that another start makes no sense after: with storage that
+    is away the job goes on later, all else is given up."""
+    if final.code is ExitCode.STORAGE_UNAVAILABLE and _comes_back(context):
+        return final
+    mark = prevents_restart(failure, earlier, _ran_for_long(context, follower))
+    said = give_up(context.run, context.ledger, follower.attempt, final, failure, node, mark)
+    return replace(final, reason=str(said))
 
 
 def _has_worked(history: RunHistory, earlier: Sequence[Failure]) -> bool:

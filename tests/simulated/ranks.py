@@ -17,7 +17,7 @@ from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import DataError, DivergedError, ExitCode, RunError
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.events import RolledBack, StartedAnew
-from kempner.training import loop, policy
+from kempner.training import anomalies, final_save, loop
 from kempner.training import vote as last_votes
 from kempner.training.anomalies import Health, Numbers, remembered
 from kempner.training.final_save import Action, SaveInFlight, SaveSituation, SaveTimes
@@ -125,7 +125,7 @@ class Ranks(Crew):
         step, cursor = train_state.step + 1, train_state.cursor
         train_state = replace(train_state, step=step, cursor=self._slices.next(cursor), tokens=step)
         loss = self.world.loss(step, cursor)
-        self.health, _ = policy.observe(
+        self.health, _ = anomalies.observe(
             self.health, Numbers(train_state, loss, 1.0, 0.1), self.world.config.resilience
         )
         self.train_state = replace(train_state, losses=self.health.losses)
@@ -136,7 +136,7 @@ class Ranks(Crew):
         trouble = self.health.trouble or self.train_state
         committed = self.saves.branch()
         budget = self.world.config.resilience.max_rollbacks
-        plan = policy.plan_rollback(committed, self.train_state.rollbacks, budget)
+        plan = anomalies.plan_rollback(committed, self.train_state.rollbacks, budget)
         if plan.to is None:
             raise DivergedError(plan.reason)
         yield from self.enter(Phase.LOAD)
@@ -157,7 +157,7 @@ class Ranks(Crew):
         stopping, tries, clock = self.asked_at is not None, last_votes.LAST_TRIES, self.world.engine
         while True:
             self.saves.poll()
-            move = policy.decide_final_save(
+            move = final_save.decide_final_save(
                 SaveSituation(
                     step=self.train_state.step,
                     committed=self.saves.committed_step,

@@ -21,7 +21,7 @@ from kempner.run.record import attempts
 from kempner.supervisor.monitors import hangs
 from kempner.supervisor.policy import outcome, restart, stop
 from kempner.supervisor.watchdog import watch
-from kempner.training import policy
+from kempner.training import anomalies, final_save
 from kempner.training.rank_link import rank_link
 from simulated import batch, daemon
 from simulated.checks.oracle import Invariant
@@ -169,10 +169,10 @@ MUTANTS = (
             "len(branch) - keep.last", "len(branch) - keep.last + 1", LOST),
     _mutant("retention counts what a rollback left", retention, "expendable",
             "if step <= latest", "", LOST),
-    _mutant("a rollback costs nothing", policy, "plan_rollback",
+    _mutant("a rollback costs nothing", anomalies, "plan_rollback",
             "len(in_vain) >= budget", "len(in_vain) > 10 * budget", ENDLESS,
             kinds=(Kind.NAN, Kind.SPIKES)),
-    _mutant("the last steps need no save", policy, "decide_final_save",
+    _mutant("the last steps need no save", final_save, "decide_final_save",
             "if lost == 0:", "if lost < 100:", UNFINISHED),
     _mutant("the watchdog waits for a supervisor that is stuck", watch, "next_act",
             "if sight.left <= last_moment(sight.margin):", "if sight.left < -1e9:", UNFINISHED,
@@ -183,6 +183,6 @@ MUTANTS = (
     _mutant("the watchdog puts back a job that was cancelled", watch, "decide_for_supervisor",
             "if not job.running:", "if False:", REVIVED,
             kinds=(Kind.SUPERVISOR_KILLED, Kind.SUPERVISOR_STUCK, Kind.CANCEL)),
-    _mutant("a save is begun that cannot fit", policy, "_save_or_pause",
+    _mutant("a save is begun that cannot fit", final_save, "_save_or_pause",
             "if usual <= time:", "if usual >= time:", UNFINISHED),
 )  # fmt: skip

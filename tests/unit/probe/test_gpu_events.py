@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from harness import wait_until
+from patience import scaled
 
 from kempner.probe.gpu_events import GpuTrouble, GpuWatch, trouble_of
 
@@ -37,7 +38,7 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
 
 
 def next_of(heard: SimpleQueue[GpuTrouble]) -> GpuTrouble:
-    return heard.get(timeout=60)
+    return heard.get(timeout=scaled(60))
 
 
 @pytest.mark.parametrize(

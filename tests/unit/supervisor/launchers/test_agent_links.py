@@ -22,7 +22,7 @@ from patience import scaled
 
 from kempner.cluster.world import OF_AGENT
 from kempner.probe.node import MARK, ProbeQuestion, question_text, read_result
-from kempner.run.control.launch_env import Launch
+from kempner.run.control.launch_env import SUPERVISED, Launch
 from kempner.run.control.protocol import Connected, RankNews, Stop, TellRanks
 from kempner.run.link.auth import Secret
 from kempner.run.process.exit_codes import StopReason
@@ -99,6 +99,7 @@ class Place:
 
     fleet: Fleet
     relay: Relay
+    folder: Path
     ends: list[Ended] = field(default_factory=list)
     connected: list[int] = field(default_factory=list)
     agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -113,6 +114,7 @@ class Place:
             STEP: str(len(self.agents)),
             "SLURM_PROCID": "0",
             "SLURMD_NODENAME": NODE,
+            SUPERVISED: f"ours:{self.folder}/run",
         }
         command = [sys.executable, "-m", node_agent.__name__, node_agent.program_text(program)]
         self.agents.append(subprocess.Popen(command, env=environ))
@@ -131,7 +133,7 @@ class Place:
 
 
 @pytest.fixture
-def place() -> Iterator[Place]:
+def place(tmp_path: Path) -> Iterator[Place]:
     ends, connected = list[Ended](), list[int]()
 
     def hear(node: str, news: FleetNews) -> None:
@@ -140,7 +142,7 @@ def place() -> Iterator[Place]:
             connected.append(news.news.rank)
 
     fleet = Fleet([socket.create_server((LOOPBACK, 0))], 1, hear)
-    place = Place(fleet, Relay(fleet.port), ends, connected)
+    place = Place(fleet, Relay(fleet.port), tmp_path, ends, connected)
     yield place
     fleet.close()
     for agent in place.agents:

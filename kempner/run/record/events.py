@@ -253,7 +253,7 @@ class HangFound(LedgerEvent, name="hang"):
 
 
 @dataclass(frozen=True)
-class GpuFailed(LedgerEvent, name="gpu"):
+class GpuFailed(LedgerEvent, name="gpu_failed"):
     """By the supervisor: when NVIDIA's driver tells of an error of a GPU. One that needs a reset
     makes its node suspect."""
 

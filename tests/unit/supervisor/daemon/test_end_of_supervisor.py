@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,7 +62,9 @@ def run_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
         directory, program = RunDirectory(tmp_path / "run"), Program(("true",), ours=False)
         config = Config.model_validate({"run": {"name": "run"}})
         end: Any = daemon.supervise
-        code = end(directory, stage["ranks"], program, config, inbox(), object())
+        code = end(
+            directory, stage["ranks"], program, config, inbox(), SimpleNamespace(batch=False)
+        )
         assert code == ExitCode.STOPPED
         return seen
 

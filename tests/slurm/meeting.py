@@ -14,13 +14,11 @@ import torch.distributed as dist
 
 from kempner.cluster.world import discover
 from kempner.config.loading import load
-from kempner.run.output.logs import configure
 from kempner.run.process.exit_codes import RunError
 from kempner.training.groups.process_groups import connect
 
 
 def main(config: str) -> int:
-    configure()
     world = discover(os.environ)
     try:
         ranks = connect(world, load(Path(config)))

@@ -43,7 +43,7 @@ LEAVES_WITHIN = 5.0
 class RanksOfSupervisor:
     """Each is told when the supervisor dies, so none outlives it unnoticed."""
 
-    gone_within = 60.0
+    gone_within, shows_all = 60.0, False
 
     def __init__(self, run: RunDirectory) -> None:
         self.run = run

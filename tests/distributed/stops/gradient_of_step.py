@@ -13,7 +13,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from kempner.config.loading import load
-from kempner.run.output.logs import configure
 from kempner.run.record.attempts import Attempt, begin_attempt
 from kempner.training.build import build
 from kempner.training.fault_injection import arm
@@ -21,7 +20,6 @@ from kempner.training.groups.process_groups import connect
 from kempner.training.rank_link.rank_link import open_rank_link
 from kempner.training.rank_link.shutdown import StopListener
 
-configure()
 config = load(Path(sys.argv[2]), sys.argv[3:])
 shutdown = StopListener()
 rank_link = open_rank_link(config, shutdown)

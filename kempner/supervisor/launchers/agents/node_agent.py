@@ -217,9 +217,11 @@ class Link(Protocol):
 
 class RanksHere(Protocol):
     """What ranks of a `run` are given on a machine; `gone_within` is in seconds, for those that
-    were killed, unless one is stuck in the kernel."""
+    were killed, unless one is stuck in the kernel. With `shows_all` what every rank of a program of
+    the user's own prints is shown, as by srun; else rank 0's."""
 
     gone_within: float
+    shows_all: bool
     run: RunDirectory
 
     def environment(self, launch: Launch, master: tuple[str, int]) -> dict[str, str]:
@@ -238,7 +240,7 @@ class RanksHere(Protocol):
 class RanksOfAgent:
     """Of a process that is the agent of one of several nodes."""
 
-    gone_within = 10.0
+    gone_within, shows_all = 10.0, True
 
     def __init__(self, run: RunDirectory) -> None:
         self.run = run
@@ -448,6 +450,7 @@ class NodeAgent:
         ranks = range(order.first, order.first + order.count)
         self._slots.own.keep_only(ranks if launch.in_memory else ())
         post = partial(self._post, order.attempt)
+        shows_all = self._here.shows_all and not self._program.ours
         for local, bound in enumerate(self._here.bindings(order.bindings, order.count)):
             world = World(order.first + local, order.size, local, order.count, "agent")
             environ = common | dict(bound.devices.items()) | self._here.place(world)
@@ -457,7 +460,8 @@ class NodeAgent:
                 own = self._slots.own.lend(world.rank, environ, has_buddy)
                 lent |= {} if own is None else {world.rank: own}
             output = self._here.run.output(order.attempt, order.first_rank + local)
-            child = ChildRank(world.rank, environ, output, bound.cpus, shown=not world.rank)
+            shown = shows_all or not world.rank
+            child = ChildRank(world.rank, environ, output, bound.cpus, shown)
             self._children.start(child, self._program, post)
         if order.buddy is not None:
             self._sender.begin(order.buddy, lent)

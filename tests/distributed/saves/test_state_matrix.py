@@ -18,7 +18,7 @@ KINDS = {
     "optimizer": "its optimizer",
     "critic": "another model",
     "critic_optimizer": "another optimizer",
-    "quadratic": "a module that nobody shards",
+    "quadratic": "a module that is not sharded",
     "lbfgs": "LBFGS",
     "ema": "averaged weights (`AveragedModel`)",
     "schedule": "a scheduler",

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -36,14 +37,12 @@ FRESH = 3.0
 class Launcher:
     """Stands for the ranks' processes: they live."""
 
-    nodes = ()
+    nodes = SimpleNamespace(all=())
+    agents = SimpleNamespace(waits=False)
     look = staticmethod(lambda node, pids: ())
 
     def alive(self) -> bool:
         return True
-
-    def waits(self) -> bool:
-        return False
 
     def still(self) -> dict[int, Stillness]:
         return {}

@@ -30,9 +30,12 @@ def _pid(project: Project, attempt: int, rank: int) -> int:
 
 
 def _agent(project: Project, node: str) -> int:
-    """The process of a node's newest agent: it has the ranks' fork server as its child."""
-    told = project.cluster.run(node, "pgrep", "-f", "agents.node_agent").stdout.split()
-    return int(told[-1])
+    """The process of a node's newest agent: it has the ranks' fork server as its child, and readers
+    of their output, which are forked from it and so are called as it is."""
+    run = project.cluster.run
+    told = run(node, "pgrep", "-f", "agents.node_agent").stdout.split()
+    rows = run(node, "ps", "-o", "pid=,ppid=", "-p", ",".join(told)).stdout.splitlines()
+    return max(int(pid) for pid, parent in map(str.split, rows) if parent not in told)
 
 
 def _kill(project: Project, node: str, pid: int, number: signal.Signals = signal.SIGKILL) -> None:

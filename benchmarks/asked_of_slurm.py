@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -23,9 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "slurm")]
 
 import records  # noqa: E402
-from harness import KEMPNER  # noqa: E402
-from lab import Cluster  # noqa: E402
-from submitting import Project  # noqa: E402
+from submitting import Project, project_on_a_cluster  # noqa: E402
 
 PROVES = ("kempner/cluster/slurm", "kempner/supervisor")
 LONG = ["--train.max_steps=1000000", "--checkpoint.interval=1000000"]
@@ -83,17 +79,8 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=2)
     records.add_option(parser)
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="lab-"))
-    text = folder / "text.txt"
-    text.write_text("\n".join(f"line {n} of {n * n % 977}" for n in range(20_000)))
-    subprocess.run([*KEMPNER, "prepare", "--out", folder / "tokens", text], check=True)
-    counted, cluster = Counted(folder), Cluster(folder / "lab")
-    try:
-        cluster.up()
-        project = Project.make(cluster, folder / "project", folder / "tokens")
-        rows = measure(project, counted, options.minutes, options.nodes)
-    finally:
-        cluster.down()
+    with project_on_a_cluster() as project:
+        rows = measure(project, Counted(project.folder), options.minutes, options.nodes)
     records.result(options.record, "asked of slurm", PROVES, rows)
 
 

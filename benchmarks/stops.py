@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -27,9 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "slurm")]
 
 import records  # noqa: E402
-from harness import KEMPNER, wait_until  # noqa: E402
-from lab import Cluster  # noqa: E402
-from submitting import Project  # noqa: E402
+from harness import wait_until  # noqa: E402
+from submitting import Project, project_on_a_cluster  # noqa: E402
 
 from kempner.run.record.ledger import read_lines  # noqa: E402
 
@@ -147,18 +144,9 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=2)
     records.add_option(parser)
     arguments = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="lab-"))
-    text = folder / "text.txt"
-    text.write_text("\n".join(f"line {n} of {n * n % 977}" for n in range(20_000)))
-    subprocess.run([*KEMPNER, "prepare", "--out", folder / "tokens", text], check=True)
-    cluster = Cluster(folder / "lab")
-    try:
-        cluster.up()
-        project = Project.make(cluster, folder / "project", folder / "tokens")
+    with project_on_a_cluster() as project:
         stop_again_and_again(project, arguments.stops, arguments.nodes)
         records.result(arguments.record, "stops", PROVES, measured(project, arguments.stops))
-    finally:
-        cluster.down()
 
 
 if __name__ == "__main__":

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from datetime import datetime
 from itertools import pairwise
@@ -28,9 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "slurm")]
 
 import records  # noqa: E402
-from harness import KEMPNER  # noqa: E402
 from lab import Cluster  # noqa: E402
-from submitting import Project  # noqa: E402
+from submitting import Project, project_on_a_cluster  # noqa: E402
 
 from kempner.run.record.ledger import read_lines  # noqa: E402
 
@@ -167,24 +164,15 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=2)
     records.add_option(parser)
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="lab-"))
-    text = folder / "text.txt"
-    text.write_text("\n".join(f"line {n} of {n * n % 977}" for n in range(20_000)))
-    subprocess.run([*KEMPNER, "prepare", "--out", folder / "tokens", text], check=True)
-    cluster = Cluster(folder / "lab")
     bares, found = list[float](), list[dict[str, float]]()
-    try:
-        cluster.up()
-        project = Project.make(cluster, folder / "project", folder / "tokens")
+    with project_on_a_cluster() as project:
         returns = Returns(project, options.nodes)
         for _ in range(options.rounds):
             returns.leave()
-            bares.append(bare(cluster, folder, options.nodes))
+            bares.append(bare(project.cluster, project.folder, options.nodes))
             found.append(returns.come_back())
             whole = found[-1]["first step"] - found[-1]["began"]
             print(f"bare {bares[-1]:.2f} s, kempner {whole:.2f} s", flush=True)
-    finally:
-        cluster.down()
     records.result(options.record, "job start", PROVES, rows_of(bares, found))
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import MISTAKE, ROOT, Run, wait_until
+from harness import KEMPNER, MISTAKE, ROOT, Run, wait_until
 from lab import Cluster
 
 TINY_OF_7B = [
@@ -197,3 +199,18 @@ def _signal(processes: Sequence[int], number: signal.Signals) -> None:
     for pid in processes:
         with suppress(ProcessLookupError):  # it has just ended
             os.kill(pid, number)
+
+
+@contextmanager
+def project_on_a_cluster() -> Iterator[Project]:
+    """A project with a small text, on a cluster that is up in this block: for benchmarks."""
+    folder = Path(tempfile.mkdtemp(prefix="lab-"))
+    text = folder / "text.txt"
+    text.write_text("\n".join(f"line {n} of {n * n % 977}" for n in range(20_000)))
+    subprocess.run([*KEMPNER, "prepare", "--out", folder / "tokens", text], check=True)
+    cluster = Cluster(folder / "lab")
+    try:
+        cluster.up()
+        yield Project.make(cluster, folder / "project", folder / "tokens")
+    finally:
+        cluster.down()

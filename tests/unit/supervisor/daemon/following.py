@@ -11,7 +11,7 @@ from harness import Clock
 
 from kempner.config.sections import Config
 from kempner.run.control.launch_env import Launch
-from kempner.run.control.protocol import FromSupervisor, Usage
+from kempner.run.control.protocol import Connected, FromSupervisor, Phase, Report, Usage
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.ledger import Ledger
 from kempner.supervisor.attempt import AttemptEvent, AttemptFollower
@@ -64,10 +64,18 @@ class Hands:
 def follow(
     hands: Hands, size: int, config: Config, ledger: Ledger, job: JobMonitor | None = None
 ) -> AttemptFollower:
-    """Who follows attempt 4 of so many ranks, from this moment on."""
+    """What follows attempt 4 of `size` ranks, from this moment on."""
     roster, attempt = RankRoster(size), Attempt(4, "abcd")
     view, times = JobView(job), RunTimes()
     return AttemptFollower(attempt, roster, config, hands, hands, ledger, view, times)  # type: ignore[arg-type]
+
+
+def follow_a_rank_that_trains(hands: Hands, ledger: Ledger) -> AttemptFollower:
+    """Its only rank is on node1, at step 7."""
+    follower = follow(hands, 1, Config(), ledger)
+    feed(follower, Connected(0, "node1", 7))
+    hands.seen = {0: LastReport(Report(7, Phase.STEP, 0.0, 0.0), 0.0)}
+    return follower
 
 
 def let(follower: AttemptFollower, clock: Clock, seconds: float) -> None:

@@ -7,18 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from following import Hands, feed, follow
+from following import Hands, follow_a_rank_that_trains
 
 from kempner.cluster.slurm.allocation import Allocation
-from kempner.config.sections import Config
-from kempner.run.control.protocol import Connected, Phase, Report, Stop
+from kempner.run.control.protocol import Stop
 from kempner.run.process.exit_codes import StopReason
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.events import NodesGivenBack
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.supervisor.attempt import AttemptFollower
 from kempner.supervisor.context import Departures
-from kempner.supervisor.control.program_reports import LastReport
 from kempner.supervisor.launchers.base import CannotRestart
 
 ATTEMPT = Attempt(4, "abcd")
@@ -59,17 +57,8 @@ class Nodes:
 
 
 @pytest.fixture
-def hands() -> Hands:
-    return Hands()
-
-
-@pytest.fixture
 def follower(hands: Hands, tmp_path: Path) -> AttemptFollower:
-    """Of a rank that trains."""
-    follower = follow(hands, 1, Config(), Ledger(tmp_path / "ledger.jsonl"))
-    feed(follower, Connected(0, "node1", 7))
-    hands.seen = {0: LastReport(Report(7, Phase.STEP, 0.0, 0.0), 0.0)}
-    return follower
+    return follow_a_rank_that_trains(hands, Ledger(tmp_path / "ledger.jsonl"))
 
 
 def departures(

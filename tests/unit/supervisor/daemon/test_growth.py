@@ -9,14 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from following import Hands, feed, follow
+from following import Hands, follow_a_rank_that_trains
 from harness import wait_until
 
 from kempner.cluster.slurm.allocation import Allocation
 from kempner.config.resilience import ResilienceSection
 from kempner.config.sections import Config, SuperviseSection
 from kempner.probe.node import ProbeQuestion, ProbeResult, measure
-from kempner.run.control.protocol import Connected, Phase, Report, Stop
+from kempner.run.control.protocol import Stop
 from kempner.run.process.exit_codes import ExitCode, StopReason
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.history import RunHistory
@@ -25,7 +25,6 @@ from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor import context
 from kempner.supervisor.attempt import AttemptFollower
 from kempner.supervisor.context import Growth
-from kempner.supervisor.control.program_reports import LastReport
 from kempner.supervisor.launchers.base import CannotRestart, Idle, JoinedNode
 from kempner.supervisor.policy.outcome import Decision
 from kempner.supervisor.recovery import restart_or_finish
@@ -60,17 +59,8 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Nodes:
 
 
 @pytest.fixture
-def hands() -> Hands:
-    return Hands()
-
-
-@pytest.fixture
 def follower(hands: Hands, tmp_path: Path) -> AttemptFollower:
-    """Of a rank that trains."""
-    follower = follow(hands, 1, Config(), Ledger(tmp_path / "ledger.jsonl"))
-    feed(follower, Connected(0, "node1", 7))
-    hands.seen = {0: LastReport(Report(7, Phase.STEP, 0.0, 0.0), 0.0)}
-    return follower
+    return follow_a_rank_that_trains(hands, Ledger(tmp_path / "ledger.jsonl"))
 
 
 @pytest.fixture

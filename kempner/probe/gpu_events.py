@@ -152,7 +152,7 @@ def main(parent: int) -> None:
     try:
         watch(_Nvml(nvml), lambda told: print(json.dumps(asdict(told)), flush=True))
     except nvml.NVMLError as error:
-        print(f"the GPUs cannot be watched: {error}", file=sys.stderr)
+        sys.exit(str(error))
 
 
 class GpuWatch:
@@ -165,7 +165,7 @@ class GpuWatch:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        if self._driver.exists():
+        if self._driver.exists() and not self.alive():
             self._thread = start_thread("GPUs", self._follow)
 
     def alive(self) -> bool:
@@ -181,11 +181,15 @@ class GpuWatch:
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
         try:
             with subprocess.Popen(
-                command, stdin=nothing, stdout=pipe, stderr=nothing, text=True
+                command, stdin=nothing, stdout=pipe, stderr=pipe, text=True
             ) as self._process:
                 assert self._process.stdout is not None
+                assert self._process.stderr is not None
                 for line in self._process.stdout:
                     self._hear(GpuTrouble(**json.loads(line)))
+                if said := self._process.stderr.read().strip():
+                    reason = said.splitlines()[-1]
+                    logger().warning("the GPUs are watched no longer", reason=reason)
         except (OSError, ValueError, TypeError) as error:
             logger().warning("the GPUs are not watched", reason=str(error))
 

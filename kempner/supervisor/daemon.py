@@ -135,8 +135,8 @@ def _supervise(
     """As `supervise`, with a launcher that is closed afterwards."""
     try:
         refuse_if_given_up(run)
-        _tell_of_launch(run, job)
         launcher.prepare(program)
+        _tell_of_launch(run, job)
         if program.ours:
             for warning in check_ready(config, run).warnings:
                 logger().warning(warning)

@@ -164,7 +164,7 @@ class RankHub:
 
     def disconnected(self, rank: int, why: Exception) -> None:
         """A rank's connection is over."""
-        del self._pids[rank]
+        self._pids.pop(rank, None)
         self._tell_of(Disconnected(rank, shorten(str(why)), isinstance(why, HungUpError)))
 
     def tick(self) -> None:

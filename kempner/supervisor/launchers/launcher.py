@@ -363,7 +363,7 @@ class Launcher:
             self._off_network = frozenset(n for n in missing if self._fleet.seen.get(n) is not None)
             self._lose_agents(self._off_network, "a node is cut off from the network")
             missing -= self._off_network
-            if len(missing) == 0:
+            if not missing:
                 return
         what = "agents do not connect, and are spoken to through srun"
         logger().warning(what, nodes=sorted(missing))

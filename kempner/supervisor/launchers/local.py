@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +19,7 @@ from kempner.config.sections import SuperviseSection
 from kempner.run.control.launch_env import Launch
 from kempner.run.link.auth import Secret
 from kempner.run.link.messages import Post
+from kempner.run.process.threads import keep_running
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.control.rank_hub import RankHub
 from kempner.supervisor.launchers.agents.fleet import AgentConnected, Fleet, FleetNews, Hear
@@ -96,9 +96,12 @@ class ThreadOfAgent:
     port = 0
 
     def __init__(self, agent: NodeAgent, node: str, hear: Hear) -> None:
-        self._agent, link = agent, LinkHere(node, hear)
-        self._thread = threading.Thread(target=agent.run, args=(link,), name="agent", daemon=True)
-        self._thread.start()
+        link = LinkHere(node, hear)
+
+        def serve() -> None:
+            agent.run(link)
+
+        self._agent, self._thread = agent, keep_running("agent", serve)
 
     def tell(self, node: str | None, message: ToAgent) -> None:
         """Hand it to the agent."""

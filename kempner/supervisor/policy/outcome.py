@@ -114,10 +114,10 @@ def decide_outcome(
         return Decision(_code(first), said, first.rank, final=first.final)
     if any(e.code == ExitCode.STOPPED for e in exits) or stop_requested:
         return Decision(ExitCode.STOPPED, "stopped" + _go_on(stop_requested) + _outstayed(exits))
-    return Decision(ExitCode.PEERS_LOST, _parted(exits))
+    return Decision(ExitCode.PEERS_LOST, _why_a_peer_is_lost(exits))
 
 
-def _parted(exits: Sequence[RankExit]) -> str:
+def _why_a_peer_is_lost(exits: Sequence[RankExit]) -> str:
     """Why ranks have lost a peer though none has failed: one may have left before the others."""
     left = [e.rank for e in exits if e.code == ExitCode.COMPLETED]
     lost = next((e for e in exits if e.code == ExitCode.PEERS_LOST), None)

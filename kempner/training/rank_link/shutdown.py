@@ -179,7 +179,7 @@ class StopListener:
         self._last_words, self._supervisor_gone = last_words, supervisor_gone
         self._supervised = True
         if not (self._signals.installed or self._at_prompt or self._on_demand):
-            # Slurm signals a rank as well, and the agent did so until it knew of the connection.
+            # Slurm may signal a rank, too, and so may its agent before it knows of the connection.
             self._ignored.enter_context(untouched_by_default(signal.SIGTERM))
         with self._lock:
             self._move(ListenerTrigger.CONNECT)

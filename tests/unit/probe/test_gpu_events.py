@@ -88,9 +88,12 @@ def test_what_is_no_event_is_seen_by_a_look(
     assert reason in found.reason
 
 
-def test_a_driver_that_does_not_work_ends_the_process_and_nothing_else(watch: Watch) -> None:
+def test_a_driver_that_does_not_work_ends_the_process_and_nothing_else(
+    watch: Watch, capsys: pytest.CaptureFixture[str]
+) -> None:
     heard, process = watch(driver="broken")
     wait_until(lambda: not process.alive(), "its end")
+    assert "the GPUs are watched no longer (reason error 9)" in capsys.readouterr().err
     with pytest.raises(Empty):
         heard.get_nowait()
 

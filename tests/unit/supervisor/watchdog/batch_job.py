@@ -4,7 +4,8 @@ them hang or fail.
 
     batch_job.py FOLDER SECONDS STORAGE plain|slots [CALL HOW]
 
-SECONDS are left of the job's time when the supervisor begins. In FOLDER a fake scontrol keeps the
+SECONDS are left of the job's time when the supervisor begins, with `slots` when the rank has
+trained. In FOLDER a fake scontrol keeps the
 job (`fake_slurm.py`), and `calls` gets the calls: each with who makes it, and for which line of
 kempner's. The run directory is in STORAGE. With `slots` the rank leaves a step in memory, which is
 to be salvaged. HOW is `hang`, `fail`, `kill`, `descriptors`, `memory`, `oom`, or `wait`: until the
@@ -32,7 +33,7 @@ if __name__ == "__main__":
 import errno
 from pathlib import Path
 
-from fake_slurm import write_job
+from fake_slurm import job_ends
 
 from kempner.cli import entry
 from kempner.cluster.slurm import scontrol
@@ -139,10 +140,11 @@ def run(folder: Path, seconds: float, storage: Path, slots: bool, tracer: Tracer
     program = Program.of_user(["sh", "-c", "sleep 0.1; exit 75"])
     if slots:
         daemon.check_ready = lambda *_: SimpleNamespace(warnings=())  # type: ignore[assignment]
-        program = Program((sys.executable, str(RANK)), ours=True)
+        rank = (sys.executable, str(RANK), str(folder), str(seconds))
+        program = Program(rank, ours=True)
         directory.checkpoints.mkdir(parents=True)
-    write_job(folder, "RUNNING", 0, time.time() + seconds)
-    (folder / "ends").touch()  # so many seconds from now
+    else:
+        job_ends(folder, seconds)
     monitor = JobMonitor("7", batch=True)
     return daemon.supervise(
         directory, Launcher(*this_machine(directory, 1)), program, config, inbox(), monitor

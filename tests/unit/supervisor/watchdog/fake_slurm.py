@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -49,6 +50,12 @@ def write_job(folder: Path, state: str, restarts: int, end: float) -> None:
     told = datetime.fromtimestamp(end, UTC).strftime("%Y-%m-%dT%H:%M:%S")
     (folder / "job.new").write_text(f"{state} {restarts} {told}\n")
     (folder / "job.new").rename(folder / "job")
+
+
+def job_ends(folder: Path, seconds: float) -> None:
+    """Have it run for so many seconds from now on, which the file `ends` dates."""
+    write_job(folder, "RUNNING", 0, time.time() + seconds)
+    (folder / "ends").touch()
 
 
 def requeues(folder: Path) -> list[float]:

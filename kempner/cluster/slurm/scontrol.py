@@ -426,6 +426,44 @@ class RequeueDecision:
     refused: bool = False
 
 
+_SCRIPT_DIED = ("JobLaunchFailure", "NonZeroExitCode", "RaisedSignal")
+"""What Slurm says of a job whose batch script was killed, the last with the signal behind it. It
+gives no reason for a job that was cancelled."""
+
+
+def decide_orphan_requeue(
+    job: JobState, restarts: int, superseded: bool, fruitless: bool = False
+) -> RequeueDecision:
+    """Whether a rank or an agent that outlives the supervisor puts the job back: only one that
+    runs, or that ends because its batch script, the supervisor, was killed, or at its time limit.
+
+    To requeue one that was cancelled would bring it back to life. `restarts` is how often it was
+    when this process was started: one on a node that was cut off may outlive its launch, and must
+    leave the next one alone. `superseded` is whether the run has a newer attempt, `fruitless`
+    whether the supervisor was lost before, and nothing saved since.
+    """
+    if superseded:
+        return RequeueDecision(False, "the run has a newer attempt: it continues there")
+    if job.restarts != restarts:
+        return RequeueDecision(
+            False, "the job was started again in the meantime: it continues there"
+        )
+    script_died = job.state in ("COMPLETING", "FAILED") and job.reason.startswith(_SCRIPT_DIED)
+    if not (job.may_go_back or script_died):
+        return RequeueDecision(False, f"the job is {job.state}: Slurm decides what happens to it")
+    if not job.may_requeue:
+        return RequeueDecision(
+            False, "the job was submitted with --no-requeue: submit it again to continue"
+        )
+    if fruitless:
+        return RequeueDecision(
+            False,
+            "the supervisor was lost again before a new step was saved: look at why, then submit "
+            "the job again",
+        )
+    return RequeueDecision(True, "the supervisor is gone: requeueing the job")
+
+
 class RequeueOutcome(Enum):
     DONE = "the job is back in the queue"
     LEFT = "it was decided against"

@@ -34,7 +34,12 @@ from kempner.cluster.network.tcp_stalls import dead_connections
 from kempner.cluster.slurm.command import SlurmError
 from kempner.cluster.slurm.hostlist import node_name
 from kempner.cluster.slurm.job import JobState, restart_count
-from kempner.cluster.slurm.scontrol import RequeueDecision, RequeueOutcome, SlurmAccess, put_back
+from kempner.cluster.slurm.scontrol import (
+    RequeueOutcome,
+    SlurmAccess,
+    decide_orphan_requeue,
+    put_back,
+)
 from kempner.cluster.world import World, discover
 from kempner.config.sections import Config, SuperviseSection
 from kempner.run.control.client import ControlClient, Reactions
@@ -90,42 +95,6 @@ TRY_FOR = 3600.0
 
 _LOOK = 0.2
 """Seconds between two looks whether another rank does it."""
-
-_SCRIPT_DIED = ("JobLaunchFailure", "NonZeroExitCode", "RaisedSignal")
-"""What Slurm says of a job whose batch script was killed, the last with the signal behind it. It
-gives no reason for a job that was cancelled."""
-
-
-def decide_orphan_requeue(
-    job: JobState, restarts: int, superseded: bool, fruitless: bool = False
-) -> RequeueDecision:
-    """Only a job that runs, or that ends because its batch script, the supervisor, was killed.
-
-    To requeue one that was cancelled would bring it back to life. `restarts` is how often it was
-    when this rank was started: a rank on a node that was cut off may outlive its launch, and must
-    leave the next one alone. `superseded` is whether the run has a newer attempt, `fruitless`
-    whether the supervisor was lost before, and nothing saved since.
-    """
-    if superseded:
-        return RequeueDecision(False, "the run has a newer attempt: it continues there")
-    if job.restarts != restarts:
-        return RequeueDecision(
-            False, "the job was started again in the meantime: it continues there"
-        )
-    script_died = job.state in ("COMPLETING", "FAILED") and job.reason.startswith(_SCRIPT_DIED)
-    if not (job.running or script_died):
-        return RequeueDecision(False, f"the job is {job.state}: Slurm decides what happens to it")
-    if not job.may_requeue:
-        return RequeueDecision(
-            False, "the job was submitted with --no-requeue: submit it again to continue"
-        )
-    if fruitless:
-        return RequeueDecision(
-            False,
-            "the supervisor was lost again before a new step was saved: look at why, then submit "
-            "the job again",
-        )
-    return RequeueDecision(True, "the supervisor is gone: requeueing the job")
 
 
 def hand_back(

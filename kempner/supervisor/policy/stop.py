@@ -33,7 +33,7 @@ and then, and the ranks take leave of each other."""
 
 EXIT_MARGIN = 15.0
 """Least seconds before the job's end by which every rank must have left or is killed: srun then
-ends, and the job goes back into the queue. Slurm takes no job back whose time is over."""
+ends, and the job goes back into the queue. After its time Slurm takes it back for KillWait only."""
 
 MARGIN_FACTOR = 2.0
 """How many times as long as it took in earlier attempts all of that may take."""

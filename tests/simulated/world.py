@@ -313,7 +313,7 @@ class World(Storage):
         A process asks for the requeue until Slurm kills it, KillWait after the end: at most one
         pause between two questions lies between its last one and that."""
         if self.engine.now - self.mute_until < LONGEST_PAUSE:
-            return "Slurm answered nobody until it had ended the job"
+            return "Slurm gave no answer until it had ended the job"
         if self.engine.now - job.no_room_until < LONGEST_PAUSE and job.agents == {job.batch_host}:
             return "no process could be made on its only node until Slurm had ended the job"
         if job.agents <= job.lost:
@@ -363,7 +363,7 @@ class World(Storage):
 
 
 def _meant(job: Job) -> str:
-    """Who has ended a job for good, if somebody has."""
+    """What a person has decided about a job, if that is why it ends."""
     if job.cancelled:
         return "it was cancelled"
     if not job.may_requeue:

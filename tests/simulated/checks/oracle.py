@@ -43,7 +43,7 @@ class Invariant(Enum):
     UNFINISHED = "every run that can finish does"
     """A run is complete only with its last step committed. It stops for good, or needs a person,
     only for a reason that the model knows of, and that holds for the launch that ended: it was
-    cancelled, its job may not be requeued, Slurm refused a requeue, answered nobody until it had
+    cancelled, its job may not be requeued, Slurm refused a requeue, gave no answer until it had
     ended the job, or all nodes on which kempner had a process were lost; saves were made to fail,
     it has used up its budget or met the same exception at the same step, or it came back in vain. A
     person then starts it again. No save of the live attempt fails that was not made to. No attempt

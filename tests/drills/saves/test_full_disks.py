@@ -1,5 +1,4 @@
-"""A disk that is full, or a quota that is used up, on all ranks or on one alone: a save fails, and no
-more."""
+"""A disk is full, or a quota used up, for all ranks or for one alone: a save fails, and no more."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import TextIOWrapper
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from kempner.model.spec.shape import Shape
     from kempner.model.transformer import Transformer
+    from kempner.training.observe.metrics import Scores
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -245,9 +246,11 @@ def _harmless(text: str) -> str:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What a run is evaluated on, and how much of it at once, in sequences of `seq_len` tokens."""
+    """What a run is evaluated on, by the names of its sets (empty for the one of
+    eval.dataset_path, or of --data), and how much of each at once, in sequences of `seq_len`
+    tokens."""
 
-    data: Path
+    data: Mapping[str, Path]
     seq_len: int
     global_batch_size: int
     micro_batch_size: int
@@ -279,7 +282,8 @@ def _eval(
     max_batches: MaxBatchesOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print loss and perplexity of a run's checkpoint on held-out data; on a GPU if there is one.
+    """Print loss, perplexity and, where the tokens tell, bits per byte of a run's checkpoint on
+    held-out data; on a GPU if there is one.
 
     As the run itself does every `eval.interval` steps: the same data, in the same batches.
     """
@@ -289,16 +293,22 @@ def _eval(
     directory = there if there.exists() else run_of(target).path
     with _described(directory, step) as (chosen, manifest):
         held_out = _held_out(directory, chosen, manifest, data, max_batches)
-        loss, tokens = _evaluate(chosen, manifest, held_out)
-    perplexity = math.exp(loss) if loss < 700 else math.inf
+        found = _evaluate(chosen, manifest, held_out)
     at = manifest.train_state.step
     if as_json:
-        known = {"step": at, "loss": loss, "perplexity": perplexity, "tokens": tokens}
-        typer.echo(json.dumps({**known, "data": str(held_out.data)}))
-    else:
+        told = {
+            name: {**scores.known(), "tokens": tokens, "data": str(held_out.data[name])}
+            for name, (scores, tokens) in found.items()
+        }
+        first = told.pop("", {})
+        typer.echo(json.dumps({"step": at, **first, **({"sets": told} if told else {})}))
+        return
+    for name, (scores, tokens) in found.items():
+        bits = scores.bits_per_byte
+        more = "" if bits is None else f", {bits:.4f} bits per byte"
         typer.echo(
-            f"step {at}: loss {loss:.4f}, perplexity {perplexity:,.2f} "
-            f"({tokens:,} tokens of {held_out.data})"
+            f"step {at}{name and f', {name}'}: loss {scores.loss:.4f}, perplexity "
+            f"{scores.perplexity:,.2f}{more} ({tokens:,} tokens of {held_out.data[name]})"
         )
 
 
@@ -309,15 +319,17 @@ def _held_out(
     run = run_of_checkpoint(directory, checkpoint)
     config = recorded_config(run, manifest.attempt)
     section, train = config.get("eval", {}), config.get("train", {})
-    found = data or section.get("dataset_path")
-    if found is None:
+    found = {"": data or section.get("dataset_path")}
+    found |= {} if data is not None else section.get("sets", {})
+    named = {name: Path(folder) for name, folder in found.items() if folder is not None}
+    if not named:
         raise UsageError(
             f"{run.path} has no held-out data (eval.dataset_path): name some with --data DIR, as "
             "`kempner prepare` writes it"
         )
     try:
         return HeldOut(
-            Path(found),
+            named,
             int(train["seq_len"]),
             int(train["global_batch_size"]),
             int(train["micro_batch_size"]),
@@ -331,29 +343,37 @@ def _held_out(
         ) from error
 
 
-def _evaluate(checkpoint: Path, manifest: Manifest, held_out: HeldOut) -> tuple[float, int]:
-    """The loss in nats per token, and how many tokens that were."""
+def _evaluate(
+    checkpoint: Path, manifest: Manifest, held_out: HeldOut
+) -> dict[str, tuple[Scores, int]]:
+    """By the name of the set: what it came to, and on how many tokens."""
     shape = recorded_shape(checkpoint, manifest, held_out.seq_len)
-    ids, known = read_index(held_out.data).vocab_size, manifest.identity.model["vocab_size"]
-    if ids > known:
-        raise DataError(
-            f"{held_out.data} has {ids} token ids, the model of {checkpoint.name} {known}: prepare "
-            "it with the tokenizer of the run"
-        )
+    known = manifest.identity.model["vocab_size"]
+    for folder in held_out.data.values():
+        ids = read_index(folder).vocab_size
+        if ids > known:
+            raise DataError(
+                f"{folder} has {ids} token ids, the model of {checkpoint.name} {known}: prepare "
+                "it with the tokenizer of the run"
+            )
     with busy("importing torch"):
         import torch
 
         from kempner.data.files.token_file import Corpus
-        from kempner.training.loop import evaluate_alone
+        from kempner.training.evaluation import evaluate_alone
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with busy(f"evaluating {checkpoint.name}"):
-        return evaluate_alone(
-            load_model(checkpoint, manifest, shape, held_out.dtype, device),
-            Corpus.open(held_out.data),
-            device,
-            seq_len=held_out.seq_len,
-            global_batch_size=held_out.global_batch_size,
-            micro_batch_size=held_out.micro_batch_size,
-            max_batches=held_out.max_batches,
-        )
+        model = load_model(checkpoint, manifest, shape, held_out.dtype, device)
+        return {
+            name: evaluate_alone(
+                model,
+                Corpus.open(folder),
+                device,
+                seq_len=held_out.seq_len,
+                global_batch_size=held_out.global_batch_size,
+                micro_batch_size=held_out.micro_batch_size,
+                max_batches=held_out.max_batches,
+            )
+            for name, folder in held_out.data.items()
+        }

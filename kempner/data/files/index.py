@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from xxhash import xxh3_128_hexdigest
 
 from kempner.config.errors import dotted
-from kempner.config.sections import Config
+from kempner.config.sections import Config, HeldOutFolder
 from kempner.run.process.exit_codes import DataError
 from kempner.run.process.retry import describe, empty, read_filled, storage_waits
 
@@ -153,15 +153,15 @@ _LOOKS_AT_ONCE = 16
 """Token files whose sizes are asked for at a time: on a network file system each takes a while."""
 
 
-def find_data(section: str, folder: str, worked: bool = False) -> Index:
-    """The index of a prepared folder all of whose token files are there, in their sizes. `section`
-    is the table whose dataset_path it is, `worked` whether the run has read it before. Raises
+def find_data(key: str, folder: str, worked: bool = False) -> Index:
+    """The index of a prepared folder all of whose token files are there, in their sizes. `key` is
+    that of the configuration which names it, `worked` whether the run has read it before. Raises
     `DataError`, and as `StorageWaits.retry` where it cannot be seen now."""
     try:
         index = read_index(Path(folder), worked)
         _check_sizes(Path(folder), index, worked)
     except DataError as error:
-        raise DataError(f"{section}.dataset_path={folder}: {error}") from error
+        raise DataError(f"{key}={folder}: {error}") from error
     return index
 
 
@@ -262,10 +262,11 @@ def check_samples(config: Config, index: Index) -> None:
         raise DataError(f"data.dataset_path={config.data.dataset_path}: {error}") from error
 
 
-def check_held_out(config: Config, index: Index, held_out: Index) -> None:
-    """Raise DataError if a model that learns from `index` cannot be evaluated on `held_out`."""
+def check_held_out(config: Config, index: Index, named: HeldOutFolder, held_out: Index) -> None:
+    """Raise DataError if a model that learns from `index` cannot be evaluated on the set `named`
+    so, whose index is `held_out`."""
     if refusal := check_compatible(index, held_out, config.train.seq_len):
+        idle = named.key if named.name else "eval.interval"
         raise DataError(
-            f"eval.dataset_path={config.eval.dataset_path}: {refusal}, or remove eval.interval "
-            "from the configuration"
+            f"{named.key}={named.folder}: {refusal}, or remove {idle} from the configuration"
         )

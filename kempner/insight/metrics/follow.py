@@ -30,6 +30,8 @@ _NAMES = {
     "data_seconds": "train/data_seconds",
     "wait_seconds": "train/wait_seconds",
     "eval_loss": "eval/loss",
+    "eval_perplexity": "eval/perplexity",
+    "eval_bits_per_byte": "eval/bits_per_byte",
 }
 """Fields of a line, and what they are called where people look at them."""
 
@@ -45,7 +47,8 @@ class Position:
 
 @dataclass(frozen=True)
 class Point:
-    """The numbers of a step, by name. `time` is in seconds since the epoch.
+    """The numbers of a step, or of an evaluation after it, by name. Those of a set of eval.sets are
+    `eval/SET/loss` and so on. `time` is in seconds since the epoch.
 
     With `cut`, what was told of this step and later ones no longer holds: an attempt has gone back
     before it.
@@ -55,6 +58,7 @@ class Point:
     time: float
     attempt: int
     values: Mapping[str, float]
+    evaluation: bool = False
     cut: bool = False
 
 
@@ -79,7 +83,7 @@ def read_new(path: Path, since: Position, most: int = MOST_AT_ONCE) -> tuple[lis
     for line in whole.splitlines():
         if (point := _point(line)) is None:
             continue
-        if "eval/loss" in point.values:
+        if point.evaluation:
             if point.step > evaluated:  # one that is made up for after a resume is told once
                 evaluated = point.step
                 points.append(point)
@@ -99,11 +103,25 @@ def _point(line: bytes) -> Point | None:
     if not isinstance(entry, dict) or not _is_count(entry.get("step")):
         return None
     numbers = {name: _number(entry.get(field)) for field, name in _NAMES.items()}
+    numbers |= _of_sets(entry.get("eval_sets"))
     values = {name: number for name, number in numbers.items() if number is not None}
     if (written := _number(entry.get("time"))) is None:
         return None
     attempt = entry["attempt"] if _is_count(entry.get("attempt")) else 0
-    return Point(entry["step"], written, attempt, values)
+    evaluation = any(field.startswith("eval_") for field in entry)
+    return Point(entry["step"], written, attempt, values, evaluation)
+
+
+def _of_sets(sets: Any) -> dict[str, float | None]:
+    """The numbers of the sets of eval.sets."""
+    if not isinstance(sets, dict):
+        return {}
+    return {
+        f"eval/{name}/{key}": _number(value)
+        for name, numbers in sets.items()
+        if isinstance(numbers, dict)
+        for key, value in numbers.items()
+    }
 
 
 def _is_count(value: Any) -> bool:

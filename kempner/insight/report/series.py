@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
@@ -75,8 +75,12 @@ class EvalSeries:
     loss: Numbers
 
 
-def read_series(path: Path) -> tuple[StepSeries, EvalSeries]:
-    """Both series of a file of metrics; empty ones if it is not there.
+Evaluations = Mapping[str, EvalSeries]
+"""By the name of the held-out set; that of eval.dataset_path is empty, and always there."""
+
+
+def read_series(path: Path) -> tuple[StepSeries, Evaluations]:
+    """The series of a file of metrics; empty ones if it is not there.
 
     Lines that are torn, or are not as kempner writes them, are passed over. Raises `OSError` if the
     file cannot be read.
@@ -88,10 +92,10 @@ def read_series(path: Path) -> tuple[StepSeries, EvalSeries]:
         return collect(())
 
 
-def collect(lines: Iterable[bytes]) -> tuple[StepSeries, EvalSeries]:
+def collect(lines: Iterable[bytes]) -> tuple[StepSeries, Evaluations]:
     """The same from lines of JSON."""
     rows = array("d")
-    evaluated: dict[float, float] = {}
+    evaluated: dict[str, dict[float, float]] = {"": {}}
     for line in lines:
         try:
             entry = from_json(line, allow_inf_nan=False)
@@ -101,13 +105,26 @@ def collect(lines: Iterable[bytes]) -> tuple[StepSeries, EvalSeries]:
                 values: Iterable[Any] = map(entry.get, _STEP_FIELDS)
                 found = [value if type(value) in _NUMBERS else nan for value in values]
                 rows.extend(array("d", found))  # all of it, or nothing where one is too large
-            elif type(entry.get("eval_loss")) in _NUMBERS:
-                evaluated[float(entry["step"])] = float(entry["eval_loss"])
+            else:
+                for name, loss in _losses(entry).items():
+                    evaluated.setdefault(name, {})[float(entry["step"])] = loss
         except (ValueError, OverflowError):
             continue
     table = np.frombuffer(rows, np.float64).reshape(-1, len(_STEP_FIELDS))
     sound = np.isfinite(table[:, :2]).all(axis=1)  # time and step
     table = table if sound.all() else table[sound]
-    by_step = sorted(evaluated.items())
-    held_out = (np.array([pair[side] for pair in by_step], np.float64) for side in (0, 1))
-    return StepSeries(*table.T), EvalSeries(*held_out)
+    return StepSeries(*table.T), {name: _by_step(found) for name, found in evaluated.items()}
+
+
+def _losses(entry: Mapping[str, Any]) -> dict[str, float]:
+    """Of a line about an evaluation: the loss of each held-out set."""
+    sets = entry.get("eval_sets")
+    found: dict[str, Any] = {"": entry.get("eval_loss")}
+    for name, numbers in sets.items() if isinstance(sets, dict) else ():
+        found[name] = numbers.get("loss") if isinstance(numbers, dict) else None
+    return {name: float(loss) for name, loss in found.items() if type(loss) in _NUMBERS}
+
+
+def _by_step(losses: Mapping[float, float]) -> EvalSeries:
+    pairs = sorted(losses.items())
+    return EvalSeries(*(np.array([pair[side] for pair in pairs], np.float64) for side in (0, 1)))

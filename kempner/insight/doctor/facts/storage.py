@@ -103,11 +103,10 @@ class DataSet:
         return str((Path(self.folder) / INDEX_FILE).absolute())
 
 
-def find_data_set(section: str, folder: str) -> DataSet:
-    """Look at the folder that `<section>.dataset_path` names; every token file is opened."""
-    key = f"{section}.dataset_path"
+def find_data_set(key: str, folder: str) -> DataSet:
+    """Look at the folder that `key` names; every token file is opened."""
     try:
-        index = find_data(section, folder)
+        index = find_data(key, folder)
     except RunError as error:
         return DataSet(key, folder, None, str(error))
     try:

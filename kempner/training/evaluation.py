@@ -137,9 +137,9 @@ def _add_losses(
     to `sums` [3]."""
     for micro_batch in micro_batches:
         sums[0] += summed_loss(model, micro_batch, device).item()
-        learned = micro_batch.targets[micro_batch.targets != IGNORE]
-        sums[1] += len(learned)
-        sums[2] += math.nan if sizes is None else sizes[learned].sum()
+        learned = micro_batch.targets != IGNORE
+        sums[1] += learned.sum()
+        sums[2] += math.nan if sizes is None else sizes[micro_batch.targets[learned]].sum()
 
 
 def _scores(loss: float, tokens: float, size: float) -> Scores:

@@ -60,7 +60,7 @@ def test_a_run_is_followed_stopped_and_evaluated(run: Run, tmp_path: Path) -> No
     assert told["step"] == known["step"]
     assert told["loss"] == pytest.approx(known["loss"], rel=1e-5)
     assert told["sets"]["more"]["loss"] == told["loss"]
-    shown = json.loads(command("status", path, "--json").stdout)
+    (shown,) = json.loads(command("status", path, "--json").stdout)
     for scores in (told["sets"]["more"], told):
         for name, number in shown["eval_sets"]["more"].items():
             assert scores[name] == pytest.approx(number, rel=1e-5)

@@ -20,12 +20,7 @@ def test_a_stop_on_a_mesh_changes_nothing_and_another_mesh_goes_on(
 ) -> None:
     """With dropout, which each rank draws for its own part of a sequence, and an evaluation."""
     sets = f"--eval.sets={{again = '{run.data}'}}"
-    held_out = (
-        f"--eval.dataset_path={run.data}",
-        "--eval.interval=8",
-        "--eval.max_batches=2",
-        sets,
-    )
+    held_out = (f"--eval.dataset_path={run.data}", "--eval.interval=8", "--eval.max_batches=2")
     until = (*MODEL, *held_out, sets, f"--train.max_steps={STEPS}")
     reference.complete(4, *until, *MESH)
     job = run.supervise(4, *until, *MESH)

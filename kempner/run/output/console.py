@@ -78,10 +78,10 @@ class _Outlet(Writer[_Chunk]):
         head = f"kempner: lines that could not be shown here: {self._lost}\n" if self._lost else ""
         if head and self._torn:
             head = "\n" + head
-        data, written = memoryview(head.encode() + chunk.data if head else chunk.data), 0
+        data, written = head.encode() + chunk.data if head else chunk.data, 0
         try:
             while written < len(data):
-                written += _write_some(chunk.descriptor, data[written:])
+                written += _write_some(chunk.descriptor, memoryview(data)[written:])
         except OSError:
             unseen = chunk.data[max(0, written - len(head)) :].count(b"\n")
             self._lost = unseen + (self._lost if written < len(head) else 0)

@@ -251,13 +251,10 @@ class RecentBytes:
 
     def read(self) -> bytes:
         """The last that were added."""
-        total = self._total()
-        at = total % _RECENT if total > _RECENT else 0
-        return (
-            self._memory[at:_RECENT] + self._memory[:at]
-            if at
-            else self._memory[: min(total, _RECENT)]
-        )
+        if (total := self._total()) <= _RECENT:
+            return self._memory[:total]
+        at = total % _RECENT
+        return self._memory[at:_RECENT] + self._memory[:at]
 
     def _total(self) -> int:
         return int.from_bytes(self._memory[_RECENT:], "little")

@@ -46,7 +46,7 @@ from kempner.run.record.events import (
     parse_event,
 )
 from kempner.run.record.ledger import Ledger
-from kempner.supervisor.control.ranks import RankChannel, RankRoster
+from kempner.supervisor.control.rank_connections import RankChannel, RankRoster
 from kempner.supervisor.launchers.launcher import Launcher
 from kempner.supervisor.monitors.advisers import MemoryMonitor, StragglerMonitor, explained
 from kempner.supervisor.monitors.base import (

@@ -144,4 +144,5 @@ def _add_losses(
 
 def _scores(loss: float, tokens: float, size: float) -> Scores:
     """From sums: nats, tokens, and bytes (NaN: one rank at least does not know them)."""
-    return Scores(loss / tokens, loss / size / math.log(2) if size > 0 else None)
+    mean = loss / tokens if tokens else math.nan  # chats may be cut before their first answer
+    return Scores(mean, loss / size / math.log(2) if size > 0 else None)

@@ -68,9 +68,9 @@ class Writer(ABC, Generic[Item]):
         self._start_anew()
         _writers.add(self)
 
-    def prompt(self, item: Item | None = None, size: int = 0) -> None:
+    def prompt(self, item: Item | None = None, size: int = 0, ahead: int = 0) -> None:
         """Have what waits, and `item` if there is room, written now; wait as long as there is
-        patience."""
+        patience, and a total of `ahead` or more waits."""
         if sys.is_finalizing():  # no other thread runs any more, and one may have held the lock
             if item is not None:
                 self._waiting.append((item, size))
@@ -89,7 +89,8 @@ class Writer(ABC, Generic[Item]):
             if not (alive or self._start_thread()):
                 self._write()  # no thread is to be had: rather wait than keep silent
             elif not (self._stuck or threading.current_thread() is self._thread):
-                self._stuck = not self._changed.wait_for(lambda: self._done >= turn, PATIENCE)
+                done = lambda: self._done >= turn or self._given - self._taken < ahead  # noqa: E731
+                self._stuck = not self._changed.wait_for(done, PATIENCE)
 
     def ask_again(self) -> int:
         """Have whatever is left tried once more, from now on; the turn to wait for."""
@@ -233,7 +234,7 @@ class OutputBounds:
     tail: int = 2 << 20
 
 
-class KeptOutput(Writer[bytes]):
+class KeptOutput(Writer[None]):
     """What a process prints, in a file for its owner alone: the first of it and the last, and in
     between a line with the number of bytes that were left out.
 
@@ -250,35 +251,44 @@ class KeptOutput(Writer[bytes]):
     ) -> None:
         self._path, self._tell, self._masked, self._bounds = path, tell, masked, bounds
         self._descriptor, self._head, self._most = -1, 0, 0
+        self._new, self._skipped = bytearray(), 0
         self._rest, self._left_out = bytearray(), 0
         self._tail_at = 0.0
         self._over = self._failed = False
-        super().__init__(path.name, bounds.tail)
+        super().__init__(path.name)
 
     def add(self, chunk: bytes) -> None:
-        """The next bytes; as a rule they are written before this returns."""
-        self.prompt(chunk, len(chunk))
+        """The next bytes; as a rule they are written before this returns, but once only the tail
+        of what comes is kept, with its next version."""
+        with self._changed:
+            self._new += chunk
+            only_tail = self._failed or self._left_out or 0 < self._most <= self._head
+            if (only_tail or self._stuck) and len(self._new) > 2 * self._bounds.tail:
+                self._skipped += self._shorten(self._new)
+            if only_tail and self._due_at < math.inf:
+                return
+        self.prompt()
 
     def close(self) -> None:
         """Nothing more comes."""
         self._over = True
         self.prompt()
 
-    def _drop(self, item: bytes) -> None:
-        self._left_out += len(item)
-
     def _write(self) -> float | None:
-        while self._waiting:
-            chunk, size = self._waiting.popleft()
-            self._taken += size
-            self._rest += chunk
+        with self._changed:
+            new, skipped = self._new, self._skipped
+            self._new, self._skipped = bytearray(), 0
+        if skipped:  # what there is from before is older than the tail
+            self._left_out += skipped + len(self._rest)
+            self._rest.clear()
+        self._rest += new
         try:
             again = self._store()
         except OSError as error:
             if not self._failed:
                 self._tell("cannot write what a rank prints", _facts(self._path, error))
             self._failed = True
-            self._trim()
+            self._left_out += self._shorten(self._rest)
             if not self._over:
                 return RETRY
             again = None
@@ -297,7 +307,7 @@ class KeptOutput(Writer[bytes]):
         while not self._left_out and (piece := self._next_lines()):
             self._put(self._masked(piece), self._head)
             del self._rest[: len(piece)]
-        self._trim()
+        self._left_out += self._shorten(self._rest)
         if not self._rest:
             return None
         wait = self._tail_at - time.monotonic()
@@ -328,11 +338,11 @@ class KeptOutput(Writer[bytes]):
             left, at = left[written:], at + written
         self._head = at
 
-    def _trim(self) -> None:
-        """Leave out what is older than the tail; seldom, since that moves all of it."""
-        if len(self._rest) > 2 * self._bounds.tail:
-            self._left_out += len(self._rest) - self._bounds.tail
-            del self._rest[: -self._bounds.tail]
+    def _shorten(self, output: bytearray) -> int:
+        """Leave out what is older than the tail. The number of bytes left out."""
+        older = max(0, len(output) - self._bounds.tail)
+        del output[:older]
+        return older
 
 
 class LatestContent(Writer[str]):

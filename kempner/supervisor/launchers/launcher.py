@@ -30,7 +30,7 @@ from kempner.run.control.protocol import RankNews, SummedReports, TellRanks
 from kempner.run.output.logs import logger
 from kempner.run.process.threads import AwakeClock
 from kempner.run.process.whereabouts import CodePlace
-from kempner.supervisor.control.ranks import RankChannel
+from kempner.supervisor.control.rank_connections import RankChannel
 from kempner.supervisor.launchers.agents import node_agent
 from kempner.supervisor.launchers.agents.fleet import (
     SILENT,

@@ -25,7 +25,7 @@ from kempner.run.control.protocol import Phase
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.ledger import Ledger
 from kempner.supervisor.attempt import AttemptFollower
-from kempner.supervisor.control.ranks import AWAY, RankRoster
+from kempner.supervisor.control.rank_connections import AWAY, RankRoster
 from kempner.supervisor.launchers.agents.messages import GpuTold
 from kempner.supervisor.monitors.base import RunTimes
 from kempner.supervisor.slurm.job_monitor import JobView

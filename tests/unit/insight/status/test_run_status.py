@@ -28,7 +28,7 @@ from kempner.run.record.attempts import begin_attempt
 from kempner.run.record.lease import RELEASED, Holder, Lease, LeaseReading
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.control.program_reports import LastReport
-from kempner.supervisor.control.ranks import RankStatusFile
+from kempner.supervisor.control.rank_connections import RankStatusFile
 
 
 @pytest.mark.parametrize(

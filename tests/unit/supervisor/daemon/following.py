@@ -16,7 +16,7 @@ from kempner.run.record.attempts import Attempt
 from kempner.run.record.ledger import Ledger
 from kempner.supervisor.attempt import AttemptEvent, AttemptFollower
 from kempner.supervisor.control.program_reports import LastReport
-from kempner.supervisor.control.ranks import RankRoster
+from kempner.supervisor.control.rank_connections import RankRoster
 from kempner.supervisor.launchers.agents.messages import GpuTold
 from kempner.supervisor.monitors.base import RunTimes
 from kempner.supervisor.policy.outcome import RankExit

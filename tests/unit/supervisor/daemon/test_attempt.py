@@ -35,7 +35,7 @@ from kempner.run.record.ledger import Ledger, read_lines
 from kempner.run.record.save_times import SaveSeconds
 from kempner.supervisor.attempt import EXIT_GRACE, EXPLAINED_WITHIN, AttemptFollower
 from kempner.supervisor.control.program_reports import LastReport
-from kempner.supervisor.control.ranks import JOIN, RECONNECT
+from kempner.supervisor.control.rank_connections import JOIN, RECONNECT
 from kempner.supervisor.launchers.agents.messages import GpuTold
 from kempner.supervisor.nodes.exclusion import suspects
 from kempner.supervisor.policy.outcome import RankExit, decide_outcome

@@ -11,7 +11,7 @@ import pytest
 
 from kempner.run.control.protocol import Phase
 from kempner.supervisor.control import ranks
-from kempner.supervisor.control.ranks import StartProgress, describe_start, written_below
+from kempner.supervisor.control.rank_connections import StartProgress, describe_start, written_below
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from kempner.checkpoint.store.retention import Keep
 from kempner.checkpoint.tensors.step_slots import StepMemory
 from kempner.config.loading import digest, dumps
 from kempner.config.sections import Config
-from kempner.data.files.index import check_held_out, fingerprint, vocabulary
+from kempner.data.files.index import check_held_out, check_samples, fingerprint, vocabulary
 from kempner.data.files.token_file import Corpus
 from kempner.data.order.batch_slices import Slicing
 from kempner.data.serve.loader import Feed
@@ -140,7 +140,8 @@ def _build_model(
     vocab_size = vocabulary(config, corpus.index)
     if config.model.factory is None:
         transformer = build_model(config, vocab_size, ranks.device, ranks.mesh, choice)
-        transformer.document_end = corpus.index.eot if config.data.document_mask else None
+        ends = config.data.document_mask and corpus.index.kind == "text"  # chats have flags
+        transformer.document_end = corpus.index.eot if ends else None
         if config.train.compile:
             compile_blocks(transformer)
         model: nn.Module = transformer
@@ -291,6 +292,7 @@ def read_history(run: RunDirectory, attempt: Attempt) -> RunHistory:
 def _open_data(config: Config, rank_link: RankLink, ranks: Ranks) -> tuple[Corpus, Evaluation]:
     corpus = _open_tokens(rank_link.run, "data", config.data.dataset_path)
     check_tensor_degree(config, vocabulary(config, corpus.index))
+    check_samples(config, corpus.index)
     held_out, section = None, config.eval
     if section.dataset_path is not None and section.interval is not None:
         held_out = _open_tokens(rank_link.run, "eval", section.dataset_path)

@@ -22,8 +22,6 @@ from pathlib import Path
 
 import psutil
 
-from kempner.run.process.whereabouts import start_ticks
-
 
 class JobPlace(Enum):
     BATCH_SCRIPT = "the batch script, or a process that it runs"
@@ -127,13 +125,16 @@ def _line(pid: int) -> Iterator[Process]:
         return
 
 
+_STARTTIME = 22 - 3
+"""Where the field `starttime` of proc(5) is among those after the name, which may hold blanks."""
+
+
 def process_began(proc: Path = Path("/proc"), process: int | str = "self") -> float | None:
     """When a process, or what it was before an exec, began: seconds since the epoch, to a
     hundredth; None where the system does not say."""
     try:
-        ticks = start_ticks(process, proc)
-        if ticks is None:
-            return None
+        stat = (proc / str(process) / "stat").read_text()
+        ticks = int(stat.rpartition(")")[2].split()[_STARTTIME])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
         return None

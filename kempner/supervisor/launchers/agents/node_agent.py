@@ -37,7 +37,7 @@ from kempner.cluster.world import OF_AGENT, World
 from kempner.probe.activity import ActivityWatch, StackReader, Stillness
 from kempner.probe.gpu_events import GpuTrouble, GpuWatch
 from kempner.probe.node import answer_text
-from kempner.probe.processes import of_process, still_runs
+from kempner.probe.processes import describe_process, still_runs
 from kempner.run.control.launch_env import Launch, mark_of
 from kempner.run.control.leftovers import end_leftovers
 from kempner.run.control.protocol import DumpStacks, Stop, TellRanks
@@ -362,7 +362,7 @@ class NodeAgent:
 
     def _answer(self, question: Question) -> None:
         left = tuple(pid for pid in question.pids if still_runs(pid))
-        seen = tuple(map(of_process, question.look))
+        seen = tuple(map(describe_process, question.look))
         told, slots = answer_text(question.about), reply_text(self._slots, question.slots)
         self._link.say(Answer(question.number, told, left, seen, slots))
 

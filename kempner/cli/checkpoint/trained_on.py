@@ -167,10 +167,17 @@ SeedOption = Annotated[
 ]
 
 
+ChatOption = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="What a user says, to a model that has learned from chats."),
+]
+
+
 @app.command()
 def sample(
     directory: Folder,
-    prompt: Annotated[str, typer.Option(help="How the text begins.")],
+    prompt: Annotated[str | None, typer.Option(help="How the text begins.")] = None,
+    chat: ChatOption = None,
     max_tokens: MaxTokensOption = 400,
     temperature: TemperatureOption = 0.7,
     top_k: TopKOption = 40,
@@ -182,10 +189,12 @@ def sample(
     """Print what the model of a run makes of a prompt, as it comes; on a GPU if there is one."""
     if not math.isfinite(temperature):
         raise UsageError(f"--temperature {temperature} is not a number to divide by")
+    if (prompt is None) == (chat is None):
+        raise UsageError("give either --prompt, how a text begins, or --chat, what a user says")
     with _described(directory, step) as (chosen, manifest):
         text = find_text(directory, chosen, manifest, data)
         shape = recorded_shape(chosen, manifest, text.seq_len)
-        ids = _encoded(prompt, text)
+        ids = _encoded(prompt, text) if chat is None else _asked(chat, text)
         with busy("importing torch"):
             import torch
 
@@ -199,21 +208,45 @@ def sample(
     generator.manual_seed(generator.seed() if seed is None else seed)
     begun, how = torch.tensor(ids, device=device), (temperature, top_k or None, top_p)
     tokens = generate(model, begun, *how, context=text.seq_len, generator=generator)
-    _print(prompt, _pieces(text, ids, islice(tokens, max_tokens)))
+    _print(prompt or "", _pieces(text, ids, islice(tokens, max_tokens)))
 
 
-def _encoded(prompt: str, text: TrainedOn) -> list[int]:
+def _encoded(prompt: str | None, text: TrainedOn) -> list[int]:
     """The prompt's tokens. Raises `UsageError` if there are none, or too many."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:  # bytes of the command line that are no text
-        raise UsageError("--prompt is not valid UTF-8") from error
-    ids = text.tokenizer.encode(prompt)
+    ids = text.tokenizer.encode(_valid("--prompt", prompt or ""))
     if not ids:
         raise UsageError("--prompt is empty: give the model a few words to go on from")
+    return _not_too_long("--prompt", ids, text)
+
+
+def _asked(message: str, text: TrainedOn) -> list[int]:
+    """The tokens of a chat in which a user has said this. Raises `UsageError` if the run's data has
+    no chat template, or there are too many."""
+    template = text.tokenizer.chat
+    if template is None:
+        raise UsageError(
+            "--chat is for a model that was trained on chats (kempner prepare --chats): give "
+            "--prompt, or name prepared chats with --data"
+        )
+    try:
+        ids = template.ids([{"role": "user", "content": _valid("--chat", message)}], ask=True)
+    except ValueError as error:
+        raise UsageError(f"--chat: {error}") from error
+    return _not_too_long("--chat", ids, text)
+
+
+def _valid(option: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # bytes of the command line that are no text
+        raise UsageError(f"{option} is not valid UTF-8") from error
+    return text
+
+
+def _not_too_long(option: str, ids: list[int], text: TrainedOn) -> list[int]:
     if len(ids) > text.seq_len:
         raise UsageError(
-            f"--prompt has {len(ids)} tokens, and the model was trained with {text.seq_len} at "
+            f"{option} has {len(ids)} tokens, and the model was trained with {text.seq_len} at "
             "once (train.seq_len): shorten it"
         )
     return ids

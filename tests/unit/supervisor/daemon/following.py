@@ -29,7 +29,7 @@ class Hands:
     address = "127.0.0.1"
     nodes = SimpleNamespace(all=())
     agents = SimpleNamespace(waits=False)
-    still = staticmethod(dict)
+    activity = staticmethod(dict)
     look = staticmethod(lambda node, pids: ())
 
     def __init__(self) -> None:

@@ -90,7 +90,7 @@ def _prepare(
 
 @contextmanager
 def _reporter(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on a terminal, elsewhere a line for every tenth."""
+    """Yields a callback that shows a progress bar on a terminal, elsewhere a line per tenth."""
     told = 0
 
     def tell(done: int, total: int) -> None:

@@ -20,6 +20,9 @@ _LONGEST_QUOTE = 80
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """Pattern of a run's name."""
 
+SET_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
+"""Pattern of a held-out set's name."""
+
 PORTS = r"^[0-9]{1,5}-[0-9]{1,5}$"
 """Pattern of a range of ports."""
 
@@ -52,6 +55,8 @@ DEMANDS: Mapping[str, str] = {
 
 PATTERNS: Mapping[str, str] = {
     NAME: "must be of letters, digits, dots, dashes and underscores, and begin with a letter or "
+    "digit",
+    SET_NAME: "must be of letters, digits, dashes and underscores, and begin with a letter or a "
     "digit",
     PORTS: "must be two ports with a dash between them, such as 20000-20100",
     COLLECTOR: "must be a URL that begins with http:// or https://, or env",
@@ -86,7 +91,8 @@ def shorten(text: str) -> str:
 
 def dotted(keys: Sequence[str | int]) -> str:
     """The key in dotted form: `optimizer.betas[1]` for ("optimizer", "betas", 1)."""
-    parts = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys]
+    named = (key for key in keys if key != "[key]")  # pydantic's mark of a wrong name in a table
+    parts = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in named]
     return "".join(parts).removeprefix(".")
 
 

@@ -7,11 +7,11 @@ field exists only if code uses it.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from kempner.config.errors import COLLECTOR, NAME, PORTS
+from kempner.config.errors import COLLECTOR, NAME, PORTS, SET_NAME
 from kempner.config.model import ModelSection
 from kempner.config.resilience import ResilienceSection
 from kempner.config.section import (
@@ -492,6 +492,18 @@ class MetricsSection(Section):
     OTEL_EXPORTER_OTLP_ENDPOINT names. Other OTEL_EXPORTER_OTLP_* variables apply in both cases."""
 
 
+SetName = Annotated[str, Field(pattern=SET_NAME, max_length=64)]
+
+
+class HeldOutFolder(NamedTuple):
+    """A directory of held-out tokens, and the key that names it. The set of eval.dataset_path has
+    an empty name."""
+
+    key: str
+    name: str
+    folder: str
+
+
 class EvalSection(Section):
     """Loss on held-out data."""
 
@@ -500,13 +512,31 @@ class EvalSection(Section):
     dataset_path: Annotated[PathText | None, Key(example="data/held_out")] = None
     """Directory of the held-out tokens, as written by `kempner prepare`."""
     max_batches: Annotated[PositiveInt, Key("batches", 16)] = 8
-    """Global batches per evaluation, or as many as the data has."""
+    """Global batches per evaluation and set, or as many as the data has."""
+    sets: Annotated[
+        dict[SetName, PathText] | None,
+        Key(example={"code": "data/code"}, form="table of directories by name"),
+    ] = None
+    """More held-out sets, each with a name under which its metrics are told."""
 
     @model_validator(mode="after")
     def _needs_data(self) -> Self:
-        if self.interval is not None and self.dataset_path is None:
-            raise ValueError("interval needs dataset_path, the held-out tokens")
+        if self.interval is not None and self.dataset_path is None and not self.sets:
+            raise ValueError("interval needs dataset_path or sets, the held-out tokens")
         return self
+
+    @property
+    def held_out(self) -> list[HeldOutFolder]:
+        """All sets, in the order in which they are evaluated."""
+        found = [HeldOutFolder(f"eval.sets.{n}", n, f) for n, f in (self.sets or {}).items()]
+        if self.dataset_path is not None:
+            found.insert(0, HeldOutFolder("eval.dataset_path", "", self.dataset_path))
+        return found
+
+    @property
+    def due(self) -> list[HeldOutFolder]:
+        """The sets that a run evaluates; none without an interval."""
+        return [] if self.interval is None else self.held_out
 
 
 class Config(Section):

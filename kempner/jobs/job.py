@@ -22,8 +22,9 @@ from kempner.insight.triage.first_failure import triage_logs, triage_run
 from kempner.run.output.logs import logger
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import RunError, UsageError, cannot_read
+from kempner.run.process.whereabouts import start_ticks
 from kempner.run.record.events import Resubmitted
-from kempner.run.record.lease import Holder, start_ticks
+from kempner.run.record.lease import Holder
 from kempner.run.record.run_dir import RunDirectory
 
 _RECORD = "submitted.json"

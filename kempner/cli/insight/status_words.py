@@ -82,8 +82,10 @@ def step(progress: RunProgress) -> str:
 
 def loss(progress: RunProgress) -> str:
     said = _known(progress.loss, "{:.4f}")
-    held_out = progress.eval_loss
-    return said if held_out is None else f"{said}, held-out {held_out:.4f}"
+    losses = {"held-out": progress.eval_loss}
+    losses |= {name: found.get("loss") for name, found in progress.eval_sets.items()}
+    told = (f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None)
+    return ", ".join([said, *told])
 
 
 def speed(progress: RunProgress) -> str:

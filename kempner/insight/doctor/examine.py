@@ -14,7 +14,7 @@ from pathlib import Path
 from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.allocation import Allocation
 from kempner.cluster.slurm.command import SHORTLY, SlurmError
-from kempner.config.sections import Config
+from kempner.config.sections import Config, HeldOutFolder
 from kempner.insight.doctor.checks import fit, nodes, storage
 from kempner.insight.doctor.facts.nodes import NodeQuestions, Survey, survey_here, survey_nodes
 from kempner.insight.doctor.facts.slurm import JobPlan, SlurmFacts, look_at_slurm, there_is_slurm
@@ -83,12 +83,12 @@ class _Folders:
     state: RunState
     disk: Disk
     data: DataSet
-    held_out: DataSet | None
+    held_out: Mapping[HeldOutFolder, DataSet]
     vocab_size: int | None
 
     @property
     def data_sets(self) -> list[DataSet]:
-        return [each for each in (self.data, self.held_out) if each and each.index]
+        return [each for each in (self.data, *self.held_out.values()) if each.index]
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,8 @@ def _look_at_folders(examination: Examination) -> _Folders:
     config, run = examination.config, examination.run
     checkpoints = Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
     state, disk = look_at_run(run), look_at_disk(checkpoints)
-    data = find_data_set("data", config.data.dataset_path)
-    held_out = None
-    if config.eval.interval is not None and config.eval.dataset_path is not None:
-        held_out = find_data_set("eval", config.eval.dataset_path)
+    data = find_data_set("data.dataset_path", config.data.dataset_path)
+    held_out = {one: find_data_set(one.key, one.folder) for one in config.eval.due}
     index, vocab_size = data.index, config.model.vocab_size
     if not vocab_size and index is not None:
         vocab_size = index.vocab_size

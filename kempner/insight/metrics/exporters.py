@@ -99,8 +99,7 @@ class WandB:
 
     def write(self, points: Sequence[Point]) -> None:
         for point in points:
-            evaluation = "eval/loss" in point.values
-            if point.step > self._highest or (evaluation and point.step == self._highest):
+            if point.step > self._highest or (point.evaluation and point.step == self._highest):
                 self._highest = point.step
                 self._run.log(dict(point.values), step=point.step)
 
@@ -120,7 +119,7 @@ class Prometheus:
     def write(self, points: Sequence[Point]) -> None:
         for point in points:
             self._last.update(point.values)
-            if "eval/loss" not in point.values:
+            if not point.evaluation:
                 self._last |= {"step": point.step, "attempt": point.attempt, "time": point.time}
         name, given_up = self._run.path.resolve().name, self._run.gave_up.exists()
         text = prometheus_text(name, self._last, given_up)
@@ -134,6 +133,8 @@ _GAUGES = {
     "step": ("step", "last step"),
     "train/loss": ("loss", "training loss of the last logged step, in nats per token"),
     "eval/loss": ("eval_loss", "loss on held-out data, in nats per token"),
+    "eval/perplexity": ("eval_perplexity", "perplexity on held-out data"),
+    "eval/bits_per_byte": ("eval_bits_per_byte", "loss on held-out data, in bits per byte"),
     "train/grad_norm": ("grad_norm", "norm of the gradient"),
     "train/lr": ("learning_rate", "learning rate"),
     "train/tokens": ("tokens", "tokens that the run has seen"),
@@ -150,13 +151,25 @@ def prometheus_text(run: str, values: dict[str, float], given_up: bool) -> str:
     See https://prometheus.io/docs/instrumenting/exposition_formats/.
     """
     label = run.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-    known = [(*_GAUGES[name], values[name]) for name in _GAUGES if name in values]
-    known.append(("given_up", "1 if kempner gave up: a person has to look", float(given_up)))
+    told: dict[str, list[str]] = {}
+    for key, number in values.items():
+        name, of_set = split_set(key)
+        more = f',set="{of_set}"' if of_set else ""
+        told.setdefault(name, []).append(f'{{run="{label}"{more}}} {number!r}')
+    known = [(*_GAUGES[name], told[name]) for name in _GAUGES if name in told]
+    last = [f'{{run="{label}"}} {float(given_up)!r}']
+    known.append(("given_up", "1 if kempner gave up: a person has to look", last))
     return "".join(
         f"# HELP kempner_{name} {words}\n# TYPE kempner_{name} gauge\n"
-        f'kempner_{name}{{run="{label}"}} {number!r}\n'
-        for name, words, number in known
+        + "".join(f"kempner_{name}{line}\n" for line in lines)
+        for name, words, lines in known
     )
+
+
+def split_set(name: str) -> tuple[str, str]:
+    """`eval/loss` and `code` for `eval/code/loss`; no set for any other name."""
+    parts = name.split("/")
+    return (f"{parts[0]}/{parts[2]}", parts[1]) if len(parts) == 3 else (name, "")
 
 
 def _kept_id(path: Path) -> str:
@@ -179,6 +192,8 @@ _PROTOCOLS = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCO
 _OTEL_GAUGES = {
     "train/loss": ("kempner.loss", "", "training loss, per token"),
     "eval/loss": ("kempner.eval.loss", "", "loss on held-out data, per token"),
+    "eval/perplexity": ("kempner.eval.perplexity", "1", "perplexity on held-out data"),
+    "eval/bits_per_byte": ("kempner.eval.bits_per_byte", "bit/By", "loss on held-out data"),
     "train/grad_norm": ("kempner.grad_norm", "", "norm of the gradient"),
     "train/lr": ("kempner.learning_rate", "", "learning rate"),
     "train/tokens": ("kempner.tokens", "{token}", "tokens that the run has seen"),
@@ -257,11 +272,12 @@ def _metrics(run: str, points: Sequence[Point]) -> list[Metric]:
 
     found: dict[str, list[NumberDataPoint]] = {}
     for point in points:
-        evaluation = "eval/loss" in point.values
-        values = point.values if evaluation else {**point.values, "step": point.step}
-        told: Mapping[str, str | int] = {"run": run, "attempt": point.attempt}
-        for name in values.keys() & _OTEL_GAUGES.keys():
-            one = NumberDataPoint(told, 0, round(point.time * 1e9), values[name])
+        values = point.values if point.evaluation else {**point.values, "step": point.step}
+        for key, number in values.items():
+            name, of_set = split_set(key)
+            told: Mapping[str, str | int] = {"run": run, "attempt": point.attempt}
+            told = {**told, "set": of_set} if of_set else told
+            one = NumberDataPoint(told, 0, round(point.time * 1e9), number)
             found.setdefault(name, []).append(one)
     return [
         Metric(name, about, unit, Gauge(found[key]))

@@ -29,6 +29,8 @@ _NAMES = {
     "data_seconds": "train/data_seconds",
     "wait_seconds": "train/wait_seconds",
     "eval_loss": "eval/loss",
+    "eval_perplexity": "eval/perplexity",
+    "eval_bits_per_byte": "eval/bits_per_byte",
 }
 """Fields of a line, and their names in exporters."""
 
@@ -44,13 +46,15 @@ class Position:
 
 @dataclass(frozen=True)
 class Point:
-    """The values of a step, by name. `time` is in seconds since the epoch. `cut`: this step repeats
-    an earlier one, and points of this step and later ones no longer count."""
+    """The values of a step, or of an evaluation after it, by name (`eval/SET/loss` for a set of
+    `eval.sets`). `time` is in seconds since the epoch. `cut`: this step repeats an earlier one, and
+    points of this step and later ones no longer count."""
 
     step: int
     time: float
     attempt: int
     values: Mapping[str, float]
+    evaluation: bool = False
     cut: bool = False
 
 
@@ -75,7 +79,7 @@ def read_new(path: Path, since: Position, most: int = MOST_AT_ONCE) -> tuple[lis
     for line in whole.splitlines():
         if (point := _point(line)) is None:
             continue
-        if "eval/loss" in point.values:
+        if point.evaluation:
             if point.step > evaluated:  # an evaluation repeated after a resume is exported once
                 evaluated = point.step
                 points.append(point)
@@ -95,11 +99,25 @@ def _point(line: bytes) -> Point | None:
     if not isinstance(entry, dict) or not _is_count(entry.get("step")):
         return None
     numbers = {name: _number(entry.get(field)) for field, name in _NAMES.items()}
+    numbers |= _of_sets(entry.get("eval_sets"))
     values = {name: number for name, number in numbers.items() if number is not None}
     if (written := _number(entry.get("time"))) is None:
         return None
     attempt = entry["attempt"] if _is_count(entry.get("attempt")) else 0
-    return Point(entry["step"], written, attempt, values)
+    evaluation = any(field.startswith("eval_") for field in entry)
+    return Point(entry["step"], written, attempt, values, evaluation)
+
+
+def _of_sets(sets: Any) -> dict[str, float | None]:
+    """The numbers of the sets of eval.sets."""
+    if not isinstance(sets, dict):
+        return {}
+    return {
+        f"eval/{name}/{key}": _number(value)
+        for name, numbers in sets.items()
+        if isinstance(numbers, dict)
+        for key, value in numbers.items()
+    }
 
 
 def _is_count(value: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
@@ -73,8 +73,13 @@ class EvalSeries:
     loss: Numbers
 
 
-def read_series(path: Path) -> tuple[StepSeries, EvalSeries]:
-    """Both series of a metrics file; empty if it is missing. Skips lines that are torn or not
+Evaluations = Mapping[str, EvalSeries]
+"""By the name of the held-out set, which is empty for `eval.dataset_path`; that one always
+exists."""
+
+
+def read_series(path: Path) -> tuple[StepSeries, Evaluations]:
+    """The series of a metrics file; empty if it is missing. Skips lines that are torn or not
     kempner's. Raises `OSError` if the file cannot be read."""
     try:
         with path.open("rb") as file:
@@ -83,10 +88,10 @@ def read_series(path: Path) -> tuple[StepSeries, EvalSeries]:
         return collect(())
 
 
-def collect(lines: Iterable[bytes]) -> tuple[StepSeries, EvalSeries]:
+def collect(lines: Iterable[bytes]) -> tuple[StepSeries, Evaluations]:
     """As `read_series`, from lines of JSON."""
     rows = array("d")
-    evaluated: dict[float, float] = {}
+    evaluated: dict[str, dict[float, float]] = {"": {}}
     for line in lines:
         try:
             entry = from_json(line, allow_inf_nan=False)
@@ -95,16 +100,27 @@ def collect(lines: Iterable[bytes]) -> tuple[StepSeries, EvalSeries]:
             if "loss" in entry and type(entry.get("time")) in _NUMBERS:
                 values: Iterable[Any] = map(entry.get, _STEP_FIELDS)
                 found = [value if type(value) in _NUMBERS else nan for value in values]
-                rows.extend(
-                    array("d", found)
-                )  # built first, so that an overflow adds no partial row
-            elif type(entry.get("eval_loss")) in _NUMBERS:
-                evaluated[float(entry["step"])] = float(entry["eval_loss"])
+                rows.extend(array("d", found))  # no partial row if one is too large
+            else:
+                for name, loss in _losses(entry).items():
+                    evaluated.setdefault(name, {})[float(entry["step"])] = loss
         except (ValueError, OverflowError):
             continue
     table = np.frombuffer(rows, np.float64).reshape(-1, len(_STEP_FIELDS))
     sound = np.isfinite(table[:, :2]).all(axis=1)  # time and step
     table = table if sound.all() else table[sound]
-    by_step = sorted(evaluated.items())
-    held_out = (np.array([pair[side] for pair in by_step], np.float64) for side in (0, 1))
-    return StepSeries(*table.T), EvalSeries(*held_out)
+    return StepSeries(*table.T), {name: _by_step(found) for name, found in evaluated.items()}
+
+
+def _losses(entry: Mapping[str, Any]) -> dict[str, float]:
+    """Of a line about an evaluation: the loss of each held-out set."""
+    sets = entry.get("eval_sets")
+    found: dict[str, Any] = {"": entry.get("eval_loss")}
+    for name, numbers in sets.items() if isinstance(sets, dict) else ():
+        found[name] = numbers.get("loss") if isinstance(numbers, dict) else None
+    return {name: float(loss) for name, loss in found.items() if type(loss) in _NUMBERS}
+
+
+def _by_step(losses: Mapping[float, float]) -> EvalSeries:
+    pairs = sorted(losses.items())
+    return EvalSeries(*(np.array([pair[side] for pair in pairs], np.float64) for side in (0, 1)))

@@ -15,7 +15,7 @@ import numpy as np
 
 from kempner.cluster.slurm.hostlist import expand_hosts
 from kempner.insight.attempts import AttemptFacts, InterruptionKind, attempts_of, cause_of
-from kempner.insight.report.series import EvalSeries, StepSeries, read_series
+from kempner.insight.report.series import Evaluations, StepSeries, read_series
 from kempner.insight.report.timeline import AttemptTime, Category, Pieces, Timeline, account
 from kempner.insight.run_reader import RunReader
 from kempner.run.process.exit_codes import DataError, StopReason, UsageError
@@ -375,6 +375,8 @@ class TrainingSummary:
     attempts: int
     last_loss: float | None
     last_eval_loss: float | None
+    last_eval_losses: Mapping[str, float]
+    """By the names of eval.sets."""
     tokens_per_second: float | None
 
 
@@ -439,7 +441,7 @@ class RunData:
     timeline: Timeline
     attempts: Sequence[AttemptFacts]
     steps: StepSeries
-    evaluations: EvalSeries
+    evaluations: Evaluations
 
 
 def read_run(run: RunDirectory) -> RunData:
@@ -470,7 +472,7 @@ def summarise(
     attempts: Sequence[AttemptFacts],
     timeline: Timeline,
     steps: StepSeries,
-    evaluations: EvalSeries,
+    evaluations: Evaluations,
     total: int | None,
     alive: bool | None = None,
 ) -> RunReport:
@@ -484,7 +486,8 @@ def summarise(
         total_steps=total,
         attempts=len(attempts),
         last_loss=_last(steps.loss),
-        last_eval_loss=_last(evaluations.loss),
+        last_eval_loss=_last(evaluations[""].loss),
+        last_eval_losses={n: float(one.loss[-1]) for n, one in evaluations.items() if n},
         tokens_per_second=_last(steps.tokens_per_second[-50:], middle=True),
     )
     time, advice = _time_spent(attempts, timeline), advise(timeline, saves, interruptions, nodes)

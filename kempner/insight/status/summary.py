@@ -136,13 +136,15 @@ class StepPace:
 @dataclass(frozen=True)
 class RunProgress:
     """The last logged step, the total number, and the loss; None where unknown. `logged_at` is in
-    seconds since the epoch; losses are in nats per token."""
+    seconds since the epoch; losses are in nats per token. `eval_sets` has the values of each set of
+    `eval.sets`."""
 
     step: int | None = None
     total: int | None = None
     logged_at: float | None = None
     loss: float | None = None
     eval_loss: float | None = None
+    eval_sets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     pace: StepPace = StepPace()
 
 
@@ -152,8 +154,13 @@ def measure(lines: Iterable[Mapping[str, Any]], total: int | None) -> RunProgres
     told = [line for line in lines if _is_number(line.get("step"))]
     steps = [line for line in told if "loss" in line]
     held_out = [line["eval_loss"] for line in told if _is_number(line.get("eval_loss"))]
+    evaluated = RunProgress(
+        total=total,
+        eval_loss=held_out[-1] if held_out else None,
+        eval_sets=_last_sets(told),
+    )
     if not steps:
-        return RunProgress(total=total, eval_loss=held_out[-1] if held_out else None)
+        return evaluated
     last = steps[-1]
     recent = [line for line in steps[-RECENT:] if line.get("attempt") == last.get("attempt")]
     first = recent[0]
@@ -169,14 +176,24 @@ def measure(lines: Iterable[Mapping[str, Any]], total: int | None) -> RunProgres
         logged_every=median(b - a for a, b in pairwise(times)) if times[1:] else None,
         waited=_waited(recent[1:], seconds) if seconds else {},
     )
-    return RunProgress(
+    return replace(
+        evaluated,
         step=int(last["step"]),
-        total=total,
         logged_at=last["time"] if _is_number(last.get("time")) else None,
         loss=last["loss"] if _is_number(last["loss"]) else None,
-        eval_loss=held_out[-1] if held_out else None,
         pace=pace,
     )
+
+
+def _last_sets(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """The numbers of each set of eval.sets in the last evaluation that had sets."""
+    found: Any = next((one["eval_sets"] for one in reversed(lines) if "eval_sets" in one), {})
+    sets = found.items() if isinstance(found, dict) else ()
+    return {
+        name: {key: value for key, value in numbers.items() if _is_number(value)}
+        for name, numbers in sets
+        if isinstance(numbers, dict)
+    }
 
 
 def curve(lines: Iterable[Mapping[str, Any]], key: str) -> list[float]:
@@ -312,6 +329,7 @@ class Status:
             "total_steps": progress.total,
             "loss": progress.loss,
             "eval_loss": progress.eval_loss,
+            "eval_sets": {name: dict(found) for name, found in progress.eval_sets.items()},
             "tokens_per_second": pace.tokens_per_second,
             "mfu": pace.mfu,
             "seconds_per_step": pace.seconds_per_step,

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TextIO
 
 from kempner.run.output.writers import Writer, settle_all
 
-KEPT = 256 * 1024
+KEPT = 1 << 20
 """Bytes kept for an output that blocks; beyond them, lines are dropped and counted."""
 
 LAST_WORDS = 2.0
@@ -49,8 +49,9 @@ class _Outlet(Writer[_Chunk]):
         self.puts, self._torn = 0, False
         super().__init__("output", KEPT)
 
-    def show(self, descriptor: int, data: bytes) -> None:
-        """Write as soon as possible, as a rule before this returns."""
+    def show(self, descriptor: int, data: bytes, ahead: int = 0) -> None:
+        """Write as soon as possible; as a rule this returns when the data is written, or fewer than
+        `ahead` bytes wait."""
         self.puts += 1
         if sys.is_finalizing():  # no threads any more: what would block is lost
             if _takes_some(descriptor):
@@ -58,7 +59,7 @@ class _Outlet(Writer[_Chunk]):
             return
         with self._changed:
             before, self._dropped = self._dropped, 0
-            self.prompt(_Chunk(descriptor, data, before), len(data))
+            self.prompt(_Chunk(descriptor, data, before), len(data), ahead)
 
     def _drop(self, item: _Chunk) -> None:
         # `show` has moved the lines dropped before into `lost_before`.
@@ -78,10 +79,10 @@ class _Outlet(Writer[_Chunk]):
         head = f"kempner: lines that could not be shown here: {self._lost}\n" if self._lost else ""
         if head and self._torn:
             head = "\n" + head
-        data, written = head.encode() + chunk.data, 0
+        data, written = head.encode() + chunk.data if head else chunk.data, 0
         try:
             while written < len(data):
-                written += _write_some(chunk.descriptor, data[written:])
+                written += _write_some(chunk.descriptor, memoryview(data)[written:])
         except OSError:
             unseen = chunk.data[max(0, written - len(head)) :].count(b"\n")
             self._lost = unseen + (self._lost if written < len(head) else 0)
@@ -98,7 +99,7 @@ def _takes_some(descriptor: int) -> bool:
     return bool(waiting.poll(0))
 
 
-def _write_some(descriptor: int, data: bytes) -> int:
+def _write_some(descriptor: int, data: memoryview) -> int:
     """Write what fits, and wait for the reader as long as that takes. Raises `OSError`."""
     while True:
         try:
@@ -189,8 +190,9 @@ _ERASE = "\r\x1b[2K"
 
 
 def pass_on(descriptor: int, data: bytes) -> None:
-    """Show another process's output on this process's `descriptor`. Never raises."""
-    _outlet(descriptor).show(descriptor, data)
+    """Show another process's output on this process's `descriptor`, without waiting for each write,
+    which would cost a thread switch. Never raises."""
+    _outlet(descriptor).show(descriptor, data, KEPT // 2)
 
 
 def can_rewrite() -> bool:

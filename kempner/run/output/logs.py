@@ -99,6 +99,9 @@ _SECRET_VALUE = re.compile(
 )
 """What tokens of Hugging Face, GitHub, GitLab, OpenAI, Slack and AWS look like."""
 
+_TOKEN_STARTS = (b"hf_", b"ghp_", b"gho_", b"github_pat_", b"glpat-", b"sk-", b"xox", b"AKIA")
+"""What a text has in it that has such a token."""
+
 _IN_ADDRESS = re.compile(r"(?<=://)([^/@:\s]*):([^/@\s]+)(?=@)")
 """`user:password` in a URL."""
 
@@ -133,12 +136,15 @@ def masking(environ: Mapping[str, str]) -> Callable[[bytes], bytes]:
     """A function that replaces secrets in a program's output by `***`: what has the form of one,
     and the values of variables in `environ` whose names say so."""
     known = {v.encode() for name, v in environ.items() if is_secret(name) and len(v) >= _SHORTEST}
-    forms = [re.escape(value) for value in sorted(known, key=len, reverse=True)]
-    secret = re.compile(b"|".join([*forms, _SECRET_VALUE.pattern.encode()]))
-    address, hidden = re.compile(_IN_ADDRESS.pattern.encode()), HIDDEN.encode()
+    longest_first, hidden = sorted(known, key=len, reverse=True), HIDDEN.encode()
+    token = re.compile(_SECRET_VALUE.pattern.encode())
+    address = re.compile(_IN_ADDRESS.pattern.encode())
 
     def masked(lines: bytes) -> bytes:
-        lines = secret.sub(hidden, lines)
+        for value in longest_first:
+            lines = lines.replace(value, hidden)
+        if any(start in lines for start in _TOKEN_STARTS):  # a tenth of what the expression costs
+            lines = token.sub(hidden, lines)
         return address.sub(rb"\1:" + hidden, lines) if b"://" in lines else lines
 
     return masked

@@ -70,8 +70,9 @@ class Writer(ABC, Generic[Item]):
         self._start_anew()
         _writers.add(self)
 
-    def prompt(self, item: Item | None = None, size: int = 0) -> None:
-        """Write what waits, and `item` if there is room, now; wait at most `PATIENCE` seconds."""
+    def prompt(self, item: Item | None = None, size: int = 0, ahead: int = 0) -> None:
+        """Write what waits, and `item` if there is room, now; wait at most `PATIENCE` seconds, and
+        only while items of a total size of `ahead` or more wait."""
         if sys.is_finalizing():  # no other thread runs any more, and one may have held the lock
             if item is not None:
                 self._waiting.append((item, size))
@@ -90,7 +91,8 @@ class Writer(ABC, Generic[Item]):
             if not (alive or self._start_thread()):
                 self._write()  # no thread can be started: write here, and wait
             elif not (self._stuck or threading.current_thread() is self._thread):
-                self._stuck = not self._changed.wait_for(lambda: self._done >= turn, PATIENCE)
+                done = lambda: self._done >= turn or self._given - self._taken < ahead  # noqa: E731
+                self._stuck = not self._changed.wait_for(done, PATIENCE)
 
     def ask_again(self) -> int:
         """Ask for another attempt to write what is left; returns the turn to pass to `wait_for`."""
@@ -234,7 +236,7 @@ class OutputBounds:
     tail: int = 2 << 20
 
 
-class KeptOutput(Writer[bytes]):
+class KeptOutput(Writer[None]):
     """Keeps the head and the tail of a process's output in a file that only its owner can read;
     between them a line gives the number of bytes left out.
 
@@ -251,35 +253,44 @@ class KeptOutput(Writer[bytes]):
     ) -> None:
         self._path, self._tell, self._masked, self._bounds = path, tell, masked, bounds
         self._descriptor, self._head, self._most = -1, 0, 0
+        self._new, self._skipped = bytearray(), 0
         self._rest, self._left_out = bytearray(), 0
         self._tail_at = 0.0
         self._over = self._failed = False
-        super().__init__(path.name, bounds.tail)
+        super().__init__(path.name)
 
     def add(self, chunk: bytes) -> None:
-        """Add the next bytes; as a rule they are written before this returns."""
-        self.prompt(chunk, len(chunk))
+        """Add the next bytes; as a rule they are written before this returns, or, once only the
+        tail is kept, with its next update."""
+        with self._changed:
+            self._new += chunk
+            only_tail = self._failed or self._left_out or 0 < self._most <= self._head
+            if (only_tail or self._stuck) and len(self._new) > 2 * self._bounds.tail:
+                self._skipped += self._shorten(self._new)
+            if only_tail and self._due_at < math.inf:
+                return
+        self.prompt()
 
     def close(self) -> None:
 
         self._over = True
         self.prompt()
 
-    def _drop(self, item: bytes) -> None:
-        self._left_out += len(item)
-
     def _write(self) -> float | None:
-        while self._waiting:
-            chunk, size = self._waiting.popleft()
-            self._taken += size
-            self._rest += chunk
+        with self._changed:
+            new, skipped = self._new, self._skipped
+            self._new, self._skipped = bytearray(), 0
+        if skipped:  # what there is from before is older than the tail
+            self._left_out += skipped + len(self._rest)
+            self._rest.clear()
+        self._rest += new
         try:
             again = self._store()
         except OSError as error:
             if not self._failed:
                 self._tell("cannot write what a rank prints", _facts(self._path, error))
             self._failed = True
-            self._trim()
+            self._left_out += self._shorten(self._rest)
             if not self._over:
                 return RETRY
             again = None
@@ -299,7 +310,7 @@ class KeptOutput(Writer[bytes]):
         while not self._left_out and (piece := self._next_lines()):
             self._put(self._masked(piece), self._head)
             del self._rest[: len(piece)]
-        self._trim()
+        self._left_out += self._shorten(self._rest)
         if not self._rest:
             return None
         wait = self._tail_at - time.monotonic()
@@ -330,11 +341,11 @@ class KeptOutput(Writer[bytes]):
             left, at = left[written:], at + written
         self._head = at
 
-    def _trim(self) -> None:
-        """Drop what is older than the tail; seldom, since that moves the rest."""
-        if len(self._rest) > 2 * self._bounds.tail:
-            self._left_out += len(self._rest) - self._bounds.tail
-            del self._rest[: -self._bounds.tail]
+    def _shorten(self, output: bytearray) -> int:
+        """Drop what is older than the tail; returns the number of bytes dropped."""
+        older = max(0, len(output) - self._bounds.tail)
+        del output[:older]
+        return older
 
 
 class LatestContent(Writer[str]):

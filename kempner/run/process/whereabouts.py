@@ -161,3 +161,14 @@ def thread_states(pid: int | str, proc: Path = Path("/proc"), name: str = "") ->
             if before.partition("(")[2].startswith(name):
                 states.append(after[:1])
     return states
+
+
+def start_ticks(pid: int | str, proc: Path = Path("/proc")) -> int | None:
+    """When a process began, in clock ticks since the boot (proc(5), field 22); None if it is not
+    there any more."""
+    try:
+        stat = (proc / str(pid) / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state == "Z" else int(fields[18])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -15,14 +15,18 @@ from typing import Any, Generic, Self, TypeVar, overload
 from kempner.run.output.logs import logger
 from kempner.run.process.threads import steady_time
 from kempner.run.record.events import (
+    AttemptEnded,
+    AttemptFailed,
     AttemptStarted,
     CheckpointCommitted,
     LedgerEvent,
     PhaseDurationsLearned,
+    ProgramAdvanced,
     RankReady,
     Restarting,
     Resumed,
     RolledBack,
+    RunGivenUp,
     StartedAnew,
     parse_event,
 )
@@ -53,6 +57,8 @@ KEPT = 64
 """How many events of each kind in `_OVERTAKEN` are kept."""
 
 _OVERTAKEN = (
+    AttemptEnded,
+    AttemptFailed,
     AttemptStarted,
     CheckpointCommitted,
     PhaseDurationsLearned,
@@ -60,6 +66,12 @@ _OVERTAKEN = (
     Restarting,
     Resumed,
 )
+
+
+ALIKE = 4
+"""How many failures with the same error on the same node are kept, however old they are."""
+
+_PROGRESS = (CheckpointCommitted, ProgramAdvanced, RunGivenUp)
 
 
 class RunHistory:
@@ -171,13 +183,35 @@ class RunHistory:
         places = self._places[kind]
         if kind not in _OVERTAKEN:
             return places
-        longest: dict[int, tuple[float, int]] = {}  # of all start phases, by ranks
+        if kind is PhaseDurationsLearned:
+            older = self._longest_starts(places)
+        elif kind is AttemptFailed:
+            older = self._failures_that_count(places[:-KEPT])
+        else:
+            older = set()
+        return sorted(older.union(places[-KEPT:]))
+
+    def _longest_starts(self, places: Iterable[int]) -> set[int]:
+        """The longest start phase for each number of ranks."""
+        longest: dict[int, tuple[float, int]] = {}
         for at in places:
             event = self._entries[at].event
             if isinstance(event, PhaseDurationsLearned) and (start := event.phases.get("start")):
                 found = (start.median + start.spread, at)
                 longest[event.ranks] = max(found, longest.get(event.ranks, found))
-        return [*(at for _, at in longest.values()), *places[-KEPT:]]
+        return {at for _, at in longest.values()}
+
+    def _failures_that_count(self, places: Sequence[int]) -> set[int]:
+        """Those since the last progress, on which a restart depends; and the last ones of each
+        error on each node, which may make it suspect."""
+        ends = (self._places[kind][-1:] for kind in _PROGRESS if kind in self._places)
+        progress = max(chain.from_iterable(ends), default=-1)
+        found = defaultdict[tuple[str, str], deque[int]](lambda: deque(maxlen=ALIKE))
+        for at in places:
+            event = self._entries[at].event
+            assert isinstance(event, AttemptFailed)
+            found[event.node, event.raised].append(at)
+        return {at for at in places if at > progress}.union(*found.values())
 
     @overload
     def entries(self, kind: type[E], /) -> list[Entry[E]]: ...

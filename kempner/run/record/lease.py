@@ -32,6 +32,7 @@ from kempner.run.process.exit_codes import UsageError
 from kempner.run.process.retry import StorageUnavailableError, describe, empty, storage_waits
 from kempner.run.process.signals import inbox
 from kempner.run.process.threads import AwakeClock, helper_thread, started
+from kempner.run.process.whereabouts import start_ticks
 from kempner.run.record.attempts import CURRENT, SupersededError
 from kempner.run.record.run_dir import RunDirectory, cannot_keep
 
@@ -296,16 +297,6 @@ def _cards() -> str:
                 if (card / "device").exists():  # not the virtual ones of containers
                     found.append((card / "address").read_text().strip())
     return hashlib.blake2b("\n".join(found).encode(), digest_size=6).hexdigest()
-
-
-def start_ticks(pid: int, proc: Path = Path("/proc")) -> int | None:
-    """When a process began, in clock ticks since the boot; None if it has ended."""
-    try:
-        stat = (proc / str(pid) / "stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    state, *fields = stat.rpartition(")")[2].split()
-    return None if state == "Z" else int(fields[18])
 
 
 def _make_folder(folder: Path, worked: bool) -> None:

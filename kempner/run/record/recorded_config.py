@@ -126,9 +126,9 @@ _LOOK_BACK = 20
 """How many of the last attempts' configurations are examined."""
 
 
-def used_before(run: RunDirectory, section: str, key: str, value: object) -> bool:
+def used_before(run: RunDirectory, key: str, value: object) -> bool:
     """Whether a recorded configuration had this value; files that cannot be read do not count."""
-    return any(_lookup(path, section, key) == value for path in _configurations(run))
+    return any(_lookup(path, key) == value for path in _configurations(run))
 
 
 def _configurations(run: RunDirectory) -> Iterator[Path]:
@@ -141,9 +141,11 @@ def _configurations(run: RunDirectory) -> Iterator[Path]:
         yield run.changed_config(number)
 
 
-def _lookup(path: Path, section: str, key: str) -> object:
+def _lookup(path: Path, key: str) -> object:
     try:
-        found: dict[str, Any] = tomli.loads(path.read_text(encoding="utf-8"))
-        return found[section][key]
+        found: Any = tomli.loads(path.read_text(encoding="utf-8"))
+        for name in key.split("."):
+            found = found[name]
+        return found
     except (OSError, ValueError, LookupError, TypeError):
         return None

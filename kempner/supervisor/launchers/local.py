@@ -64,10 +64,6 @@ class RanksOfSupervisor:
         """To nothing."""
         return [TaskBinding()] * ranks
 
-    def oom_kills(self) -> int:
-        """Not known: others may use this machine, too."""
-        return 0
-
 
 class LinkHere:
     """What the agent says is heard at once."""

@@ -24,6 +24,7 @@ PRINTED_LAST = "it printed last: "
 """Begins what is said of a rank that has told nothing of its failure: it may have to do with it."""
 
 OUT_OF_MEMORY = "out of memory: the kernel killed it"
+BESIDE = "out of memory: the kernel killed a process beside it"
 """Begins what is said of such a rank."""
 
 
@@ -183,6 +184,17 @@ def describe_exit(exit_: RankExit) -> str:
         name = f" ({ExitCode(status).name.lower()})" if status in _NAMED_CODES else ""
         how = f"exited with code {status}{name}"
     return f"{how}: {said}" if said else how
+
+
+def with_lack_of_memory(end: RankExit, group: str) -> RankExit:
+    """The exit of a rank in whose control group the kernel has killed for want of memory since the
+    attempt began: the rank, or another process, such as one that it had started."""
+    first, *others = end.sentence.split("\n")
+    if end.status == -signal.SIGKILL:
+        first = f"{OUT_OF_MEMORY} (oom_kill of {group})"
+    elif end.status not in _SAYS_NOTHING:
+        first += f"{'; ' if first else ''}{BESIDE} (oom_kill of {group})"
+    return replace(end, sentence="\n".join([first, *others]))
 
 
 def find_last_words(printed: str, status: int) -> str:

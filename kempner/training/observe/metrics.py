@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,24 @@ from kempner.run.output.writers import open_lines
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.anomalies import Numbers
 from kempner.training.observe.progress_bar import Display
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a held-out set came to: mean loss in nats per token, and in bits per byte of its text,
+    None if the number of bytes is not known."""
+
+    loss: float
+    bits_per_byte: float | None = None
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    def known(self) -> dict[str, float | None]:
+        """By the names of metrics.jsonl, as JSON has them."""
+        bits = {} if self.bits_per_byte is None else {"bits_per_byte": _finite(self.bits_per_byte)}
+        return {"loss": _finite(self.loss), "perplexity": _finite(self.perplexity), **bits}
 
 
 @dataclass(frozen=True)
@@ -142,13 +160,18 @@ class StepMetrics:
         )
         self._display.step(train_state.step, made.loss, speed)
 
-    def evaluated(self, train_state: TrainState, loss: float) -> None:
-        self._losses["held-out loss"] = loss
+    def evaluated(self, train_state: TrainState, scores: Mapping[str, Scores]) -> None:
+        """The held-out sets came to this; the one without a name is eval.dataset_path's."""
+        losses = {f"{name or 'held-out'} loss": one.loss for name, one in scores.items()}
+        self._losses |= losses
         if self._rank == 0:
-            place = {"step": train_state.step, "attempt": self._attempt}
-            eval_loss, now = _finite(loss), round(time.time(), 3)
-            self._metrics.append({**place, "eval_loss": eval_loss, "time": now})
-            self._display.say(f"step {train_state.step}: held-out loss {loss:.4f}")
+            line: dict[str, object] = {"step": train_state.step, "attempt": self._attempt}
+            sets = {name: one.known() for name, one in scores.items()}
+            line |= {f"eval_{key}": value for key, value in sets.pop("", {}).items()}
+            line |= {"eval_sets": sets} if sets else {}
+            self._metrics.append({**line, "time": round(time.time(), 3)})
+            told = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+            self._display.say(f"step {train_state.step}: {told}")
 
     def say(self, sentence: str) -> None:
         self._display.say(sentence)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kempner.checkpoint.store.commit import judge_room
-from kempner.config.sections import Config
+from kempner.config.sections import Config, HeldOutFolder
 from kempner.data.files.index import check_held_out, check_samples, vocabulary
 from kempner.insight.doctor.facts.nodes import Survey
 from kempner.insight.doctor.facts.storage import DataSet, Disk, RunState
@@ -146,10 +146,12 @@ def check_caches(
     return per_node("offline caches", answers, judge)
 
 
-def check_data(config: Config, data: DataSet, held_out: DataSet | None) -> list[Finding]:
+def check_data(
+    config: Config, data: DataSet, held_out: Mapping[HeldOutFolder, DataSet]
+) -> list[Finding]:
     found = [finding("data", _present(data)), finding("tokenizer", _tokenizer(config, data))]
-    if held_out is not None:
-        found.append(finding("held-out data", _held_out(config, data, held_out)))
+    for named, one in held_out.items():
+        found.append(finding("held-out data", _held_out(config, data, named, one)))
     return found
 
 
@@ -176,13 +178,15 @@ def _tokenizer(config: Config, data: DataSet) -> CheckOutcome:
     return passed(f"{name}: {data.index.vocab_size} token ids, the model has {size}")
 
 
-def _held_out(config: Config, data: DataSet, held_out: DataSet) -> CheckOutcome:
+def _held_out(
+    config: Config, data: DataSet, named: HeldOutFolder, held_out: DataSet
+) -> CheckOutcome:
     trouble = held_out.trouble or held_out.unreadable or held_out.tokenizer
     if trouble:
         return fail(trouble)
     if data.index is not None and held_out.index is not None:
         try:
-            check_held_out(config, data.index, held_out.index)
+            check_held_out(config, data.index, named, held_out.index)
         except RunError as error:
             return fail(str(error))
     tokens = 0 if held_out.index is None else held_out.index.tokens

@@ -98,11 +98,10 @@ class DataSet:
         return str((Path(self.folder) / INDEX_FILE).absolute())
 
 
-def find_data_set(section: str, folder: str) -> DataSet:
-    """Examine the folder in `<section>.dataset_path`; opens every token file."""
-    key = f"{section}.dataset_path"
+def find_data_set(key: str, folder: str) -> DataSet:
+    """Examine the folder that `key` names; opens every token file."""
     try:
-        index = find_data(section, folder)
+        index = find_data(key, folder)
     except RunError as error:
         return DataSet(key, folder, None, str(error))
     try:

@@ -76,10 +76,14 @@ def _by_step(runs: Sequence[RunData], *fields: str) -> list[list[dict[str, Any]]
 def _held_out(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     found, alone = [], len(runs) == 1
     for place, run in enumerate(runs):
-        x, y = decimate(run.evaluations.step, run.evaluations.loss)
-        name = "held out" if alone else f"{run.report.name}, held out"
-        drawn = _series(name, 1 if alone else place, x, y)
-        found.append({**drawn, "points": True, "dashed": not alone})
+        for color, (of_set, one) in enumerate(run.evaluations.items(), 1):
+            if not (of_set or len(one.step)) and len(run.evaluations) > 1:
+                continue  # all sets have names
+            x, y = decimate(one.step, one.loss)
+            name = of_set or "held out"
+            name = name if alone else f"{run.report.name}, {name}"
+            drawn = _series(name, color if alone else place, x, y)
+            found.append({**drawn, "points": True, "dashed": not alone})
     return found
 
 
@@ -254,7 +258,10 @@ def _figures(report: RunReport) -> str:
     unit = tables.unit_of(report)
     time, many = report.time, len(report.interruptions)
     held = f"{share(time.while_held)} without queue and pauses"
-    held_out = f"held out {number(report.training.last_eval_loss, '.3f')}"
+    usual, named = report.training.last_eval_loss, report.training.last_eval_losses
+    losses = {} if named and usual is None else {"held out": usual}
+    losses |= {text(name): loss for name, loss in named.items()}
+    held_out = ", ".join(f"{name} {number(loss, '.3f')}" for name, loss in losses.items())
     cost = f"{unit.show(report.lost_hours)} {unit.name} lost"
     figures = [
         (share(time.goodput), "goodput", held),

@@ -3,7 +3,7 @@ what the run did at each moment of its wall time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -169,6 +169,12 @@ def advice_list(report: RunReport) -> str:
     return f"<ul>{''.join(items)}</ul>"
 
 
+def _losses_of_sets(reports: Sequence[RunReport]) -> Iterator[tuple[str, list[str]]]:
+    named = [report.training.last_eval_losses for report in reports]
+    for name in dict.fromkeys(name for losses in named for name in losses):
+        yield f"Loss on {text(name)}", [number(losses.get(name), ".4f") for losses in named]
+
+
 def comparison(reports: Sequence[RunReport]) -> str:
     unit = unit_of(*reports)
     lines: list[tuple[str, list[str]]] = [
@@ -184,6 +190,7 @@ def comparison(reports: Sequence[RunReport]) -> str:
         ("Step", [f"{r.training.step:,}" for r in reports]),
         ("Last loss", [number(r.training.last_loss, ".4f") for r in reports]),
         ("Held-out loss", [number(r.training.last_eval_loss, ".4f") for r in reports]),
+        *_losses_of_sets(reports),
         ("Tokens/s", [number(r.training.tokens_per_second) for r in reports]),
     ]
     for category in Category:

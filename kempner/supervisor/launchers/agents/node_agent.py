@@ -25,7 +25,7 @@ from functools import partial
 from math import inf
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from signal import SIGKILL, SIGTERM
+from signal import SIGTERM
 from typing import Protocol, TypeAlias
 
 from kempner.checkpoint.slots.memory import CopyHolder, LentSlots, SlotHolder
@@ -37,7 +37,7 @@ from kempner.cluster.world import OF_AGENT, World
 from kempner.probe.activity import ActivityWatch, StackReader, Stillness
 from kempner.probe.gpu_events import GpuTrouble, GpuWatch
 from kempner.probe.node import answer_text
-from kempner.probe.processes import of_process, still_runs
+from kempner.probe.processes import describe_process, still_runs
 from kempner.run.control.launch_env import Launch, mark_of
 from kempner.run.control.leftovers import end_leftovers
 from kempner.run.control.protocol import DumpStacks, Stop, TellRanks
@@ -87,7 +87,7 @@ from kempner.supervisor.launchers.agents.stdio import BY_SRUN, offer_stdio
 from kempner.supervisor.launchers.base import TELLING, Program
 from kempner.supervisor.launchers.children import Children
 from kempner.supervisor.launchers.rank_output import ChildRank
-from kempner.supervisor.policy.outcome import RankExit
+from kempner.supervisor.policy.outcome import RankExit, with_lack_of_memory
 
 AGAIN = 0.2
 """Seconds between two tries to connect."""
@@ -233,9 +233,6 @@ class RanksHere(Protocol):
     def bindings(self, told: Sequence[TaskBinding], ranks: int) -> Sequence[TaskBinding]:
         """What each of them is bound to."""
 
-    def oom_kills(self) -> int:
-        """How many processes the kernel has killed for want of memory."""
-
 
 class RanksOfAgent:
     """Of a process that is the agent of one of several nodes."""
@@ -271,14 +268,16 @@ class RanksOfAgent:
         """As the user wishes, or a share of the CPUs each."""
         return bindings_of_ranks(told, os.sched_getaffinity(0), ranks)
 
-    def oom_kills(self) -> int:
-        """Of the job on this node."""
-        try:
-            group = memory_group()
-            return 0 if group is None else group.oom_kills()
-        except OSError as error:
-            logger().warning("the control group cannot be read", reason=str(error))
-            return 0
+
+def _oom_kills() -> tuple[int, str]:
+    """The out-of-memory kills in the job's control group on this node, or else in that of this
+    process, and the folder of that group."""
+    try:
+        group = memory_group()
+        return (0, "") if group is None else (group.oom_kills(), str(group.path))
+    except OSError as error:
+        logger().warning("the control group cannot be read", reason=str(error))
+        return 0, ""
 
 
 class NodeAgent:
@@ -300,7 +299,7 @@ class NodeAgent:
         receiver = CopyReceiver(copies, secret, addresses, node_name(os.environ))
         self._slots = SlotKeeper(SlotHolder(), copies, receiver.listen)
         self._incoming: SimpleQueue[_Event] = SimpleQueue()
-        self._attempt = 0
+        self._attempt = self._oom_kills = 0
         self._found: Mapping[int, Stillness] = {}
         self._gpus = GpuWatch(self._tell_of_gpu)
         self._cleared = 0
@@ -363,7 +362,7 @@ class NodeAgent:
 
     def _answer(self, question: Question) -> None:
         left = tuple(pid for pid in question.pids if still_runs(pid))
-        seen = tuple(map(of_process, question.look))
+        seen = tuple(map(describe_process, question.look))
         told, slots = answer_text(question.about), reply_text(self._slots, question.slots)
         self._link.say(Answer(question.number, told, left, seen, slots))
 
@@ -440,6 +439,7 @@ class NodeAgent:
     def _start(self, order: StartRanks) -> None:
         self._children.forget(self._here.gone_within)
         self._children.prepare(self._program)
+        self._oom_kills, _ = _oom_kills()
         self._sender.end()
         self._slots.copies.clear()
         launch = order.launch.open(self._secret, order.attempt)
@@ -467,7 +467,10 @@ class NodeAgent:
             self._sender.begin(order.buddy, lent)
 
     def _post(self, attempt: int, end: RankExit) -> None:
-        kills = 0 if end.ended_by_us or end.status != -SIGKILL else self._here.oom_kills()
+        kills = 0
+        if not end.ended_by_us and end.status:
+            kills, group = _oom_kills()
+            end = with_lack_of_memory(end, group) if kills > self._oom_kills else end
         sent: Sent = "stop" if end.asked else "none"
         if end.unstarted:
             sent = "nothing"

@@ -90,7 +90,7 @@ def doctor(
         check_ready(config, run)
 
     def lead(save: float) -> float:
-        """Before the end of a long job; steps are not counted."""
+        """The lead in a long job, without the time of steps."""
         durations = Durations((SaveSeconds(0.0, save, 0.0),))
         return stop_lead(durations, 0.0, None, exit_margin((), None))
 
@@ -101,7 +101,7 @@ def doctor(
 
 @contextmanager
 def _tidy_when_ended() -> Iterator[None]:
-    """SIGTERM is as Ctrl-C: what was written to be found by other nodes is removed."""
+    """Treat SIGTERM like Ctrl-C, so that files written for other nodes are removed."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

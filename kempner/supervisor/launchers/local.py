@@ -61,9 +61,6 @@ class LocalRankSetup:
     def bindings(self, given: Sequence[TaskBinding], ranks: int) -> Sequence[TaskBinding]:
         return [TaskBinding()] * ranks
 
-    def oom_kills(self) -> int:
-        return 0  # not known: other users may run processes on this machine, too
-
 
 class LocalLink:
     """The agent's link: a call of `hear`."""

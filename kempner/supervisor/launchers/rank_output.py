@@ -34,8 +34,9 @@ DRAINED_WITHIN = 2.0
 """Seconds to read the last output of a rank that has ended: a process that it left behind may hold
 the pipe open."""
 
-_CHUNK, _ROOM = 1 << 18, 1 << 20
-"""Bytes per read, and capacity of a pipe."""
+_CHUNK, _ROOM = 120 << 10, 1 << 20
+"""Bytes per read, and capacity of a pipe. Beyond 128 KiB malloc(3) maps fresh pages for each block,
+whose page faults cost more than the read."""
 
 _RECENT = 65536
 """Bytes of a rank's last output that are searched for the cause of its death."""
@@ -59,14 +60,18 @@ class StepFinder:
         """Search the next piece. A carriage return ends a line, too: progress bars print no other
         end."""
         *lines, rest = (self._rest + chunk).replace(b"\r", b"\n").split(b"\n")
-        for line in lines:
-            self._look(line[:_LONGEST])
         self._rest = rest[:_LONGEST]
+        for line in reversed(lines):
+            if (step := self._step_in(line[:_LONGEST])) is not None:
+                self.step = step
+                break
 
-    def _look(self, line: bytes) -> None:
+    def _step_in(self, line: bytes) -> int | None:
+        step = None
         for found in self._pattern.finditer(line.decode(errors="replace")):
             with suppress(ValueError):  # not a number, or an unmatched group
-                self.step = max(0, int((found[1] or "").replace(",", "")))
+                step = max(0, int((found[1] or "").replace(",", "")))
+        return step
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,7 @@ class OutputEnds:
     reading: int
     writing: int
     shown: int | None
+    is_terminal: bool = False
 
     @classmethod
     def open(cls, shown: int | None) -> Self:
@@ -100,7 +106,7 @@ class OutputEnds:
             return cls(reading, writing, shown)
         reading, writing = os.openpty()
         tty.setraw(writing)
-        ends = cls(reading, writing, shown)
+        ends = cls(reading, writing, shown, is_terminal=True)
         ends.fit()
         return ends
 
@@ -221,7 +227,8 @@ class RankOutput:
         self._recent.add(chunk)
         if ends.shown is not None:
             pass_on(ends.shown, chunk)
-            ends.fit()
+            if ends.is_terminal:
+                ends.fit()
         kept.add(chunk)
         if self._lines is not None:
             self._lines.feed(chunk)
@@ -231,14 +238,24 @@ class RecentBytes:
     """The last bytes of an output, in memory shared with a forked process."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, 4 + _RECENT)
+        self._memory = mmap.mmap(-1, _RECENT + 8)  # a ring, and the number of bytes added to it
 
     def add(self, chunk: bytes) -> None:
-        last = (self.read() + chunk)[-_RECENT:]
-        self._memory[: 4 + len(last)] = len(last).to_bytes(4, "little") + last
+        total, last = self._total() + len(chunk), memoryview(chunk)[-_RECENT:]
+        at = (total - len(last)) % _RECENT
+        before_end = min(len(last), _RECENT - at)
+        self._memory[at : at + before_end] = last[:before_end]
+        self._memory[: len(last) - before_end] = last[before_end:]
+        self._memory[_RECENT:] = total.to_bytes(8, "little")
 
     def read(self) -> bytes:
-        return self._memory[4 : 4 + int.from_bytes(self._memory[:4], "little")]
+        if (total := self._total()) <= _RECENT:
+            return self._memory[:total]
+        at = total % _RECENT
+        return self._memory[at:_RECENT] + self._memory[:at]
+
+    def _total(self) -> int:
+        return int.from_bytes(self._memory[_RECENT:], "little")
 
 
 def _keep_only(descriptors: Collection[int]) -> None:

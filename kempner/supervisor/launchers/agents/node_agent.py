@@ -25,7 +25,7 @@ from functools import partial
 from math import inf
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from signal import SIGKILL, SIGTERM
+from signal import SIGTERM
 from typing import Protocol, TypeAlias
 
 from kempner.checkpoint.slots.memory import CopyHolder, LentSlots, SlotHolder
@@ -37,7 +37,7 @@ from kempner.cluster.world import OF_AGENT, World
 from kempner.probe.activity import ActivityWatch, StackReader, Stillness
 from kempner.probe.gpu_events import GpuTrouble, GpuWatch
 from kempner.probe.node import answer_text
-from kempner.probe.processes import of_process, still_runs
+from kempner.probe.processes import describe_process, still_runs
 from kempner.run.control.launch_env import Launch, mark_of
 from kempner.run.control.leftovers import end_leftovers
 from kempner.run.control.protocol import DumpStacks, Stop, TellRanks
@@ -87,7 +87,7 @@ from kempner.supervisor.launchers.agents.stdio import BY_SRUN, offer_stdio
 from kempner.supervisor.launchers.base import RANK_DEFAULTS, Program
 from kempner.supervisor.launchers.children import Children
 from kempner.supervisor.launchers.rank_output import ChildRank
-from kempner.supervisor.policy.outcome import RankExit
+from kempner.supervisor.policy.outcome import RankExit, with_lack_of_memory
 
 AGAIN = 0.2
 """Seconds between two attempts to connect."""
@@ -230,9 +230,6 @@ class RankSetup(Protocol):
     def bindings(self, given: Sequence[TaskBinding], ranks: int) -> Sequence[TaskBinding]:
         """The binding of each rank; `given` are those of `StartRanks`."""
 
-    def oom_kills(self) -> int:
-        """The number of processes that the kernel has killed for lack of memory."""
-
 
 class AgentRankSetup:
     """For an agent that is a process of its own, on one of several nodes."""
@@ -266,14 +263,16 @@ class AgentRankSetup:
     def bindings(self, given: Sequence[TaskBinding], ranks: int) -> Sequence[TaskBinding]:
         return bindings_of_ranks(given, os.sched_getaffinity(0), ranks)
 
-    def oom_kills(self) -> int:
-        """Those of the job on this node."""
-        try:
-            group = memory_group()
-            return 0 if group is None else group.oom_kills()
-        except OSError as error:
-            logger().warning("the control group cannot be read", reason=str(error))
-            return 0
+
+def _oom_kills() -> tuple[int, str]:
+    """The out-of-memory kills in the job's control group on this node, or else in this process's,
+    and the path of that group."""
+    try:
+        group = memory_group()
+        return (0, "") if group is None else (group.oom_kills(), str(group.path))
+    except OSError as error:
+        logger().warning("the control group cannot be read", reason=str(error))
+        return 0, ""
 
 
 class NodeAgent:
@@ -296,7 +295,7 @@ class NodeAgent:
         receiver = CopyReceiver(copies, secret, addresses, node_name(os.environ))
         self._slots = SlotKeeper(SlotHolder(), copies, receiver.listen)
         self._incoming: SimpleQueue[_Event] = SimpleQueue()
-        self._attempt = 0
+        self._attempt = self._oom_kills = 0
         self._found: Mapping[int, Stillness] = {}
         self._gpus = GpuWatch(self._report_gpu)
         self._cleared = 0
@@ -359,7 +358,7 @@ class NodeAgent:
 
     def _answer(self, question: Question) -> None:
         left = tuple(pid for pid in question.pids if still_runs(pid))
-        seen = tuple(map(of_process, question.look))
+        seen = tuple(map(describe_process, question.look))
         vitals, slots = answer_text(question.about), reply_text(self._slots, question.slots)
         self._link.say(Answer(question.number, vitals, left, seen, slots))
 
@@ -436,6 +435,7 @@ class NodeAgent:
     def _start(self, order: StartRanks) -> None:
         self._children.forget(self._here.gone_within)
         self._children.prepare(self._program)
+        self._oom_kills, _ = _oom_kills()
         self._sender.end()
         self._slots.copies.clear()
         launch = order.launch.open(self._secret, order.attempt)
@@ -463,7 +463,10 @@ class NodeAgent:
             self._sender.begin(order.buddy, lent)
 
     def _post(self, attempt: int, end: RankExit) -> None:
-        kills = 0 if end.ended_by_us or end.status != -SIGKILL else self._here.oom_kills()
+        kills = 0
+        if not end.ended_by_us and end.status:
+            kills, group = _oom_kills()
+            end = with_lack_of_memory(end, group) if kills > self._oom_kills else end
         sent: Sent = "stop" if end.asked else "none"
         if end.unstarted:
             sent = "nothing"

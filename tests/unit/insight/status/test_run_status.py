@@ -178,6 +178,10 @@ def step(number: int, **fields: object) -> dict[str, object]:
             [step(10), step(30), {"step": 30, "eval_loss": 1.5}],
             {"step": 30, "eval_loss": 1.5, "tokens_per_second": 50.0, "seconds_left": 120.0},
         ),
+        (
+            [step(10), {"step": 10, "eval_sets": {"code": {"loss": 1.5, "perplexity": None}}}],
+            {"step": 10, "eval_loss": None, "eval_sets": {"code": {"loss": 1.5}}},
+        ),
         (  # What the first of them waited was before it.
             [
                 step(10, data_seconds=9.0, wait_seconds=9.0, save_seconds=9.0),

@@ -175,7 +175,7 @@ def import_(
 
 
 def _one_of(given: Mapping[str, Path | None]) -> Path:
-    """The path that was given in one of several ways. Raises `UsageError`."""
+    """The path that was given by one of several options. Raises `UsageError`."""
     found = [path for path in given.values() if path is not None]
     if len(found) != 1:
         raise UsageError(f"give {' or '.join(given)}{', not both' * bool(found)}")
@@ -202,7 +202,8 @@ def _import_hugging_face(
 
 
 def _own_checkpoint(source: Path) -> Path | None:
-    """The checkpoint of kempner that is meant; None if it must be a stock one."""
+    """The kempner checkpoint in `source`; None if it must be one of
+    torch.distributed.checkpoint."""
     if not (source / MANIFEST).is_file() and (source / METADATA).is_file():
         return None
     try:
@@ -256,10 +257,8 @@ def _import_stock(source: Path, folder: Path, step: int | None, cursor: int | No
 
 @contextmanager
 def _into(out: Path) -> Iterator[None]:
-    """Makes the folders that `out` is in; they go again if it fails.
-
-    Says in a sentence why `out` cannot be made.
-    """
+    """Create the parents of `out`; remove them again, and raise `UsageError` or as `cannot_write`,
+    if the block fails."""
     missing = [folder for folder in out.parents if not folder.is_dir()]
     for folder in missing:
         if folder.exists():

@@ -164,6 +164,7 @@ def patterns(part: Any) -> Iterator[str]:
     if isinstance(part, dict):
         if isinstance(part.get("pattern"), str):
             yield part["pattern"]
+        yield from part.get("patternProperties", ())
         part = list(part.values())
     for inner in part if isinstance(part, list) else ():
         yield from patterns(inner)

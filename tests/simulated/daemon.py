@@ -220,7 +220,8 @@ class Daemon:
             self._job_ends = None if left is None else self._awake() + left
             if end is not None and not seen.running and seen.may_go_back:
                 end += self._world.setting.kill_wait
-            self._board.tell_end(end, end)
+            preempted = seen.times.preempt is not None  # Slurm requeues it itself
+            self._board.tell_end(None if preempted else end, end)
 
     def _stop_for_job_end(self) -> None:
         if self._first is None or self._seen is None:

@@ -122,7 +122,9 @@ class Slurm:
             self._end(job, again=False)
 
     def cancel(self, job: Job) -> None:
-        """scancel."""
+        """scancel, which is refused once Slurm ends the job by itself."""
+        if job.state == "COMPLETING" and not job.again and not job.cancelled and job.reason:
+            return
         job.cancelled = True
         if job.state == "PENDING":
             job.state = "CANCELLED"

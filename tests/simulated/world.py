@@ -21,6 +21,7 @@ from kempner.supervisor.launchers.agents import last_resort
 from kempner.supervisor.launchers.agents.node_agent import ALONE
 from kempner.supervisor.policy import restart
 from kempner.supervisor.watchdog.board import JobBoard
+from kempner.supervisor.watchdog.watch import LOOK_EVERY
 from kempner.training.rank_link import rank_link
 from simulated import strikes
 from simulated.batch import KILLED, Batch
@@ -219,7 +220,7 @@ class World(Storage):
         if scontrol.decide_orphan_requeue(state, launch, superseded=False).requeue:
             if not self.slurm.requeue(job, launch):
                 self.record(Requeued(self.history.last_step, job.id))
-        elif state.may_go_back and state.may_requeue:
+        elif state.may_go_back and state.may_requeue and state.restarts == launch:
             raise Violation(Invariant.UNFINISHED, "the ranks leave a job without a supervisor")
 
     def lose_supervisor(self, job: Job) -> None:
@@ -310,11 +311,13 @@ class World(Storage):
     def _why_stranded(self, job: Job) -> str:
         """What nothing of kempner's can help: only then a job that was not cancelled ends.
 
-        A process asks for the requeue until Slurm kills it, KillWait after the end: at most one
-        pause between two questions lies between its last one and that."""
-        if self.engine.now - self.mute_until < LONGEST_PAUSE:
+        A process asks for the requeue until Slurm kills it, KillWait after the end: between its
+        last question and that lies one pause, and a look of the watchdog's at what the supervisor
+        has heard."""
+        last = LONGEST_PAUSE + 2 * LOOK_EVERY
+        if self.engine.now - self.mute_until < last:
             return "Slurm gave no answer until it had ended the job"
-        if self.engine.now - job.no_room_until < LONGEST_PAUSE and job.agents == {job.batch_host}:
+        if self.engine.now - job.no_room_until < last and job.agents == {job.batch_host}:
             return "no process could be made on its only node until Slurm had ended the job"
         if job.agents <= job.lost:
             return "all nodes with a process of kempner's were lost"

@@ -72,7 +72,7 @@ from kempner.supervisor.policy.stop import (
     AttemptState,
     Deadline,
     StopOrder,
-    StopSoFar,
+    StopStatus,
     Trigger,
     renew,
     time_to_abandon,
@@ -128,7 +128,7 @@ class AttemptFollower:
     ) -> None:
         self.attempt, self.roster, self.job = attempt, roster, job
         self._launcher, self._channel = launcher, channel
-        self.times, self.stop = times, StopSoFar()
+        self.times, self.stop = times, StopStatus()
         self._record = partial(ledger.record, attempt=attempt.number)
         supervise, resilience, now = config.supervise, config.resilience, times.now()
         graces = {

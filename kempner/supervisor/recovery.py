@@ -49,18 +49,18 @@ from kempner.supervisor.policy.outcome import Decision, RankExit, is_lost
 from kempner.supervisor.policy.restart import (
     FAILURES,
     HEALED_BY_A_RESTART,
-    WORTH_IT,
+    SALVAGEABLE,
     Failure,
     RestartDecision,
-    as_it_worked_before,
+    blame_environment,
     decide_restart,
     decide_salvage,
     decide_storage_restart,
     dismissed_steps,
     find_outage,
-    in_vain,
     prevents_restart,
     salvage_patience,
+    useless_salvage,
 )
 from kempner.supervisor.preflight import nodes_to_exclude
 
@@ -73,7 +73,7 @@ def salvage(context: SupervisorContext, follower: AttemptFollower, decision: Dec
 
     Raises `SupersededError` if a newer attempt owns the run."""
     wanted = context.program.ours and context.config.checkpoint.in_memory
-    if not wanted or decision.code not in WORTH_IT:
+    if not wanted or decision.code not in SALVAGEABLE:
         return
     try:
         attempt, history = follower.attempt, context.history
@@ -86,13 +86,13 @@ def salvage(context: SupervisorContext, follower: AttemptFollower, decision: Dec
         logger().warning("the steps in memory cannot be salvaged", reason=str(error))
 
 
-def dismiss_if_in_vain(context: SupervisorContext, attempt: Attempt, reached: int) -> None:
+def dismiss_useless_salvage(context: SupervisorContext, attempt: Attempt, reached: int) -> None:
     """After a failure in step `reached`: a salvaged step gets one chance, and where none was made
     after it, the checkpoint before it is the newest again.
 
     Raises as `StorageWaits.retry`."""
     history = context.history
-    step = in_vain(history, attempt.number, reached)
+    step = useless_salvage(history, attempt.number, reached)
     if step is None:
         return
     folder = _folder(context)
@@ -282,7 +282,7 @@ def restart_or_finish(
 ) -> Decision | None:
     """Get ready to start again after a failure; how the run ends if that makes no sense."""
     if decision.code is ExitCode.USAGE:
-        decision = as_it_worked_before(decision, _has_worked(context.history, earlier))
+        decision = blame_environment(decision, _has_worked(context.history, earlier))
     why = follower.stop.reason
     if decision.code is ExitCode.STOPPED and (
         why.changes_nodes or (not context.signals.received and context.growth.explains(why))
@@ -310,7 +310,7 @@ def restart_or_finish(
         return replace(decision, code=ExitCode.STOPPED, reason=reason)
     end = _start_again(context, follower, decision, verdict, bad)
     if end is None:
-        dismiss_if_in_vain(context, attempt, failure.step)
+        dismiss_useless_salvage(context, attempt, failure.step)
     return end
 
 

@@ -40,7 +40,6 @@ def main() -> None:
         num_generations=4,  # completions of a prompt
         steps_per_generation=4,  # generated at once for two optimizer steps,
         num_iterations=2,  # and trained on twice
-        beta=0.04,
         max_completion_length=6,
         learning_rate=1e-3,
         save_steps=5,

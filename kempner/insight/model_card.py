@@ -1,6 +1,6 @@
 """The card of an exported model: README.md for Hugging Face, of what the run itself knows.
 
-A card may be read by anyone: it names no path, host or account, and of the configuration only what
+A card is public: it names no path, host or account, and of the configuration only what
 the weights depend on.
 """
 

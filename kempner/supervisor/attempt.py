@@ -299,7 +299,7 @@ class AttemptFollower:
                 self.times.clock.woke_at,
                 self._launcher.agents.waits,
                 frozenset(end.rank for end in self.roster.ends),
-                self._launcher.still(),
+                self._launcher.activity(),
             ),
         )
 

@@ -26,7 +26,6 @@ from kempner.cli.checkpoint.hugging_face import (
 from kempner.cli.checkpoint.trained_on import Data, Step, run_of_checkpoint
 from kempner.cli.progress import busy, counter
 from kempner.cluster.machine import raise_open_file_limit
-from kempner.insight.model_card import CARD, card, keep_base_model, known_facts
 from kempner.run.process.exit_codes import UsageError, cannot_write
 
 
@@ -126,6 +125,7 @@ def write_model(
     with busy("importing torch"):
         from kempner.checkpoint.convert.export import export_safetensors, model_tensors
         from kempner.checkpoint.convert.tensor_copy import Source, total
+        from kempner.insight.model_card import CARD, card, known_facts
 
     with reading_at(chosen, inspect.warn_unmarked):
         source = Source.open(chosen)
@@ -204,7 +204,7 @@ def import_(
 
 
 def _one_of(given: Mapping[str, Path | None]) -> Path:
-    """The path that was given in one of several ways. Raises `UsageError`."""
+    """The path that was given by one of several options. Raises `UsageError`."""
     found = [path for path in given.values() if path is not None]
     if len(found) != 1:
         raise UsageError(f"give {' or '.join(given)}{', not both' * bool(found)}")
@@ -218,6 +218,7 @@ def _import_hugging_face(
         from kempner.checkpoint.convert.import_safetensors import import_weights
         from kempner.checkpoint.convert.tensor_copy import total
         from kempner.checkpoint.format.manifest import TrainState
+        from kempner.insight.model_card import keep_base_model
 
     section, weights = read_model(source, vocab_multiple)
     state = TrainState(step or 0, cursor or 0)
@@ -232,7 +233,8 @@ def _import_hugging_face(
 
 
 def _own_checkpoint(source: Path) -> Path | None:
-    """The checkpoint of kempner that is meant; None if it must be a stock one."""
+    """The kempner checkpoint in `source`; None if it must be one of
+    torch.distributed.checkpoint."""
     if not (source / MANIFEST).is_file() and (source / METADATA).is_file():
         return None
     try:
@@ -286,10 +288,8 @@ def _import_stock(source: Path, folder: Path, step: int | None, cursor: int | No
 
 @contextmanager
 def _into(out: Path) -> Iterator[None]:
-    """Makes the folders that `out` is in; they go again if it fails.
-
-    Says in a sentence why `out` cannot be made.
-    """
+    """Create the parents of `out`; remove them again, and raise `UsageError` or as `cannot_write`,
+    if the block fails."""
     missing = [folder for folder in out.parents if not folder.is_dir()]
     for folder in missing:
         if folder.exists():

@@ -80,7 +80,7 @@ class Exchange:
     def _explained(self) -> Iterator[None]:
         from huggingface_hub import errors
 
-        # Of all errors of the HTTP library, whichever the hub's library has.
+        # The base of all errors of the HTTP library, whichever one the hub's library uses.
         transport: Any = errors.HfHubHTTPError.__bases__[0]
         try:
             yield

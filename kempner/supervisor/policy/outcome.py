@@ -23,8 +23,7 @@ NAMED = 8
 PRINTED_LAST = "it printed last: "
 """Begins what is said of a rank that has told nothing of its failure: it may have to do with it."""
 
-OUT_OF_MEMORY = "out of memory: the kernel killed it"
-BESIDE = "out of memory: the kernel killed a process beside it"
+OUT_OF_MEMORY = "out of memory: the kernel killed"
 """Begins what is said of such a rank."""
 
 
@@ -191,9 +190,9 @@ def with_lack_of_memory(end: RankExit, group: str) -> RankExit:
     attempt began: the rank, or another process, such as one that it had started."""
     first, *others = end.sentence.split("\n")
     if end.status == -signal.SIGKILL:
-        first = f"{OUT_OF_MEMORY} (oom_kill of {group})"
+        first = f"{OUT_OF_MEMORY} it (oom_kill of {group})"
     elif end.status not in _SAYS_NOTHING:
-        first += f"{'; ' if first else ''}{BESIDE} (oom_kill of {group})"
+        first += f"{'; ' if first else ''}{OUT_OF_MEMORY} a process beside it (oom_kill of {group})"
     return replace(end, sentence="\n".join([first, *others]))
 
 

@@ -62,7 +62,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "generations": {"num_iterations": 2},
     "buffered": {  # completions for four steps, in the middle of which a stop may come
         **{"steps_per_generation": 4, "num_iterations": 2, "gradient_accumulation_steps": 2},
-        **{"per_device_train_batch_size": BATCH // 2 // record.WORLD, "beta": 0.1},
+        **{"per_device_train_batch_size": BATCH // 2 // record.WORLD},
     },
 }
 

@@ -63,8 +63,8 @@ def _fetch(
 ) -> dict[str, int]:
     from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
-    # Asked before: where the hub does not answer, snapshot_download takes what is in the folder
-    # for the whole.
+    # Asked first: if the hub does not answer, snapshot_download takes the folder's files for
+    # all of them.
     commit = api.repo_info(repository, revision=revision).sha
     there = files_of(api, repository, str(commit))
     if not there:
@@ -95,7 +95,7 @@ def _check(folder: Path, file: RepoFile, known: object) -> list[Any]:
         if known == proof or _digest(path, file) == digest:
             return proof
     path.unlink(missing_ok=True)
-    raise CannotReadError(f"{path} did not come whole; the same command goes on from here")
+    raise CannotReadError(f"{path} is incomplete, or damaged; the same command goes on from here")
 
 
 def _digest(path: Path, file: RepoFile) -> str:

@@ -153,7 +153,7 @@ def files_of(api: HfApi, repository: str, commit: str) -> dict[str, RepoFile]:
 
 @contextmanager
 def one_at_a_time(folder: Path, lock_file: str) -> Iterator[None]:
-    """Where several processes work on a folder, one does and the others wait. Raises
+    """If several processes use a folder, one works on it and the others wait. Raises
     `CannotWriteError` for what the folder's disk refuses."""
     try:
         path = folder / lock_file
@@ -161,7 +161,7 @@ def one_at_a_time(folder: Path, lock_file: str) -> Iterator[None]:
         with open(path, "a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            except OSError as error:  # the hub's library locks single files in its own way
+            except OSError as error:  # no locks here; the hub's library locks single files itself
                 if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
                     raise
             yield

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kempner.cli.checkpoint.hub import (
-    Exchange,
+    HubExchange,
     RepositoryArgument,
     RetriesOption,
     files_of,
@@ -50,7 +50,7 @@ def download(
 
     The token for private models is taken from HF_TOKEN.
     """
-    api, exchange = open_hub("download"), Exchange(repository, revision, "downloaded", "read")
+    api, exchange = open_hub("download"), HubExchange(repository, revision, "downloaded", "read")
     with one_at_a_time(output_dir, _LOCK):
         files = exchange.persist(
             lambda: _fetch(api, repository, revision, output_dir, ignore_patterns or []), retries

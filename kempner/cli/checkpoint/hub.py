@@ -53,7 +53,7 @@ def open_hub(command: str) -> HfApi:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class HubExchange:
     """What is done with a repository, as sentences say it: `done` is "downloaded", and `right`
     "read"."""
 
@@ -88,7 +88,7 @@ class Exchange:
             raise
         except errors.HFValidationError as error:
             raise UsageError(
-                f"{self.repository} is no name of a model; write OWNER/NAME"
+                f"{self.repository} is not the name of a model; write OWNER/NAME"
             ) from error
         # The library checks few answers: what makes no sense raises any of these, and an upload
         # wraps whatever it met.

@@ -17,7 +17,7 @@ from kempner.cli.checkpoint.convert import (
     write_model,
 )
 from kempner.cli.checkpoint.hub import (
-    Exchange,
+    HubExchange,
     RepositoryArgument,
     RetriesOption,
     files_of,
@@ -53,7 +53,10 @@ def push(
     After an interruption, run it again: what was uploaded is not sent twice, and until all is
     there the repository shows nothing of it. The token is that of HF_TOKEN, or of `hf auth login`.
     """
-    api, exchange = open_hub("checkpoint push"), Exchange(repository, revision, "uploaded", "write")
+    api, exchange = (
+        open_hub("checkpoint push"),
+        HubExchange(repository, revision, "uploaded", "write"),
+    )
     check_tokenizer(data, tokenizer)
     chosen = pick(*locate(directory), step)
     work = run_of_checkpoint(directory, chosen).exports

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kempner.checkpoint.store.retention import locate
 from kempner.cli.checkpoint.download import _fetch
-from kempner.cli.checkpoint.hub import Exchange
+from kempner.cli.checkpoint.hub import HubExchange
 from kempner.cli.checkpoint.push import _create, _upload
 from kempner.run.process.exit_codes import RunError
 
@@ -169,7 +169,7 @@ def test_whatever_the_hub_answers_ends_in_a_sentence_and_shows_no_half(
     whole = {"model.safetensors": b"weights" * 200, "README.md": b"---\ntags: [a]\n---\n"}
     for name, content in whole.items():
         (folder / "model" / name).write_bytes(content)
-    exchange, said = Exchange("ours/new", "main", "uploaded", "write"), list[str]()
+    exchange, said = HubExchange("ours/new", "main", "uploaded", "write"), list[str]()
     with (
         serving(Hub(token=TOKEN)) as hub,
         pytest.MonkeyPatch.context() as patch,

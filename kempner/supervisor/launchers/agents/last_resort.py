@@ -34,6 +34,10 @@ ASKING = 8
 TURN = 2.0
 """Seconds after an agent in which the next one has its turn."""
 
+STORAGE_WITHIN, TOLD_WITHIN = 15.0, 5.0
+"""Seconds that an agent which could leave waits for storage: to say whether the run has a
+supervisor, which takes a few renewals of its lease, and to take what was done."""
+
 TRY_FOR = 60.0
 """Seconds for which to ask a Slurm that does not answer; as a rule it ends this process before."""
 
@@ -50,48 +54,62 @@ def decide_last_resort(
 
 class LastResort:
     """What the agent of a node does for its job when its supervisor is gone. `task` is its place
-    among the job's agents."""
+    among the job's agents, `number` and `restarts` say which launch of which job it belongs to.
+
+    A thread does it: neither storage that hangs nor ranks that are stuck hold it up for long."""
 
     def __init__(
-        self, run: RunDirectory, task: int, restarts: int, means: SlurmAccess | None = None
+        self,
+        run: RunDirectory,
+        task: int,
+        number: str,
+        restarts: int,
+        means: SlurmAccess | None = None,
     ) -> None:
-        self._run, self._task, self._restarts, self._means = run, task, restarts, means
+        self._run, self._task, self._means = run, task, means
+        self._launch = number, restarts
         self._thread: threading.Thread | None = None
-        self._leaves = threading.Event()
+        self._leaves, self._asks, self._asked = (threading.Event() for _ in range(3))
 
     @classmethod
     def here(cls, run: RunDirectory, environ: Mapping[str, str]) -> LastResort:
         """Of this process, the task of a step."""
-        return cls(run, int(environ["SLURM_PROCID"]), restart_count(environ))
+        task, number = int(environ["SLURM_PROCID"]), environ["SLURM_JOB_ID"]
+        return cls(run, task, number, restart_count(environ))
 
-    def begin(self, job: str | None, attempt: int) -> None:
-        """Slurm has told the agents to leave, and the supervisor is gone: see to the job, once,
-        from a thread. The ranks may be stuck until Slurm kills them."""
+    def begin(self, job: str | None, attempt: int, ending: bool = True) -> None:
+        """The supervisor is gone: see to the job, once. `ending` as in `decide_last_resort`."""
         if job is not None and self._thread is None and self._task < ASKING:
-            act = partial(self._put_back, job, attempt, ending=True)
+            act = partial(self._see_to_it, job, attempt, ending)
             self._thread = started(helper_thread(act, "last resort"))
 
     def finish(self, job: str | None, attempt: int) -> None:
         """The agent leaves because the supervisor is gone, and no rank is left here."""
-        if self._thread is not None:
-            self._leaves.set()
-            self._thread.join()
-        elif job is not None and self._task < ASKING:
-            self._put_back(job, attempt, ending=False)
+        self.begin(job, attempt, ending=False)
+        self._leaves.set()
+        if self._thread is not None and self._asks.wait(STORAGE_WITHIN):
+            self._asked.wait()
+            self._thread.join(TOLD_WITHIN)
+
+    def _see_to_it(self, job: str, attempt: int, ending: bool) -> None:
+        self._leaves.wait(self._task * TURN)
+        try:
+            if not self._supervisor_sees_to_it(ending):
+                self._put_back(job, attempt, ending)
+        finally:
+            self._asks.set()
+            self._asked.set()
 
     def _put_back(self, job: str, attempt: int, ending: bool) -> None:
-        self._leaves.wait(self._task * TURN)
-        if self._supervisor_sees_to_it(ending):
-            return
-        history = self._history()
+        history, superseded = self._history(), self._is_superseded()
         again = requeues_without_progress(history, job, history.last_step)
-        fruitless = again >= MAX_REQUEUES_WITHOUT_PROGRESS
-
-        def decide(state: JobState) -> RequeueDecision:
-            superseded = self._is_superseded(state)
-            return decide_last_resort(state, self._restarts, superseded, fruitless, ending)
-
+        fruitless, (_, restarts) = again >= MAX_REQUEUES_WITHOUT_PROGRESS, self._launch
+        decide = lambda state: decide_last_resort(  # noqa: E731
+            state, restarts, superseded, fruitless, ending
+        )
+        self._asks.set()
         end = scontrol.put_back(job, decide, time.monotonic() + TRY_FOR, means=self._means)
+        self._asked.set()
         logger().info(end.reason)
         if end.outcome is RequeueOutcome.DONE and end.asked is not None:
             held = end.asked.nodes.held
@@ -109,14 +127,14 @@ class LastResort:
             logger().warning("cannot see whether the run has a supervisor", reason=error.strerror)
             return False
 
-    def _is_superseded(self, job: JobState) -> bool:
+    def _is_superseded(self) -> bool:
         """Whether another launch has the run by now, as far as storage says."""
         try:
             seen = look(self._run.supervisors)
         except OSError:
             return False
         holder = None if seen is None else seen.holder
-        return holder is not None and (holder.job, holder.restarts) != (job.id, self._restarts)
+        return holder is not None and (holder.job, holder.restarts) != self._launch
 
     def _history(self) -> RunHistory:
         try:

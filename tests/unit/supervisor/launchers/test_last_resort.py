@@ -15,6 +15,7 @@ from kempner.run.record.events import Requeued
 from kempner.run.record.lease import RELEASED, Holder
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.run.record.run_dir import RunDirectory
+from kempner.supervisor.launchers.agents import last_resort
 from kempner.supervisor.launchers.agents.last_resort import ASKING, LastResort
 
 RUNNING, LIMIT, SCRIPT_DIED = "RUNNING None", "COMPLETING TimeLimit", "COMPLETING JobLaunchFailure"
@@ -72,7 +73,7 @@ def test_an_agent_asks_where_no_other_process_does(
 ) -> None:
     owned(run)
     slurm = Slurm(shown)
-    agent = LastResort(run, 0, 2, slurm.means)
+    agent = LastResort(run, 0, "7", 2, slurm.means)
     if ending:
         agent.begin("7", 3)
     agent.finish("7", 3)
@@ -86,10 +87,10 @@ def test_a_supervisor_that_has_left_in_order_has_decided_what_becomes_of_its_job
 ) -> None:
     owned(run, beat=RELEASED)
     slurm = Slurm(SCRIPT_DIED)  # as Slurm calls any end with another code than 0
-    agent = LastResort(run, 0, 2, slurm.means)
+    agent = LastResort(run, 0, "7", 2, slurm.means)
     agent.begin("7", 3)
     agent.finish("7", 3)
-    LastResort(run, 0, 2, slurm.means).finish("7", 3)
+    LastResort(run, 0, "7", 2, slurm.means).finish("7", 3)
     assert slurm.requeues == 0
 
 
@@ -104,10 +105,29 @@ def test_a_supervisor_that_is_only_out_of_reach_keeps_its_job(run: RunDirectory)
 
     renewals = threading.Thread(target=renew)
     renewals.start()
-    LastResort(run, 0, 2, slurm.means).finish("7", 3)
+    LastResort(run, 0, "7", 2, slurm.means).finish("7", 3)
     over.set()
     renewals.join()
     assert slurm.requeues == 0
+
+
+def test_storage_that_hangs_keeps_no_agent(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+
+    def hang(folder: Path) -> None:
+        over.wait()
+        raise OSError
+
+    monkeypatch.setattr(last_resort, "look", hang)
+    monkeypatch.setattr(last_resort, "STORAGE_WITHIN", 0.1)
+    slurm = Slurm(LIMIT)
+    agent = LastResort(run, 0, "7", 2, slurm.means)
+    agent.begin("7", 3)
+    agent.finish("7", 3)
+    assert slurm.requeues == 0
+    over.set()
 
 
 def test_a_launch_that_is_over_a_job_in_vain_and_a_distant_agent_ask_for_nothing(
@@ -115,11 +135,11 @@ def test_a_launch_that_is_over_a_job_in_vain_and_a_distant_agent_ask_for_nothing
 ) -> None:
     slurm = Slurm(RUNNING)
     owned(run, restarts=3)
-    LastResort(run, 0, 2, slurm.means).finish("7", 3)
+    LastResort(run, 0, "7", 2, slurm.means).finish("7", 3)
     owned(run)
-    LastResort(run, ASKING, 2, slurm.means).finish("7", 3)
-    LastResort(run, 0, 2, slurm.means).finish(None, 3)
+    LastResort(run, ASKING, "7", 2, slurm.means).finish("7", 3)
+    LastResort(run, 0, "7", 2, slurm.means).finish(None, 3)
     for _ in range(3):
         Ledger(run.ledger).record(Requeued(None, "7"), 3)
-    LastResort(run, 0, 2, slurm.means).finish("7", 3)
+    LastResort(run, 0, "7", 2, slurm.means).finish("7", 3)
     assert slurm.requeues == 0

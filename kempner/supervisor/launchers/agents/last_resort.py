@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from kempner.cluster.slurm import scontrol
+from kempner.cluster.slurm.command import SlurmError
 from kempner.cluster.slurm.job import JobState, restart_count
 from kempner.cluster.slurm.scontrol import RequeueDecision, RequeueOutcome, SlurmAccess
 from kempner.run.output.logs import logger
@@ -92,15 +93,17 @@ class LastResort:
             self._thread.join(TOLD_WITHIN)
 
     def _see_to_it(self, job: str, attempt: int, ending: bool) -> None:
-        self._leaves.wait(self._task * TURN)
+        turn = time.monotonic() + self._task * TURN
+        if ending:
+            self._leaves.wait(self._task * TURN)
         try:
             if not self._supervisor_sees_to_it(ending):
-                self._put_back(job, attempt, ending)
+                self._put_back(job, attempt, ending, turn)
         finally:
             self._asks.set()
             self._asked.set()
 
-    def _put_back(self, job: str, attempt: int, ending: bool) -> None:
+    def _put_back(self, job: str, attempt: int, ending: bool, turn: float) -> None:
         history, superseded = self._history(), self._is_superseded()
         again = requeues_without_progress(history, job, history.last_step)
         fruitless, (_, restarts) = again >= MAX_REQUEUES_WITHOUT_PROGRESS, self._launch
@@ -108,6 +111,9 @@ class LastResort:
             state, restarts, superseded, fruitless, ending
         )
         self._asks.set()
+        if not self._may_be_needed(job, decide):
+            return
+        time.sleep(max(0.0, turn - time.monotonic()))
         end = scontrol.put_back(job, decide, time.monotonic() + TRY_FOR, means=self._means)
         self._asked.set()
         logger().info(end.reason)
@@ -115,6 +121,13 @@ class LastResort:
             held = end.asked.nodes.held
             told = Requeued(history.last_step, job, end.asked.restarts, held, reason=end.reason)
             Ledger(self._run.ledger).record(told, attempt)
+
+    def _may_be_needed(self, job: str, decide: Callable[[JobState], RequeueDecision]) -> bool:
+        """Whether there is something to wait for: an agent that leaves holds up its job."""
+        try:
+            return decide((self._means or SlurmAccess()).look(job)).requeue
+        except SlurmError:
+            return True
 
     def _supervisor_sees_to_it(self, ending: bool) -> bool:
         """Whether the run's supervisor has left in order, or, in a job that is not `ending`, is

@@ -54,7 +54,9 @@ def run(tmp_path: Path) -> RunDirectory:
 def owned(run: RunDirectory, restarts: int = 2, beat: str = "4") -> None:
     """By a supervisor on another machine that renews its lease no more."""
     holder = Holder("node1", "boot-a/1", 10, 500, "7", restarts, "now", lasts=0.1)
-    (run.supervisors / "1").write_text(f"{beat}\n{json.dumps(asdict(holder))}\n")
+    whole = run.supervisors / "new"
+    whole.write_text(f"{beat}\n{json.dumps(asdict(holder))}\n")
+    whole.replace(run.supervisors / "1")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch import Tensor
 from kempner.checkpoint.convert.export import MODEL
 from kempner.checkpoint.convert.import_dcp import StockCheckpoint
 from kempner.checkpoint.convert.import_safetensors import find_tensors
-from kempner.checkpoint.convert.tensor_copy import Source, dtype_of, length
+from kempner.checkpoint.convert.tensor_copy import Merged, Source, dtype_of, length
 from kempner.checkpoint.format.contents import Saved
 from kempner.run.process.exit_codes import DataError
 
@@ -143,13 +143,15 @@ _TABLES = (f"{MODEL}embed.weight", f"{MODEL}output.weight")
 class Side:
     """What is compared. `kind` says in a word or two what it is. `read` gives whole tensors by
     their names in `tensors`, in the order that it is given, and holds 256 MiB of them, or the
-    largest one. `rows` is how many rows of a table stand for tokens, where that is known."""
+    largest one. `rows` is how many rows of a table stand for tokens, where that is known. `merged`
+    is the model alone, where that is not simply a part of the tensors."""
 
     path: Path
     kind: str
     tensors: Mapping[str, Saved]
     read: Read
     rows: Mapping[str, int] = field(default_factory=dict)
+    merged: Side | None = None
 
 
 def own(checkpoint: Path) -> Side:
@@ -157,7 +159,11 @@ def own(checkpoint: Path) -> Side:
     source = Source.open(checkpoint)
     tokens = source.manifest.identity.model.get("vocab_size")
     rows = dict.fromkeys(_TABLES, tokens) if isinstance(tokens, int) else {}
-    return Side(checkpoint, "kempner", source.contents.tensors, source.read, rows)
+    side = Side(checkpoint, "kempner", source.tensors, source.read, rows)
+    if source.base is None:
+        return side
+    whole = Merged.of(source)
+    return replace(side, merged=replace(side, tensors=whole.tensors, read=whole.read))
 
 
 def stock(path: Path) -> Side:
@@ -179,6 +185,8 @@ def safetensors(folder: Path) -> Side:
 
 
 def model_of(side: Side) -> Side:
+    if side.merged is not None:
+        return side.merged
     return without(side, {name for name in side.tensors if not name.startswith(MODEL)})
 
 

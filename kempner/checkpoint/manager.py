@@ -17,7 +17,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -155,8 +155,9 @@ class CheckpointEngine(Checkpoints):
 
     `keep` says which checkpoints stay. Without `background` a save is waited for at once.
     `durations` is what is known of earlier saves, `registered` what is saved beside model and
-    optimizer, `memory` where steps are kept, if they are to be. Raises `UsageError`, on all ranks
-    alike, if a checkpoint cannot hold the state; `check_state` does so for what appears later.
+    optimizer, `memory` where steps are kept, if they are to be. `begin` gives what trains its first
+    values, where the model's own weights are in a `Base`. Raises `UsageError`, on all ranks alike,
+    if a checkpoint cannot hold the state; `check_state` does so for what appears later.
     """
 
     def __init__(
@@ -170,8 +171,11 @@ class CheckpointEngine(Checkpoints):
         durations: Durations = Durations(),  # noqa: B008 - frozen
         registered: RegisteredObjects = NOTHING,
         memory: StepMemory | None = None,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(context, keep, durations)
+        base = context.identity.base
+        pinned = keep.pinned if base is None else keep.pinned | {base.step}
+        super().__init__(context, replace(keep, pinned=pinned), durations)
         self._background = background
         self._restorer = StateRestorer(
             context,
@@ -179,6 +183,7 @@ class CheckpointEngine(Checkpoints):
             optimizer,
             registered,
             None if memory is None else memory.lent,
+            begin,
         )
         room = self._pruner.make_room
         self._saver = BackgroundSaver(context, model, optimizer, registered, memory, room)

@@ -71,17 +71,22 @@ def load(
 
 def dumps(config: Config) -> str:
     """The configuration as TOML, which has no null: keys that are None, their default, are left
-    out."""
-    return tomli_w.dumps(config.model_dump(exclude_none=True))
+    out, and so are sections without a key."""
+    return tomli_w.dumps(_without_empty(config.model_dump(exclude_none=True)))
 
 
 def digest(config: Config) -> str:
     """SHA-256, in hexadecimal, of everything that `config` sets: the same wherever it is computed.
 
-    It covers the JSON of the non-null keys, sorted: a later optional key does not change it."""
-    document = config.model_dump(mode="json", exclude_none=True)
+    It covers the JSON of the non-null keys, sorted: a later optional key does not change it, nor
+    does a later section of such keys."""
+    document = _without_empty(config.model_dump(mode="json", exclude_none=True))
     canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _without_empty(sections: dict[str, Any]) -> dict[str, Any]:
+    return {name: section for name, section in sections.items() if section}
 
 
 def known_keys(schema: type[BaseModel] = Config) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from kempner.config.errors import COLLECTOR, NAME, PORTS
-from kempner.config.model import ModelSection
+from kempner.config.model import AdapterSection, ModelSection
 from kempner.config.resilience import ResilienceSection
 from kempner.config.section import (
     PURE,
@@ -530,6 +530,7 @@ class Config(Section):
     metrics: MetricsSection = MetricsSection()
     profiling: ProfilingSection = ProfilingSection()
     eval: EvalSection = EvalSection()
+    adapter: AdapterSection = AdapterSection()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -563,4 +564,25 @@ class Config(Section):
                     f"parallelism.tensor_parallel_degree={degree} does not work with {key}, which "
                     f"{why}; set it to 1, or remove {key}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _adapter_has_its_place(self) -> Self:
+        if self.adapter.rank is None:
+            return self
+        refused = {
+            "model.factory": (self.model.factory is not None, "has no layers of known names"),
+            'optimizer.name="muon"': (
+                self.optimizer.name == "muon",
+                "is for whole weight matrices, which do not train",
+            ),
+            "train.fp8": (self.train.fp8, "would replace the layers that have it"),
+            "adapter.dropout in a tensor group (parallelism.tensor_parallel_degree)": (
+                bool(self.adapter.dropout) and self.parallelism.tensor_parallel_degree > 1,
+                "would drop other elements of one input on each of its ranks",
+            ),
+        }
+        for key, (asked, why) in refused.items():
+            if asked:
+                raise ValueError(f"[adapter] does not work with {key}, which {why}; remove one")
         return self

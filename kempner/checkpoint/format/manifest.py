@@ -64,6 +64,8 @@ class TrainState:
 
 
 FORMAT: Final = 1
+NO_ATTEMPT: Final = 0
+"""The attempt in the names and the manifest of what belongs to no attempt of the run: an import."""
 BLOCK_BYTES: Final = 1 << 20
 _SIDECAR = re.compile(r"sums-(\d{5,})\.json")
 
@@ -97,13 +99,23 @@ class Origin:
 
 
 @dataclass(frozen=True)
+class Base:
+    """The checkpoint in the same folder that has the weights beside which an adapter is trained:
+    its step, and the digest of its data."""
+
+    step: int
+    digest: str
+
+
+@dataclass(frozen=True)
 class Identity:
     """What must fit between a checkpoint and the run that resumes from it.
 
     `world` is the number of ranks, `mesh` their device mesh by dimension, `data_fingerprint` and
     `seed` fix the order of the samples, `model` is the resolved model section, `optimizer` the name
     of the one whose state is saved. Of an imported checkpoint little of it is known: what is None
-    or empty is compared with nothing.
+    or empty is compared with nothing. A checkpoint with an `adapter` (`Adapter.fixed`) has that and
+    its optimizer's state only; the model's own weights are in `base`.
     """
 
     world: int
@@ -113,6 +125,20 @@ class Identity:
     model: Mapping[str, Any]
     optimizer: str | None = "adamw"
     origin: Origin = Origin()
+    adapter: Mapping[str, Any] | None = None
+    base: Base | None = None
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """Back from what `to_fields` gave. Raises `KeyError` or `TypeError` for something else."""
+        base = fields.get("base")
+        known = {"origin": Origin(**fields["origin"]), "base": base and Base(**base)}
+        return cls(**{**fields, **known})
+
+    def to_fields(self) -> dict[str, Any]:
+        """Plain JSON; of what most checkpoints lack, only what is set."""
+        absent = {name for name in ("adapter", "base") if getattr(self, name) is None}
+        return {name: value for name, value in asdict(self).items() if name not in absent}
 
 
 @dataclass(frozen=True)
@@ -135,7 +161,7 @@ def encode(manifest: Manifest) -> bytes:
     fields: dict[str, Any] = {
         "format": FORMAT,
         **asdict(manifest.train_state),
-        "identity": asdict(manifest.identity),
+        "identity": manifest.identity.to_fields(),
         "attempt": manifest.attempt,
         "created": manifest.created,
         "files": listed,
@@ -156,17 +182,13 @@ def decode(content: bytes, where: Path) -> Manifest:
             )
         return Manifest(
             train_state=TrainState.from_fields(fields),
-            identity=_identity(fields["identity"]),
+            identity=Identity.from_fields(fields["identity"]),
             attempt=fields["attempt"],
             created=fields["created"],
             files={_within(name): FileEntry(**e) for name, e in fields["files"].items()},
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{where} is damaged: it is not a manifest ({error})") from error
-
-
-def _identity(fields: Mapping[str, Any]) -> Identity:
-    return Identity(**{**fields, "origin": Origin(**fields["origin"])})
 
 
 def _within(name: str) -> str:
@@ -190,6 +212,12 @@ def read(checkpoint: Path, worked: bool = False) -> Manifest:
 def digest(manifest: Manifest) -> str:
     """What tells a checkpoint from every other one, wherever it is renamed to."""
     return whole_sum(encode(manifest))
+
+
+def data_digest(manifest: Manifest) -> str:
+    """What tells a checkpoint's tensors from others, whenever and by whatever they were written."""
+    sums = {name: e.xxh3_128 for name, e in manifest.files.items() if _SIDECAR.fullmatch(name)}
+    return whole_sum(_canonical(sums))
 
 
 def sidecar_name(rank: int) -> str:

@@ -19,6 +19,7 @@ from kempner.cli.checkpoint.hugging_face import (
     exported_form,
     is_hugging_face,
     read_model,
+    taken_from,
 )
 from kempner.cli.checkpoint.trained_on import Data, Step
 from kempner.cli.progress import busy, counter
@@ -59,6 +60,18 @@ DtypeOption = Annotated[
     WeightType | None,
     typer.Option(help="Type of the weights in safetensors; as in the checkpoint by default."),
 ]
+MergeOption = Annotated[
+    bool,
+    typer.Option("--merge", help="Of a run with an adapter: the whole model, with it added."),
+]
+BaseOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|DIR",
+        help="Of a run with an adapter: the model that it was imported from, for PEFT; by default "
+        "the folder of --tokenizer.",
+    ),
+]
 TokenizerOption = Annotated[
     Path | None,
     typer.Option(
@@ -79,9 +92,16 @@ def export(
     dtype: DtypeOption = None,
     data: Data = None,
     tokenizer: TokenizerOption = None,
+    merge: MergeOption = False,
+    base: BaseOption = None,
 ) -> None:
-    """Write a checkpoint in another format, verifying every block."""
-    given = {"--to-hf": to_hf, "--data": data, "--dtype": dtype, "--tokenizer": tokenizer}
+    """Write a checkpoint in another format, verifying every block.
+
+    Of a run with an adapter that is what PEFT reads, or with --merge the whole model; in other
+    formats than safetensors what the checkpoint itself holds.
+    """
+    given: dict[str, object] = {"--to-hf": to_hf, "--data": data, "--dtype": dtype}
+    given |= {"--tokenizer": tokenizer, "--merge": merge, "--base": base}
     if format_ is not Format.SAFETENSORS and (idle := [o for o, v in given.items() if v]):
         raise UsageError(f"{idle[0]} has no effect with --format {format_}")
     out = _one_of({"--out": out, "--to-hf": to_hf})
@@ -91,15 +111,15 @@ def export(
     chosen = pick(*locate(directory), step)
     with busy("importing torch"):
         from kempner.checkpoint.convert.export import export_dcp, export_safetensors, export_torch
-        from kempner.checkpoint.convert.export import model_tensors as weights
         from kempner.checkpoint.convert.tensor_copy import Source, total
 
     missing, hugging_face = "", format_ is Format.SAFETENSORS
     with reading_at(chosen, inspect.warn_unmarked):
-        source = Source.open(chosen)
-        tensors = weights(source) if hugging_face else source.contents.tensors
+        source = taken_from(Source.open(chosen), merge, base)
+        tensors = source.contents.tensors
         if hugging_face:
-            form, missing = exported_form(source, directory, dtype, data, tokenizer)
+            form, missing = exported_form(source, directory, dtype, data, tokenizer, base)
+            tensors = form.tensors
         with _into(out), counter(f"exporting {chosen.name}", total(tensors)) as on_bytes:
             if format_ is Format.TORCH:
                 export_torch(source, out, on_bytes)
@@ -218,6 +238,12 @@ def _import_own(checkpoint: Path, folder: Path, step: int | None, cursor: int | 
 
     with reading_at(checkpoint, inspect.warn_unmarked):
         manifest = place_of(read(checkpoint), step, cursor)
+        if manifest.identity.base is not None:
+            raise UsageError(
+                f"{checkpoint} holds an adapter, and not the weights beside it: make one model of "
+                f"both (kempner checkpoint export {checkpoint} --merge --to-hf DIR), and import "
+                "that"
+            )
         size = sum(entry.bytes for entry in manifest.files.values() if entry.sums is not None)
         with _into(folder), counter("importing", size) as on_bytes:
             path = import_own(checkpoint, manifest, folder, on_bytes)

@@ -45,8 +45,8 @@ from kempner.run.link.wire import Connection, connect, listen
 from kempner.run.process.exit_codes import StopReason
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.run_dir import RunDirectory
+from kempner.supervisor.control.rank_connections import RankChannel
 from kempner.supervisor.control.rank_hub import RankHub
-from kempner.supervisor.control.ranks import RankChannel
 from kempner.supervisor.launchers.agents.fleet import Fleet, FleetNews
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))

@@ -45,7 +45,7 @@ from kempner.run.output import logs
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.ledger import read_lines
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.control.ranks import RankChannel
+from kempner.supervisor.control.rank_connections import RankChannel
 from kempner.supervisor.launchers.agents.fleet import AgentDisconnected, Fleet, FleetNews
 from kempner.supervisor.launchers.agents.messages import ToAgent
 from kempner.supervisor.launchers.agents.node_agent import AgentLink, SupervisorPlace

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import cost
@@ -21,6 +23,7 @@ import warm
 from drilling import ALL
 from harness import KEMPNER, Run, end_jobs, made_once, wait_until
 from hypothesis import settings
+from tiny_tokenizers import CHATML, forms, write_tokenizer
 from warm import ending
 
 from kempner.cluster.machine import MemoryGroup, memory_group
@@ -124,6 +127,30 @@ def prepare(folder: Path) -> None:
         (folder / name).write_text("\n".join(part))
     subprocess.run(
         [*KEMPNER, "prepare", "--out", folder / "tokens", folder / "a.txt", folder / "b.txt"],
+        check=True,
+    )
+
+
+@pytest.fixture(scope="session")
+def chats(shared: Path) -> tuple[str, ...]:
+    """Overrides with which the tiny run learns from packed chats, of one to five in a row."""
+    data = made_once(shared / "chats", prepare_chats) / "tokens"
+    return f"--data.dataset_path={data}", f"--train.seq_len={CHATS_SEQ_LEN}"
+
+
+CHATS_SEQ_LEN = 96
+
+
+def prepare_chats(folder: Path) -> None:
+    tokenizer = write_tokenizer(folder / "tokenizer", "qwen", CHATML)
+    made = forms(Random(1), 60)
+    lines = [json.dumps(record) for records in made.values() for record in records]
+    (folder / "chats.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    subprocess.run(
+        [
+            *(*KEMPNER, "prepare", "--chats", "--tokenizer", tokenizer, "--out", folder / "tokens"),
+            *("--seq-len", str(CHATS_SEQ_LEN), folder / "chats.jsonl"),
+        ],
         check=True,
     )
 

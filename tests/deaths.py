@@ -153,6 +153,14 @@ DEAR = [
     Death("twice_freed", "free(): double free detected",
           c="#include <cstdlib>\nint main() { void* p = malloc(9); free(p); free(p); }\n"),
 ]  # fmt: skip
+HOARDS = "hoard = [bytearray(1 << 26) for _ in range(40)]"
+BEYOND_LIMIT = [
+    Death("out_of_memory", "out of memory: the kernel killed it (oom_kill of", HOARDS),
+    Death("child_out_of_memory", "out of memory: the kernel killed a process beside it (oom_kill o",
+          f"import subprocess\nsubprocess.run([sys.executable, '-c', '{HOARDS}'], check=True)"),
+]  # fmt: skip
+"""In a control group with a limit of `LIMIT_OF_GROUP` bytes."""
+LIMIT_OF_GROUP = 1 << 30
 
 
 def write_deaths(folder: Path, deaths: Sequence[Death]) -> Sequence[Death]:

@@ -6,7 +6,8 @@ Each rank multiplies matrices and prints between two steps, in lines of a hundre
 without kempner, with its output in a file; under kempner, which keeps what it prints and shows that
 of rank 0 in a file; and there without a word. The three take turns in each round, and a ratio is
 that of two turns of one round. `kept_MB` is what the run's folder has of a rank in the end,
-`reader_MB` the most memory that a process that reads an output has for itself.
+`reader_MB` the most memory that a process that reads an output has for itself, `reader_s` the most
+processor time of one.
 """
 
 from __future__ import annotations
@@ -60,14 +61,15 @@ def take_turn(way: str, megabytes: int, folder: Path) -> dict[str, float]:
     command = [sys.executable, "-m", "kempner", "supervise", "--run.name=run", "--nproc=2"]
     with (folder / "out").open("wb") as out:
         job = subprocess.Popen([*command, "--", *program], cwd=folder, env=environ, stdout=out)
-        memory = _watch(job.pid)
+        readers = _watch(job.pid)
         if job.wait():
             raise SystemExit(f"kempner supervise has exited with {job.returncode}")
     kept = [path.stat().st_size for path in folder.glob("runs/run/attempts/1/rank-*.out")]
     return {
         "seconds": _slower(folder),
         "kept_MB": max([0, *kept]) / 1e6,
-        "reader_MB": max(memory) / 1e6,
+        "reader_MB": max(memory for memory, _ in readers) / 1e6,
+        "reader_s": max(seconds for _, seconds in readers),
     }
 
 
@@ -82,16 +84,20 @@ def _without(program: list[str], folder: Path, environ: Mapping[str, str]) -> di
     return {"seconds": _slower(folder)}
 
 
-def _watch(supervisor: int) -> list[int]:
-    """The memory of its own that each look has found in a reader, until the supervisor ends."""
-    found, process = [0], psutil.Process(supervisor)
+def _watch(supervisor: int) -> list[tuple[int, float]]:
+    """The memory of its own and the processor time that each look has found in a reader, until the
+    supervisor ends."""
+    found, process = [(0, 0.0)], psutil.Process(supervisor)
 
     def look() -> None:
         ours = process.cmdline()
         while psutil.pid_exists(supervisor) and process.status() != psutil.STATUS_ZOMBIE:
             with suppress(psutil.Error):
                 readers = [child for child in process.children() if child.cmdline() == ours]
-                found.extend(reader.memory_full_info().uss for reader in readers)
+                found.extend(
+                    (reader.memory_full_info().uss, sum(reader.cpu_times()[:2]))
+                    for reader in readers
+                )
             over.wait(0.2)
 
     over = threading.Event()
@@ -128,7 +134,7 @@ def main() -> None:
         row["seconds"] = round(statistics.median(turn["seconds"] for turn in turns[way]), 2)
         row["to a file's"] = round(statistics.median(ratios), 3)
         row["from, to"] = [round(min(ratios), 3), round(max(ratios), 3)]
-        for what in ("kept_MB", "reader_MB"):
+        for what in ("kept_MB", "reader_MB", "reader_s"):
             if most := max((turn[what] for turn in turns[way] if what in turn), default=0.0):
                 row[what] = round(most, 2)
         rows.append(row)

@@ -89,9 +89,15 @@ def lasting(cluster: Cluster, nodes: list[str]) -> dict[str, list[psutil.Process
                 continue
             words = psutil.Process(pid).cmdline()
             for kind, wanted in KINDS.items():
-                if "python" in words[0] and set(wanted) <= set(words):
+                if words and "python" in words[0] and set(wanted) <= set(words):
                     found[kind].append(psutil.Process(pid))
-    return found
+    return {kind: _without_forks(processes) for kind, processes in found.items()}
+
+
+def _without_forks(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """What one of them has just forked looks like it until it executes or is named."""
+    pids = {process.pid for process in processes}
+    return [process for process in processes if process.ppid() not in pids]
 
 
 def processor(processes: list[psutil.Process]) -> float:

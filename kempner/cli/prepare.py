@@ -13,10 +13,11 @@ from rich.console import Console
 
 from kempner.cli.progress import bar, busy
 from kempner.run.output.units import count
-from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.training.observe.progress_bar import SteadyConsole
 
 if TYPE_CHECKING:
+    from kempner.data.files.index import Kind
     from kempner.data.prepare.pipeline import PreparedData
 
 app = typer.Typer(rich_markup_mode=None)
@@ -33,7 +34,12 @@ OutOption = Annotated[
     Path, typer.Option(help="Directory to write; new, or from an interrupted run of this command.")
 ]
 TokenizerOption = Annotated[
-    str, typer.Option(metavar="byte|PATH", help="Plain bytes, or a tokenizer.json.")
+    str,
+    typer.Option(
+        metavar="byte|PATH",
+        help="Plain bytes, or a tokenizer.json; for chats with its template beside it, or a folder "
+        "with both.",
+    ),
 ]
 WorkersOption = Annotated[
     int | None, typer.Option(min=1, help="Processes; one per available core by default.")
@@ -50,6 +56,15 @@ MaxBadShareOption = Annotated[
 EotOption = Annotated[
     str | None, typer.Option(metavar="TOKEN", help="The tokenizer's end-of-document token.")
 ]
+ChatsOption = Annotated[
+    bool, typer.Option("--chats", help="Prepare chats, by the tokenizer's chat template.")
+]
+SeqLenOption = Annotated[
+    int | None,
+    typer.Option(
+        min=2, metavar="N", help="Tokens of the rows that chats are packed into: train.seq_len."
+    ),
+]
 
 
 @app.command("prepare")
@@ -61,8 +76,11 @@ def _prepare(
     text_key: TextKeyOption = "text",
     max_bad_share: MaxBadShareOption = 0.001,
     eot: EotOption = None,
+    chats: ChatsOption = False,
+    seq_len: SeqLenOption = None,
 ) -> ExitCode:
     """Turn text into token files; after an interruption, run it again to continue."""
+    kind = _kind(chats, seq_len)
     with busy("starting"):
         from kempner.data.prepare.pipeline import prepare
 
@@ -75,6 +93,8 @@ def _prepare(
                 tokenizer=tokenizer,
                 eot=eot,
                 text_key=text_key,
+                kind=kind,
+                seq_len=seq_len or 0,
                 max_bad_share=max_bad_share,
                 workers=workers or len(os.sched_getaffinity(0)),
                 on_progress=on_progress,
@@ -88,9 +108,17 @@ def _prepare(
     return ExitCode.COMPLETED
 
 
+def _kind(chats: bool, seq_len: int | None) -> Kind:
+    if chats and seq_len is None:
+        raise UsageError("--chats needs --seq-len N, the train.seq_len that is to be trained with")
+    if seq_len is not None and not chats:
+        raise UsageError("--seq-len is for --chats: text is cut by train.seq_len when it is read")
+    return "chats" if chats else "text"
+
+
 @contextmanager
 def _reporter(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on a terminal, elsewhere a line for every tenth."""
+    """Yields a callback that shows a progress bar on a terminal, elsewhere a line per tenth."""
     told = 0
 
     def tell(done: int, total: int) -> None:
@@ -113,6 +141,11 @@ def _summary(out: Path, prepared: PreparedData) -> str:
         count(len(index.shards), "token file"),
         f"{index.tokenizer.kind} tokenizer of {index.vocab_size:,} tokens in {index.dtype}",
     ]
+    if index.seq_len is not None:
+        rows = index.tokens // index.seq_len
+        facts.append(f"{count(rows, 'row')} of {index.seq_len:,} tokens")
+    truncated = sum(shard.truncated for shard in index.shards)
+    unanswered = sum(shard.left_out for shard in index.shards)
     bad = sum(shard.bad_lines for shard in index.shards)
     unproven = sum(shard.unproven_cuts for shard in index.shards)
     left_out, twins = prepared.found.left_out, prepared.found.twins
@@ -121,6 +154,8 @@ def _summary(out: Path, prepared: PreparedData) -> str:
         f"kept from before: {kept:,}" if kept else "",
         f"empty documents skipped: {empty:,}" if empty else "",
         f"bad lines skipped: {bad:,}{first_bad}" if bad else "",
+        f"longer than a row, and truncated: {truncated:,}" if truncated else "",
+        f"of these without an answer, and left out: {unanswered:,}" if unanswered else "",
         f"files skipped because they are not text: {len(left_out):,}, {left_out[0]} first"
         if left_out
         else "",

@@ -28,10 +28,10 @@ from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batch
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DataLoader, IterableDataset
 
-from kempner.data.serve.draws import seed_all
 from kempner.data.serve.places import MappedLoader, refills
-from kempner.data.serve.plans import plan_of
+from kempner.data.serve.sample_rng import seed_all
 from kempner.data.serve.sampler import ResumableDataLoader
+from kempner.data.serve.sampling_order import plan_of
 from kempner.integrations.lightning_state import ModelFiles, restore_metrics, saved_metrics
 from kempner.run.process.exit_codes import MismatchError, UsageError
 from kempner.run.process.worker_process import signals_blocked_in_children

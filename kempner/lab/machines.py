@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from kempner.run.process.exit_codes import RunError
-from kempner.run.record.lease import start_ticks
+from kempner.run.process.whereabouts import start_ticks
 
 _SCRIPT = Path(__file__).with_name("node.sh")
 

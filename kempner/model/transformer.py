@@ -112,22 +112,26 @@ class KVCache:
         return keys, values
 
 
-def document_mask(tokens: Tensor, end: int, cached: int = 0) -> Mask:
+def document_numbers(tokens: Tensor, end: int) -> Tensor:
+    """The number of each token's document, int32, [batch, seq]: how many have ended before it.
+    `end` is the token that ends a document, and belongs to it."""
+    ends = (tokens == end).to(torch.int32)
+    return ends.cumsum(1, dtype=torch.int32) - ends
+
+
+def document_mask(numbers: Tensor, cached: int = 0) -> Mask:
     """A token sees itself and what comes before it in its document, as in Llama 3.
 
     FlexAttention, which skips blocks that are masked out, where it has a backward: on CUDA.
     Elsewhere a mask of all pairs.
 
     Args:
-        tokens: int64, [batch, seq].
-        end: the token that ends a document, and belongs to it.
+        numbers: int32, [batch, seq], of each token's document.
         cached: if not 0, all tokens but the last, which alone gets a mask: [batch, 1, 1, seq].
     """
-    ends = (tokens == end).to(torch.int32)
-    numbers = ends.cumsum(1, dtype=torch.int32) - ends  # documents that have ended before
     if cached:
         return (numbers[:, -1:] == numbers)[:, None, None]
-    if tokens.device.type == "cuda":
+    if numbers.device.type == "cuda":
         return block_mask(numbers)
     return (numbers[:, None, :, None] == numbers[:, None, None, :]).tril()
 
@@ -330,8 +334,9 @@ class Transformer(nn.Module):
         autocast_dtype: type in which matrices multiply while the parameters stay as they are;
             None multiplies in the parameters' own type.
         loss_chunk: most tokens whose logits exist at once when the loss is asked for; 0 is all.
-        document_end: the token that ends a document, if tokens attend to their own only. Positions
-            count on from one document to the next: rotary ones only tell how far two are apart.
+        document_end: the token that ends a document, if tokens attend to their own only and their
+            documents are not given. Positions count on from one document to the next: rotary ones
+            only tell how far two are apart.
         vocabulary: computes logits and loss under tensor parallelism; None without it.
     """
 
@@ -360,7 +365,11 @@ class Transformer(nn.Module):
         return [layer for layer in self.layers if isinstance(layer, Block)]
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, cache: Sequence[KVCache] | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        cache: Sequence[KVCache] | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Logits of the next token, float32, [batch, seq, vocab_size]; with targets their cross
         entropy in nats, a sum: computed here, where a sharded output projection is gathered.
@@ -370,10 +379,14 @@ class Transformer(nn.Module):
             targets: int64, [batch, seq], `IGNORE` where there is none.
             cache: one for each block. The tokens that it holds are not computed again, and get no
                 logits: all of them, or all but the last one, are new.
+            documents: int32, [batch, seq], the number of each token's document, to which alone it
+                attends; without it `document_end` says which they are.
         """
-        known, end = cache[0].length if cache else 0, self.document_end
+        known = cache[0].length if cache else 0
         cos, sin = self.rotary[:, known : tokens.shape[1]]
-        mask = None if end is None else document_mask(tokens, end, known)
+        if documents is None and self.document_end is not None:
+            documents = document_numbers(tokens, self.document_end)
+        mask = None if documents is None else document_mask(documents, known)
         kind, dtype = tokens.device.type, self.autocast_dtype
         with nullcontext() if dtype is None else torch.autocast(kind, dtype):
             x = self.embed(tokens[:, known:])

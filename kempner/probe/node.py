@@ -3,8 +3,7 @@
 The answer comes in lines that srun does not mix. This imports neither torch nor the configuration,
 so that it takes a moment where a rank takes seconds to start.
 
-What every node is asked before each attempt, and what `kempner doctor` asks besides. Which code a
-node runs: a hash of kempner's own files, the versions of its Python and torch.
+Every node is asked before each attempt; `kempner doctor` asks for more.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kempner.cluster.slurm.hostlist import node_name
-from kempner.run.process.whereabouts import thread_states
+from kempner.run.process.whereabouts import start_ticks, thread_states
 
 _FIELDS = ("State", "Threads", "VmRSS", "SigBlk")
 
@@ -32,17 +32,13 @@ def came_after(pid: int, earlier: int, proc: Path = Path("/proc")) -> bool:
     container may be known by a number that is another process's here."""
     try:
         same = (proc / str(pid)).stat().st_uid == (proc / str(earlier)).stat().st_uid
-        return same and _started(pid, proc) >= _started(earlier, proc)
+        began, earlier_began = start_ticks(pid, proc), start_ticks(earlier, proc)
     except OSError:
         return False
+    return same and began is not None and earlier_began is not None and began >= earlier_began
 
 
-def _started(pid: int, proc: Path) -> int:
-    """When a process was started, in ticks since the boot (proc(5), field 22)."""
-    return int((proc / str(pid) / "stat").read_text().rpartition(") ")[2].split()[19])
-
-
-def of_process(pid: int, proc: Path = Path("/proc")) -> str:
+def describe_process(pid: int, proc: Path = Path("/proc")) -> str:
     """Its state (`T` if it is stopped, `D` if stuck on storage) and the kernel function in which it
     waits (proc(5)), on one line."""
     try:
@@ -74,7 +70,7 @@ def main(asked: Sequence[str]) -> None:
         node = node_name(os.environ)
         told = [answer(node, json.loads(asked[0]).get(node, ()))]
     else:
-        told = [of_process(int(pid)) for pid in asked]
+        told = [describe_process(int(pid)) for pid in asked]
     # At one go, or it mixes with other nodes' where Python's output is unbuffered.
     sys.stdout.write("".join(f"{line}\n" for line in told))
     sys.stdout.flush()

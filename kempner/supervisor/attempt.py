@@ -46,7 +46,7 @@ from kempner.run.record.events import (
     parse_event,
 )
 from kempner.run.record.ledger import Ledger
-from kempner.supervisor.control.ranks import RankChannel, RankRoster
+from kempner.supervisor.control.rank_connections import RankChannel, RankRoster
 from kempner.supervisor.launchers.launcher import Launcher
 from kempner.supervisor.monitors.advisers import MemoryMonitor, StragglerMonitor, explained
 from kempner.supervisor.monitors.base import (
@@ -299,7 +299,7 @@ class AttemptFollower:
                 self.times.clock.woke_at,
                 self._launcher.agents.waits,
                 frozenset(end.rank for end in self.roster.ends),
-                self._launcher.still(),
+                self._launcher.activity(),
             ),
         )
 

@@ -288,7 +288,7 @@ class Departures:
             return
         for event in self._job.nodes.given_back():
             self._ledger.record(event, follower.attempt.number)
-        if not self._job.nodes.going:
+        if not self._job.nodes.departing:
             return
         now = self._decide(self._job, commits=not follower.reports_nothing)
         if now.departure is DepartureAction.LEAVE_OUT:
@@ -320,7 +320,7 @@ class Departures:
         return None
 
     def _decide(self, job: JobMonitor, commits: bool) -> DepartureDecision:
-        going, launcher = job.nodes.going, self._launcher
+        going, launcher = job.nodes.departing, self._launcher
         there = [node for node in launcher.nodes.all if node in going]
         return decide_departure(
             DepartureSituation(

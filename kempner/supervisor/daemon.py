@@ -48,7 +48,12 @@ from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.attempt import AttemptEvent, AttemptFollower, UserStopSignal
 from kempner.supervisor.context import SupervisorContext
 from kempner.supervisor.control.program_reports import ProgramReports
-from kempner.supervisor.control.ranks import RankChannel, RankRoster, RankStatusFile, StartProgress
+from kempner.supervisor.control.rank_connections import (
+    RankChannel,
+    RankRoster,
+    RankStatusFile,
+    StartProgress,
+)
 from kempner.supervisor.hooks import Hooks, LedgerWithHooks, MetricsExports
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.launcher import Launcher

@@ -155,12 +155,13 @@ def check_ready(
     model cannot be spread over a tensor group or the file system cannot hold checkpoints,
     `CheckpointWriteError` if not even one checkpoint has room, each saying what to do, and as
     `StorageWaits.retry` where it cannot be seen now."""
-    index = _find_data(run, "data", config.data.dataset_path)
+    index = _find_data(run, "data.dataset_path", config.data.dataset_path)
     vocab_size = vocabulary(config, index)
     check_tensor_degree(config, vocab_size)
     check_samples(config, index)
-    if config.eval.interval is not None and config.eval.dataset_path is not None:
-        check_held_out(config, index, _find_data(run, "eval", config.eval.dataset_path))
+    for held_out in config.eval.due:
+        found = _find_data(run, held_out.key, held_out.folder)
+        check_held_out(config, index, held_out, found)
     folder = CheckpointFolder(
         Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
     )
@@ -186,7 +187,7 @@ def check_ready(
 def _refuse_if_missing(config: Config, run: RunDirectory, folder: CheckpointFolder) -> None:
     history = _look(partial(RunHistory.read, run.ledger), run.ledger, worked=True)
     known = None if history is None else history.last_step
-    here = used_before(run, "checkpoint", "dir", config.checkpoint.dir)
+    here = used_before(run, "checkpoint.dir", config.checkpoint.dir)
     try:
         storage_waits().retry(partial(refuse_if_missing, folder, known), here, path=folder.path)
     except MissingError as error:
@@ -289,9 +290,8 @@ def _began_before(run: RunDirectory, environ: Mapping[str, str]) -> bool:
     return restart_count(environ) > 0 or os.access(run.attempts / CURRENT, os.R_OK)
 
 
-def _find_data(run: RunDirectory, section: str, folder: str) -> Index:
-    worked = used_before(run, section, "dataset_path", folder)
-    return find_data(section, folder, worked)
+def _find_data(run: RunDirectory, key: str, folder: str) -> Index:
+    return find_data(key, folder, used_before(run, key, folder))
 
 
 def _check_resume(

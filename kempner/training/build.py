@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import os
 import platform
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from kempner.checkpoint.tensors.restore import beside_a_base
 from kempner.checkpoint.tensors.step_slots import StepMemory
 from kempner.config.loading import digest, dumps
 from kempner.config.sections import Config
-from kempner.data.files.index import check_held_out, fingerprint, vocabulary
+from kempner.data.files.index import check_held_out, check_samples, fingerprint, vocabulary
 from kempner.data.files.token_file import Corpus
 from kempner.data.order.batch_slices import Slicing
 from kempner.data.serve.loader import Feed
@@ -49,9 +50,10 @@ from kempner.run.record.run_dir import RunDirectory
 from kempner.training.anomalies import Health, remembered
 from kempner.training.compute.forward_backward import choose_communication
 from kempner.training.compute.optimizer import build_optimizer
+from kempner.training.evaluation import Evaluation
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks
-from kempner.training.loop import Data, Evaluation, Tools, Training
+from kempner.training.loop import Data, Tools, Training
 from kempner.training.observe.metrics import StepMetrics, peak_flops
 from kempner.training.observe.profiler import Profiler
 from kempner.training.observe.progress_bar import open_display
@@ -120,7 +122,7 @@ def _open_checkpoints(
         record=partial(rank_link.record, attempt),
         waiting=rank_link.progress.waiting,
         known=history.last_step,
-        known_here=used_before(run, "checkpoint", "dir", section.dir),
+        known_here=used_before(run, "checkpoint.dir", section.dir),
         local_ranks=ranks.world.local_size,
     )
     if config.adapter.rank is not None:
@@ -153,7 +155,8 @@ def _build_model(
     vocab_size = vocabulary(config, corpus.index)
     if config.model.factory is None:
         transformer = build_model(config, vocab_size, ranks.device, ranks.mesh, choice)
-        transformer.document_end = corpus.index.eot if config.data.document_mask else None
+        ends = config.data.document_mask and corpus.index.kind == "text"  # chats have flags
+        transformer.document_end = corpus.index.eot if ends else None
         if config.train.compile:
             compile_blocks(transformer)
         model: nn.Module = transformer
@@ -178,16 +181,16 @@ def _flops_per_token(config: Config, vocab_size: int, model: nn.Module) -> float
 
 
 def _what_steps_depend_on(
-    config: Config, corpus: Corpus, held_out: Corpus | None
+    config: Config, corpus: Corpus, held_out: Mapping[str, Corpus]
 ) -> dict[str, object]:
     """What each rank has read for itself: a file may be edited while the ranks start."""
     facts: dict[str, object] = {
         "the configuration (its digest)": digest(config),
         "data.dataset_path (its fingerprint)": fingerprint(corpus.index, config.train.seq_len),
     }
-    if held_out is not None:
-        held_out_print = fingerprint(held_out.index, config.train.seq_len)
-        facts["eval.dataset_path (its fingerprint)"] = held_out_print
+    for one in config.eval.due:
+        index = held_out[one.name].index
+        facts[f"{one.key} (its fingerprint)"] = fingerprint(index, config.train.seq_len)
     return facts
 
 
@@ -279,14 +282,12 @@ def _open_feed(config: Config, corpus: Corpus, ranks: Ranks, train_state: TrainS
     )
 
 
-def _open_tokens(run: RunDirectory, section: str, folder: str) -> Corpus:
+def _open_tokens(run: RunDirectory, key: str, folder: str) -> Corpus:
     """Raises `DataError` with the key that names the folder."""
-    key = "dataset_path"
     try:
-        worked = used_before(run, section, key, folder)
-        return Corpus.open(folder, worked=worked)
+        return Corpus.open(folder, worked=used_before(run, key, folder))
     except DataError as error:
-        raise DataError(f"{section}.{key}={folder}: {error}") from error
+        raise DataError(f"{key}={folder}: {error}") from error
 
 
 def read_history(run: RunDirectory, attempt: Attempt) -> RunHistory:
@@ -306,12 +307,13 @@ def read_history(run: RunDirectory, attempt: Attempt) -> RunHistory:
 
 
 def _open_data(config: Config, rank_link: RankLink, ranks: Ranks) -> tuple[Corpus, Evaluation]:
-    corpus = _open_tokens(rank_link.run, "data", config.data.dataset_path)
+    corpus = _open_tokens(rank_link.run, "data.dataset_path", config.data.dataset_path)
     check_tensor_degree(config, vocabulary(config, corpus.index))
-    held_out, section = None, config.eval
-    if section.dataset_path is not None and section.interval is not None:
-        held_out = _open_tokens(rank_link.run, "eval", section.dataset_path)
-        check_held_out(config, corpus.index, held_out.index)
+    check_samples(config, corpus.index)
+    held_out: dict[str, Corpus] = {}
+    for one in config.eval.due:
+        held_out[one.name] = _open_tokens(rank_link.run, one.key, one.folder)
+        check_held_out(config, corpus.index, one, held_out[one.name].index)
     with rank_link.progress.waiting("what the others have read"):
         ranks.agree_on(_what_steps_depend_on(config, corpus, held_out))
     return corpus, Evaluation(config, held_out)

@@ -1,7 +1,4 @@
-"""The step loop. It reads from top to bottom; everything else serves it.
-
-Evaluation: loss on held-out data, without any effect on training.
-"""
+"""The step loop. It reads from top to bottom; everything else serves it."""
 
 from __future__ import annotations
 
@@ -11,15 +8,13 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kempner.checkpoint.format.manifest import Rollback, TrainState
 from kempner.checkpoint.manager import CheckpointEngine
 from kempner.config.sections import Config
-from kempner.data.files.token_file import Corpus
-from kempner.data.serve.loader import IGNORE, Feed, MicroBatch, StepBatch, eval_batches
+from kempner.data.serve.loader import Feed, MicroBatch, StepBatch
 from kempner.model.spec.communication import EACH_MICRO_BATCH, Choice
 from kempner.run.control.heartbeat import Progress
 from kempner.run.control.protocol import Phase
@@ -30,11 +25,10 @@ from kempner.run.record.ledger import EventRecorder
 from kempner.training.anomalies import Health, RollbackPlan, observe, plan_rollback
 from kempner.training.compute.forward_backward import (
     StepGradient,
-    sum_over_ranks,
-    summed_loss,
     weightless,
 )
 from kempner.training.compute.optimizer import learning_rate, update
+from kempner.training.evaluation import Evaluation
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks
 from kempner.training.observe.metrics import StepMetrics
@@ -48,87 +42,6 @@ from kempner.training.vote import (
     refuse_to_go_on_unsaved,
     secure_last_step,
 )
-
-
-@dataclass(frozen=True)
-class EvaluationResult:
-    """Mean loss in nats per token, or None if a stop cut it short; and the last agreed."""
-
-    loss: float | None
-    agreed: VoteResult
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """When to evaluate, and on what."""
-
-    config: Config
-    corpus: Corpus | None
-
-    def run(
-        self, model: nn.Module, ranks: Ranks, vote_group: VoteGroup, vote: Callable[[], Vote]
-    ) -> EvaluationResult:
-        """Evaluate, with a vote per batch: a stop does not wait for the end."""
-        assert self.corpus is not None  # no evaluation is due without held-out data
-        sums = torch.zeros(2, dtype=torch.float64)
-        agreed = VoteResult()
-        model.eval()
-        with torch.no_grad():
-            for micro_batches in eval_batches(
-                self.corpus,
-                seq_len=self.config.train.seq_len,
-                global_batch_size=self.config.train.global_batch_size,
-                micro_batch_size=self.config.train.micro_batch_size,
-                rank=ranks.data_rank,
-                world=ranks.degrees.data_world,
-                max_batches=self.config.eval.max_batches,
-            ):
-                ballot = vote_group.open(vote())
-                _add_losses(sums, model, micro_batches, ranks.device)
-                agreed = ballot.close()
-                if agreed.stop:
-                    break
-        model.train()
-        if agreed.stop:
-            return EvaluationResult(None, agreed)
-        total, tokens = sum_over_ranks(sums.to(ranks.device)).tolist()
-        return EvaluationResult(total / tokens, agreed)
-
-
-def evaluate_alone(
-    model: nn.Module,
-    corpus: Corpus,
-    device: torch.device,
-    *,
-    seq_len: int,
-    global_batch_size: int,
-    micro_batch_size: int,
-    max_batches: int,
-) -> tuple[float, int]:
-    """The loss, in nats per token, that a run has on held-out data, by this process alone; and of
-    how many tokens it is the mean. Raises `DataError` as `eval_batches`."""
-    sums = torch.zeros(2, dtype=torch.float64)
-    model.eval()
-    with torch.no_grad():
-        for micro_batches in eval_batches(
-            corpus,
-            seq_len=seq_len,
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            max_batches=max_batches,
-        ):
-            _add_losses(sums, model, micro_batches, device)
-    total, tokens = sums.tolist()
-    return total / tokens, int(tokens)
-
-
-def _add_losses(
-    sums: torch.Tensor, model: nn.Module, micro_batches: list[MicroBatch], device: torch.device
-) -> None:
-    """Add the summed loss and the number of tokens to `sums` [2]."""
-    for micro_batch in micro_batches:
-        sums[0] += summed_loss(model, micro_batch, device).item()
-        sums[1] += (micro_batch.targets != IGNORE).sum()
 
 
 class Data:
@@ -385,10 +298,12 @@ def evaluate(run: Training) -> VoteResult:
     with run.tools.progress.during(Phase.EVAL):
         run.tools.faults.maybe_inject(Phase.EVAL, run.train_state.step)
         result = run.tools.evaluation.run(run.model, run.ranks, run.vote_group, run.vote)
-    if result.loss is not None:
-        run.tools.step_metrics.evaluated(run.train_state, result.loss)
+    if (scores := result.scores) is not None:
+        run.tools.step_metrics.evaluated(run.train_state, scores)
         took = round(time.monotonic() - began, 3)
-        run.record(Evaluated(run.train_state.step, result.loss, took))
+        sets = {name: one.loss for name, one in scores.items()}
+        usual = sets.pop("", None)
+        run.record(Evaluated(run.train_state.step, usual, took, sets or None))
     return result.agreed
 
 

@@ -37,8 +37,8 @@ from kempner.checkpoint.registered.objects import Held
 from kempner.checkpoint.store.retention import Keep
 from kempner.checkpoint.store.selection import newest
 from kempner.config.sections import CheckpointSection
-from kempner.data.serve.draws import kept, key
 from kempner.data.serve.places import Supply, supply_of
+from kempner.data.serve.sample_rng import kept, key
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import DataError, ExitCode, RunError, StopReason, UsageError
 from kempner.run.process.retry import storage_waits

@@ -29,7 +29,7 @@ SUBJECTS: Mapping[str, tuple[str, ...]] = {
         "supervisor/launchers/run_nodes.py",
         "supervisor/launchers/agents/invitation.py",
     ),
-    "samplers": ("data/serve/sampler.py", "data/serve/plans.py", "data/serve/places.py"),
+    "samplers": ("data/serve/sampler.py", "data/serve/sampling_order.py", "data/serve/places.py"),
     "trainer": ("integrations/transformers_trainer/*.py", "integrations/transformers.py"),
     "lightning": ("integrations/lightning*.py",),
     "survive": ("training/survive.py", "training/watch.py"),

@@ -95,18 +95,10 @@ def export(
     merge: MergeOption = False,
     base: BaseOption = None,
 ) -> None:
-    """Write a checkpoint in another format, verifying every block.
-
-    Of a run with an adapter that is what PEFT reads, or with --merge the whole model; in other
-    formats than safetensors what the checkpoint itself holds.
-    """
+    """Write a checkpoint in another format, verifying every block; an adapter as PEFT reads it."""
     given: dict[str, object] = {"--to-hf": to_hf, "--data": data, "--dtype": dtype}
-    given |= {"--tokenizer": tokenizer, "--merge": merge, "--base": base}
-    if format_ is not Format.SAFETENSORS and (idle := [o for o, v in given.items() if v]):
-        raise UsageError(f"{idle[0]} has no effect with --format {format_}")
+    _refuse_idle(format_, {**given, "--tokenizer": tokenizer, "--merge": merge, "--base": base})
     out = _one_of({"--out": out, "--to-hf": to_hf})
-    if None not in (data, tokenizer):
-        raise UsageError("--data and --tokenizer both name a tokenizer; give one of them")
     raise_open_file_limit()
     chosen = pick(*locate(directory), step)
     with busy("importing torch"):
@@ -119,7 +111,7 @@ def export(
         tensors = source.contents.tensors
         if hugging_face:
             form, missing = exported_form(source, directory, dtype, data, tokenizer, base)
-            tensors = form.tensors
+            tensors = {key: source.tensors[key] for key in form.tensors}
         with _into(out), counter(f"exporting {chosen.name}", total(tensors)) as on_bytes:
             if format_ is Format.TORCH:
                 export_torch(source, out, on_bytes)
@@ -130,6 +122,14 @@ def export(
     typer.echo(f"{out}: {chosen.name} as {format_}, {len(tensors):,} tensors")
     if missing:
         typer.echo(f"kempner: {out} has no {missing}", err=True)
+
+
+def _refuse_idle(format_: Format, given: Mapping[str, object]) -> None:
+    """Raise `UsageError` for options that have no effect on a format, or together."""
+    if format_ is not Format.SAFETENSORS and (idle := [o for o, v in given.items() if v]):
+        raise UsageError(f"{idle[0]} has no effect with --format {format_}")
+    if given["--data"] is not None and given["--tokenizer"] is not None:
+        raise UsageError("--data and --tokenizer both name a tokenizer; give one of them")
 
 
 IntoOption = Annotated[
@@ -195,7 +195,7 @@ def import_(
 
 
 def _one_of(given: Mapping[str, Path | None]) -> Path:
-    """The path that was given in one of several ways. Raises `UsageError`."""
+    """The path that was given by one of several options. Raises `UsageError`."""
     found = [path for path in given.values() if path is not None]
     if len(found) != 1:
         raise UsageError(f"give {' or '.join(given)}{', not both' * bool(found)}")
@@ -222,7 +222,8 @@ def _import_hugging_face(
 
 
 def _own_checkpoint(source: Path) -> Path | None:
-    """The checkpoint of kempner that is meant; None if it must be a stock one."""
+    """The kempner checkpoint in `source`; None if it must be one of
+    torch.distributed.checkpoint."""
     if not (source / MANIFEST).is_file() and (source / METADATA).is_file():
         return None
     try:
@@ -282,10 +283,8 @@ def _import_stock(source: Path, folder: Path, step: int | None, cursor: int | No
 
 @contextmanager
 def _into(out: Path) -> Iterator[None]:
-    """Makes the folders that `out` is in; they go again if it fails.
-
-    Says in a sentence why `out` cannot be made.
-    """
+    """Create the parents of `out`; remove them again, and raise `UsageError` or as `cannot_write`,
+    if the block fails."""
     missing = [folder for folder in out.parents if not folder.is_dir()]
     for folder in missing:
         if folder.exists():

@@ -59,8 +59,8 @@ def _fetch(
     from huggingface_hub import RepoFile
     from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
-    # Asked before: where the hub does not answer, snapshot_download takes what is in the folder
-    # for the whole.
+    # Asked first: if the hub does not answer, snapshot_download takes the folder's files for
+    # all of them.
     commit = api.repo_info(repository, revision=revision).sha
     tree = api.list_repo_tree(repository, recursive=True, revision=commit)
     sizes = {file.path: file.size for file in tree if isinstance(file, RepoFile)}
@@ -71,20 +71,20 @@ def _fetch(
     for path, size in wanted.items():
         there = folder / path
         if not there.is_file() or there.stat().st_size != size:
-            raise CannotReadError(f"{there} did not come whole; the same command goes on from here")
+            raise CannotReadError(f"{there} is incomplete; the same command goes on from here")
     return wanted
 
 
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Where several processes of a job run the command, one downloads and the others wait."""
+    """If several processes of a job run the command, one downloads and the others wait."""
     try:
         lock_file = folder / _LOCK
         lock_file.parent.mkdir(parents=True, exist_ok=True)
         with open(lock_file, "a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            except OSError as error:  # the hub's library locks single files in its own way
+            except OSError as error:  # no locks here; the hub's library locks single files itself
                 if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
                     raise
             yield
@@ -96,12 +96,12 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 def _explained(repository: str, revision: str) -> Iterator[None]:
     from huggingface_hub import errors
 
-    # Of all errors of the HTTP library, whichever the hub's library has.
+    # The base of all errors of the HTTP library, whichever one the hub's library uses.
     transport: Any = errors.HfHubHTTPError.__bases__[0]
     try:
         yield
     except errors.HFValidationError as error:
-        raise UsageError(f"{repository} is no name of a model; write OWNER/NAME") from error
+        raise UsageError(f"{repository} is not the name of a model; write OWNER/NAME") from error
     except errors.GatedRepoError as error:
         raise UsageError(
             f"{repository} is only for those who have asked for it: ask on its page, and set "

@@ -1,13 +1,12 @@
-"""The model of a checkpoint: its text (`kempner sample`), its loss (`kempner eval`), and the data
-that it was trained on.
-"""
+"""`kempner sample` and `kempner eval`: text and loss of a checkpoint's model, and the data that it
+was trained on."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import TextIOWrapper
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 
     from kempner.model.spec.shape import Shape
     from kempner.model.transformer import Transformer
+    from kempner.training.observe.metrics import Scores
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -48,7 +48,7 @@ Step = Annotated[int | None, typer.Option(help="Which checkpoint; `latest` by de
 
 @dataclass(frozen=True)
 class TrainedOn:
-    """`seq_len` is the number of tokens in a sequence; `dtype` is the run's `train.dtype`."""
+    """A run's tokenizer, `train.seq_len` and `train.dtype`."""
 
     tokenizer: TextTokenizer
     seq_len: int
@@ -58,11 +58,9 @@ class TrainedOn:
 def find_text(
     directory: Path, checkpoint: Path, manifest: Manifest, data: Path | None
 ) -> TrainedOn:
-    """What the checkpoint's run says of its text; `directory` is what the user called the run.
-
-    Raises `DataError` if that is not there, or does not fit the model; warns if it is not what the
-    checkpoint was trained on.
-    """
+    """The tokenizer and settings of a checkpoint's run; `directory` is the user's argument. Raises
+    `DataError` if they are missing, or do not fit the model; warns if the data is not what the
+    checkpoint was trained on."""
     run = run_of_checkpoint(directory, checkpoint)
     config = recorded_config(run, manifest.attempt)
     try:
@@ -97,16 +95,19 @@ def find_text(
 
 
 def run_of_checkpoint(directory: Path, checkpoint: Path) -> RunDirectory:
-    """The directory of the run: as the user called it, or where the checkpoint lies by default."""
+    """The run's directory: the user's argument, or the default place above the checkpoint."""
     named, around = RunDirectory(directory), RunDirectory(checkpoint.resolve().parent.parent)
     return around if around.config.is_file() and not named.config.is_file() else named
 
 
 @contextmanager
 def _described(directory: Path, step: int | None) -> Iterator[tuple[Path, Manifest]]:
-    """A checkpoint that is read here. Raises `DataError` if it does not say what its model is."""
+    """Yield a checkpoint, marked as being read. Raises `DataError` if it does not describe its
+    model."""
     chosen = pick(*locate(directory), step)
-    with reading_at(chosen, lambda error: None):  # it is read once: a vanished file will be named
+    with reading_at(
+        chosen, lambda error: None
+    ):  # read once: an error will name a file that is gone
         manifest = read(chosen)
         if not manifest.identity.model:
             raise DataError(
@@ -117,7 +118,7 @@ def _described(directory: Path, step: int | None) -> Iterator[tuple[Path, Manife
 
 
 def recorded_shape(checkpoint: Path, manifest: Manifest, seq_len: int) -> Shape:
-    """The model of a checkpoint that is described. Raises `DataError` if it is of no known kind."""
+    """The shape of a checkpoint's model. Raises `DataError` if this kempner does not know it."""
     from kempner.model.spec.shape import Shape
 
     known: dict[str, Any] = dict(manifest.identity.model)
@@ -169,10 +170,17 @@ SeedOption = Annotated[
 ]
 
 
+ChatOption = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="What a user says, to a model that has learned from chats."),
+]
+
+
 @app.command()
 def sample(
     directory: Folder,
-    prompt: Annotated[str, typer.Option(help="How the text begins.")],
+    prompt: Annotated[str | None, typer.Option(help="How the text begins.")] = None,
+    chat: ChatOption = None,
     max_tokens: MaxTokensOption = 400,
     temperature: TemperatureOption = 0.7,
     top_k: TopKOption = 40,
@@ -184,10 +192,12 @@ def sample(
     """Print what the model of a run makes of a prompt, as it comes; on a GPU if there is one."""
     if not math.isfinite(temperature):
         raise UsageError(f"--temperature {temperature} is not a number to divide by")
+    if (prompt is None) == (chat is None):
+        raise UsageError("give either --prompt, how a text begins, or --chat, what a user says")
     with _described(directory, step) as (chosen, manifest):
         text = find_text(directory, chosen, manifest, data)
         shape = recorded_shape(chosen, manifest, text.seq_len)
-        ids = _encoded(prompt, text)
+        ids = _encoded(prompt, text) if chat is None else _asked(chat, text)
         with busy("importing torch"):
             import torch
 
@@ -201,28 +211,52 @@ def sample(
     generator.manual_seed(generator.seed() if seed is None else seed)
     begun, how = torch.tensor(ids, device=device), (temperature, top_k or None, top_p)
     tokens = generate(model, begun, *how, context=text.seq_len, generator=generator)
-    _print(prompt, _pieces(text, ids, islice(tokens, max_tokens)))
+    _print(prompt or "", _pieces(text, ids, islice(tokens, max_tokens)))
 
 
-def _encoded(prompt: str, text: TrainedOn) -> list[int]:
+def _encoded(prompt: str | None, text: TrainedOn) -> list[int]:
     """The prompt's tokens. Raises `UsageError` if there are none, or too many."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:  # bytes of the command line that are no text
-        raise UsageError("--prompt is not valid UTF-8") from error
-    ids = text.tokenizer.encode(prompt)
+    ids = text.tokenizer.encode(_valid("--prompt", prompt or ""))
     if not ids:
         raise UsageError("--prompt is empty: give the model a few words to go on from")
+    return _not_too_long("--prompt", ids, text)
+
+
+def _asked(message: str, text: TrainedOn) -> list[int]:
+    """The tokens of a chat with this user message. Raises `UsageError` if the run's data has no
+    chat template, or there are too many tokens."""
+    template = text.tokenizer.chat
+    if template is None:
+        raise UsageError(
+            "--chat is for a model that was trained on chats (kempner prepare --chats): give "
+            "--prompt, or name prepared chats with --data"
+        )
+    try:
+        ids = template.ids([{"role": "user", "content": _valid("--chat", message)}], ask=True)
+    except ValueError as error:
+        raise UsageError(f"--chat: {error}") from error
+    return _not_too_long("--chat", ids, text)
+
+
+def _valid(option: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # undecodable bytes on the command line
+        raise UsageError(f"{option} is not valid UTF-8") from error
+    return text
+
+
+def _not_too_long(option: str, ids: list[int], text: TrainedOn) -> list[int]:
     if len(ids) > text.seq_len:
         raise UsageError(
-            f"--prompt has {len(ids)} tokens, and the model was trained with {text.seq_len} at "
+            f"{option} has {len(ids)} tokens, and the model was trained with {text.seq_len} at "
             "once (train.seq_len): shorten it"
         )
     return ids
 
 
 def _pieces(text: TrainedOn, ids: list[int], tokens: Iterator[int]) -> Iterator[str]:
-    """The text that the tokens add, as soon as each is whole, up to the end of the document."""
+    """Yield the tokens' text, in complete characters, up to the end of the document."""
     decoder = text.tokenizer.decoder(ids)
     for token in tokens:
         if token == text.tokenizer.eot:
@@ -232,10 +266,13 @@ def _pieces(text: TrainedOn, ids: list[int], tokens: Iterator[int]) -> Iterator[
 
 
 def _print(prompt: str, pieces: Iterator[str]) -> None:
-    """Print as it comes. On a terminal nothing may steer it: a young model writes any byte."""
+    """Print pieces as they come; on a terminal without control characters, which a model may
+    emit."""
     on_terminal = sys.stdout.isatty()
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # what the terminal's encoding does not have
+        sys.stdout.reconfigure(
+            errors="replace"
+        )  # for characters that the terminal's encoding lacks
     print(prompt, end="", flush=True)
     for piece in pieces:
         print(_harmless(piece) if on_terminal else piece, end="", flush=True)
@@ -248,9 +285,10 @@ def _harmless(text: str) -> str:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What a run is evaluated on, and how much of it at once, in sequences of `seq_len` tokens."""
+    """Held-out data by the names of its sets (empty for `eval.dataset_path` and `--data`), and
+    batch sizes in sequences of `seq_len` tokens."""
 
-    data: Path
+    data: Mapping[str, Path]
     seq_len: int
     global_batch_size: int
     micro_batch_size: int
@@ -282,7 +320,8 @@ def _eval(
     max_batches: MaxBatchesOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print loss and perplexity of a run's checkpoint on held-out data; on a GPU if there is one.
+    """Print loss, perplexity and, where the tokens tell, bits per byte of a run's checkpoint on
+    held-out data; on a GPU if there is one.
 
     As the run itself does every `eval.interval` steps: the same data, in the same batches.
     """
@@ -292,35 +331,43 @@ def _eval(
     directory = there if there.exists() else run_of(target).path
     with _described(directory, step) as (chosen, manifest):
         held_out = _held_out(directory, chosen, manifest, data, max_batches)
-        loss, tokens = _evaluate(chosen, manifest, held_out)
-    perplexity = math.exp(loss) if loss < 700 else math.inf
+        found = _evaluate(chosen, manifest, held_out)
     at = manifest.train_state.step
     if as_json:
-        known = {"step": at, "loss": loss, "perplexity": perplexity, "tokens": tokens}
-        typer.echo(json.dumps({**known, "data": str(held_out.data)}))
-    else:
+        told = {
+            name: {**scores.known(), "tokens": tokens, "data": str(held_out.data[name])}
+            for name, (scores, tokens) in found.items()
+        }
+        first = told.pop("", {})
+        typer.echo(json.dumps({"step": at, **first, **({"sets": told} if told else {})}))
+        return
+    for name, (scores, tokens) in found.items():
+        bits = scores.bits_per_byte
+        more = "" if bits is None else f", {bits:.4f} bits per byte"
         typer.echo(
-            f"step {at}: loss {loss:.4f}, perplexity {perplexity:,.2f} "
-            f"({tokens:,} tokens of {held_out.data})"
+            f"step {at}{name and f', {name}'}: loss {scores.loss:.4f}, perplexity "
+            f"{scores.perplexity:,.2f}{more} ({tokens:,} tokens of {held_out.data[name]})"
         )
 
 
 def _held_out(
     directory: Path, checkpoint: Path, manifest: Manifest, data: Path | None, limit: int | None
 ) -> HeldOut:
-    """By the run's configuration. Raises `UsageError` if it names no held-out data."""
+    """Held-out data by the run's configuration. Raises `UsageError` if it names none."""
     run = run_of_checkpoint(directory, checkpoint)
     config = recorded_config(run, manifest.attempt)
     section, train = config.get("eval", {}), config.get("train", {})
-    found = data or section.get("dataset_path")
-    if found is None:
+    found = {"": data or section.get("dataset_path")}
+    found |= {} if data is not None else section.get("sets", {})
+    named = {name: Path(folder) for name, folder in found.items() if folder is not None}
+    if not named:
         raise UsageError(
             f"{run.path} has no held-out data (eval.dataset_path): name some with --data DIR, as "
             "`kempner prepare` writes it"
         )
     try:
         return HeldOut(
-            Path(found),
+            named,
             int(train["seq_len"]),
             int(train["global_batch_size"]),
             int(train["micro_batch_size"]),
@@ -334,29 +381,37 @@ def _held_out(
         ) from error
 
 
-def _evaluate(checkpoint: Path, manifest: Manifest, held_out: HeldOut) -> tuple[float, int]:
-    """The loss in nats per token, and how many tokens that were."""
+def _evaluate(
+    checkpoint: Path, manifest: Manifest, held_out: HeldOut
+) -> dict[str, tuple[Scores, int]]:
+    """The scores of each set, and its number of tokens, by name."""
     shape = recorded_shape(checkpoint, manifest, held_out.seq_len)
-    ids, known = read_index(held_out.data).vocab_size, manifest.identity.model["vocab_size"]
-    if ids > known:
-        raise DataError(
-            f"{held_out.data} has {ids} token ids, the model of {checkpoint.name} {known}: prepare "
-            "it with the tokenizer of the run"
-        )
+    known = manifest.identity.model["vocab_size"]
+    for folder in held_out.data.values():
+        ids = read_index(folder).vocab_size
+        if ids > known:
+            raise DataError(
+                f"{folder} has {ids} token ids, the model of {checkpoint.name} {known}: prepare "
+                "it with the tokenizer of the run"
+            )
     with busy("importing torch"):
         import torch
 
         from kempner.data.files.token_file import Corpus
-        from kempner.training.loop import evaluate_alone
+        from kempner.training.evaluation import evaluate_alone
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with busy(f"evaluating {checkpoint.name}"):
-        return evaluate_alone(
-            load_model(checkpoint, manifest, shape, held_out.dtype, device),
-            Corpus.open(held_out.data),
-            device,
-            seq_len=held_out.seq_len,
-            global_batch_size=held_out.global_batch_size,
-            micro_batch_size=held_out.micro_batch_size,
-            max_batches=held_out.max_batches,
-        )
+        model = load_model(checkpoint, manifest, shape, held_out.dtype, device)
+        return {
+            name: evaluate_alone(
+                model,
+                Corpus.open(folder),
+                device,
+                seq_len=held_out.seq_len,
+                global_batch_size=held_out.global_batch_size,
+                micro_batch_size=held_out.micro_batch_size,
+                max_batches=held_out.max_batches,
+            )
+            for name, folder in held_out.data.items()
+        }

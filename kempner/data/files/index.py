@@ -13,13 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from xxhash import xxh3_128_hexdigest
 
 from kempner.config.errors import dotted
-from kempner.config.sections import Config
+from kempner.config.sections import Config, HeldOutFolder
 from kempner.run.process.exit_codes import DataError
 from kempner.run.process.retry import describe, empty, read_filled, storage_waits
 
@@ -29,6 +29,8 @@ WINDOW_VERSION = 1
 """Sample i is the tokens [i * seq_len, i * seq_len + seq_len]; a change of this rule raises it."""
 
 Dtype = Literal["uint16", "uint32"]
+Kind = Literal["text", "chats", "preferences"]
+MOST_FLAGGED = 2**30  # token ids beside which the two flags of `token_file.py` have room
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(ge=0)]
 
@@ -58,6 +60,8 @@ class Shard(StrictRecord):
     bad_lines: Count = 0  # lines, or rows of a table, that hold no text and are left out
     unproven_cuts: Count = 0
     """Places in long documents where a token may differ from those of the whole document."""
+    truncated: Count = 0  # documents of chats that were longer than a row
+    left_out: Count = 0  # documents of chats without an answer in the length of a row
     bytes: Count  # size of the file, header included
     checksum: Checksum  # xxh3_128 of the tokens as they are on disk
     source: ShardSource
@@ -76,6 +80,11 @@ class Index(StrictRecord):
     tokens: Count
     documents: Count
     shards: Annotated[list[Shard], Field(min_length=1)]
+    kind: Kind = "text"
+    """Of chats and preferences each token has flags (`token_file.py`), and each `seq_len` tokens
+    are a row of whole documents (`prepare/rows.py`); one token follows the last row."""
+    seq_len: Annotated[int, Field(gt=1)] | None = None
+    template: str = ""  # fingerprint of the chat template; empty for text
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
@@ -89,12 +98,27 @@ class Index(StrictRecord):
             raise ValueError("a file is listed twice among its shards")
         return self
 
+    @model_validator(mode="after")
+    def _is_in_rows(self) -> Self:
+        if self.kind == "text":
+            if self.seq_len is not None:
+                raise ValueError("text has no seq_len")
+            return self
+        if self.seq_len is None or self.dtype != "uint32" or self.vocab_size > MOST_FLAGGED:
+            raise ValueError(f"{self.kind} need a seq_len, uint32, and fewer than 2**30 token ids")
+        if self.tokens % self.seq_len != 1:
+            raise ValueError(f"{self.tokens} tokens are not rows of {self.seq_len} and one more")
+        return self
+
     def starts(self) -> list[int]:
         return [0, *accumulate(shard.tokens for shard in self.shards)][:-1]
 
     def to_bytes(self) -> bytes:
-        """The content of `index.json`; equal for equal indexes."""
-        return (json.dumps(self.model_dump(), indent=2, ensure_ascii=False) + "\n").encode()
+        """The content of `index.json`; equal for equal indexes, and for text as it always was."""
+        of_chats: dict[str, Any] = dict.fromkeys(("kind", "seq_len", "template"), True)
+        of_chats["shards"] = {"__all__": {"truncated", "left_out"}}
+        content = self.model_dump(exclude=of_chats if self.kind == "text" else None)
+        return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def read_index(directory: Path, worked: bool = False) -> Index:
@@ -123,7 +147,9 @@ def read_index(directory: Path, worked: bool = False) -> Index:
 
 def sample_count(index: Index, seq_len: int) -> int:
     """Samples of seq_len + 1 tokens, neighbours sharing one. Raises DataError if there is not a
-    single one."""
+    single one, or the data is in rows of another length."""
+    if refusal := _other_rows(index, seq_len):
+        raise DataError(refusal)
     count = (index.tokens - 1) // seq_len
     if count < 1:
         raise DataError(
@@ -131,6 +157,16 @@ def sample_count(index: Index, seq_len: int) -> int:
             f"of seq_len={seq_len}: prepare more text or lower train.seq_len"
         )
     return count
+
+
+def _other_rows(index: Index, seq_len: int) -> str:
+    if index.seq_len in (None, seq_len):
+        return ""
+    return (
+        f"its {index.kind} are packed into rows of {index.seq_len} tokens, and train.seq_len is "
+        f"{seq_len}: set train.seq_len={index.seq_len}, or prepare them again with "
+        f"--seq-len {seq_len}"
+    )
 
 
 def fingerprint(index: Index, seq_len: int) -> str:
@@ -153,15 +189,15 @@ _LOOKS_AT_ONCE = 16
 """Token files whose sizes are asked for at a time: on a network file system each takes a while."""
 
 
-def find_data(section: str, folder: str, worked: bool = False) -> Index:
-    """The index of a prepared folder all of whose token files are there, in their sizes. `section`
-    is the table whose dataset_path it is, `worked` whether the run has read it before. Raises
+def find_data(key: str, folder: str, worked: bool = False) -> Index:
+    """The index of a prepared folder all of whose token files are there, in their sizes. `key` is
+    that of the configuration which names it, `worked` whether the run has read it before. Raises
     `DataError`, and as `StorageWaits.retry` where it cannot be seen now."""
     try:
         index = read_index(Path(folder), worked)
         _check_sizes(Path(folder), index, worked)
     except DataError as error:
-        raise DataError(f"{section}.dataset_path={folder}: {error}") from error
+        raise DataError(f"{key}={folder}: {error}") from error
     return index
 
 
@@ -227,6 +263,8 @@ def check_compatible(train: Index, held_out: Index, seq_len: int) -> str | None:
             f"its documents end with token {held_out.eot}, those of the training data with "
             f"{train.eot}: prepare it with the same --eot"
         )
+    if refusal := _other_rows(held_out, seq_len):
+        return refusal
     if held_out.tokens <= seq_len:
         return (
             f"it holds {held_out.tokens} tokens, fewer than the {seq_len + 1} of one sample of "
@@ -256,16 +294,24 @@ def vocabulary(config: Config, index: Index) -> int:
 
 
 def check_samples(config: Config, index: Index) -> None:
+    """Raise `DataError` if a model cannot be trained on this data as configured."""
+    if index.kind != "text" and config.model.factory is not None:
+        raise DataError(
+            f"data.dataset_path={config.data.dataset_path} holds {index.kind}, which "
+            "a model of model.factory cannot be kept from seeing all of a row: name a model by "
+            "model.name, or prepare the data as text"
+        )
     try:
         sample_count(index, config.train.seq_len)
     except DataError as error:
         raise DataError(f"data.dataset_path={config.data.dataset_path}: {error}") from error
 
 
-def check_held_out(config: Config, index: Index, held_out: Index) -> None:
-    """Raise DataError if a model that learns from `index` cannot be evaluated on `held_out`."""
+def check_held_out(config: Config, index: Index, named: HeldOutFolder, held_out: Index) -> None:
+    """Raise DataError if a model that learns from `index` cannot be evaluated on the set `named`
+    so, whose index is `held_out`."""
     if refusal := check_compatible(index, held_out, config.train.seq_len):
+        idle = named.key if named.name else "eval.interval"
         raise DataError(
-            f"eval.dataset_path={config.eval.dataset_path}: {refusal}, or remove eval.interval "
-            "from the configuration"
+            f"{named.key}={named.folder}: {refusal}, or remove {idle} from the configuration"
         )

@@ -10,6 +10,7 @@ from typing import Self
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from kempner.data.files.chat_template import ChatTemplate, chat_template
 from kempner.data.files.index import TOKENIZER_FILE, read_index, tokenizer_file
 from kempner.run.process.exit_codes import DataError
 
@@ -21,11 +22,12 @@ _END_OF_DOCUMENT = "<|endoftext|>"
 class TextTokenizer:
     """The tokenizer of a prepared directory; that of bytes as one of the tokenizers library.
     `definition` is its tokenizer.json, `eot` the token that follows every document, `vocab_size`
-    one more than the largest token."""
+    one more than the largest token, `chat` the template of chats; None of text."""
 
     definition: str
     eot: int
     vocab_size: int
+    chat: ChatTemplate | None = None
 
     @classmethod
     def of(cls, folder: Path) -> Self:
@@ -39,7 +41,9 @@ class TextTokenizer:
                 f"{folder} keeps no {TOKENIZER_FILE}, since an older kempner prepared it: copy "
                 "the one that it was prepared with into it"
             )
-        return cls(path.read_text(encoding="utf-8"), index.eot, index.vocab_size)
+        definition = path.read_text(encoding="utf-8")
+        chat = chat_template(folder, index, definition) if index.template else None
+        return cls(definition, index.eot, index.vocab_size, chat)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, as `kempner prepare` makes them: no special token is in them."""
@@ -67,6 +71,8 @@ class TextTokenizer:
             "model_max_length": longest,
             "clean_up_tokenization_spaces": False,
         }
+        if self.chat is not None:
+            config |= json.loads(self.chat.settings)
         definition = json.loads(self.definition)
         definition |= {"truncation": None, "padding": None}
         if tokenizer.num_special_tokens_to_add(is_pair=False):

@@ -9,6 +9,9 @@
 | 24     | 16    | xxh3_128 of the tokens' bytes, big-endian           |
 | 40     | 24    | zero                                                |
 
+In chats the two highest bits of each token of 4 bytes are flags: `LEARNED`, it is a target of the
+loss, and `BEGINS`, it is the first of a document.
+
 The checksum makes a file that took another's place known at once, without reading it through.
 Files are read with positioned reads and never mapped: an I/O error of a mapping is a SIGBUS.
 """
@@ -37,6 +40,10 @@ from kempner.run.process.exit_codes import DataError
 from kempner.run.process.retry import empty, storage_waits
 
 Tokens = NDArray[np.uint16] | NDArray[np.uint32]
+
+LEARNED = 1 << 31
+BEGINS = 1 << 30
+ID = BEGINS - 1  # the bits that are the token's id
 
 _MAGIC = b"KEMPTOK1"
 _HEADER = struct.Struct("<8sIIQ16s24x")

@@ -6,12 +6,13 @@ Lines that hold no text are left out and counted, up to a share of all.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
-from kempner.data.prepare.packed import texts
+from kempner.data.prepare.packed import Item, records, texts
 from kempner.data.prepare.sources import Piece, line_number
 from kempner.run.process.exit_codes import DataError
 
@@ -22,6 +23,7 @@ _BLOCK = 256 * 2**10
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TOO_LONG = f"the document is longer than {LONGEST_LINE // 2**20} MiB; make it a .txt file"
 
+Taken = TypeVar("Taken")
 Parts = Iterator[tuple[bytes, bool]]  # parts of documents, and whether one ends with the part
 
 
@@ -154,6 +156,15 @@ def _not_utf8(error: UnicodeDecodeError) -> str:
 
 def line_parts(piece: Piece, stream: BinaryIO, tally: Tally, text_key: str) -> Parts:
     """The texts of lines of JSON, as UTF-8; each is a document."""
+    for text in line_records(piece, stream, tally, partial(_text_of, text_key=text_key)):
+        yield text, True
+
+
+def line_records(
+    piece: Piece, stream: BinaryIO, tally: Tally, take: Callable[[dict[str, Any]], Taken]
+) -> Iterator[Taken]:
+    """What `take` makes of the objects of lines of JSON; it raises `ValueError`, a clause, for an
+    object of which nothing can be made."""
     tally.start(piece)
     offset = piece.start
     while line := stream.readline(LONGEST_LINE + 1):
@@ -164,12 +175,12 @@ def line_parts(piece: Piece, stream: BinaryIO, tally: Tally, text_key: str) -> P
         elif line.strip():
             content = line.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else line
             try:
-                text = _text_of(content, text_key)
+                taken = take(_object_of(content))
             except ValueError as error:
                 tally.add_bad(offset, str(error))
             else:
                 tally.add_good()
-                yield text, True
+                yield taken
         offset += size
 
 
@@ -183,8 +194,8 @@ def _skip_line(stream: BinaryIO) -> int:
     return skipped
 
 
-def _text_of(line: bytes, text_key: str) -> bytes:
-    """The UTF-8 text of one line of JSON; ValueError with a clause that says what is wrong."""
+def _object_of(line: bytes) -> dict[str, Any]:
+    """The object of one line of JSON; ValueError with a clause that says what is wrong."""
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -195,6 +206,11 @@ def _text_of(line: bytes, text_key: str) -> bytes:
         raise ValueError("the line is nested too deeply") from error
     if not isinstance(record, dict):
         raise ValueError(f"the line is a JSON {type(record).__name__}, not an object")
+    return record
+
+
+def _text_of(record: dict[str, Any], text_key: str) -> bytes:
+    """The UTF-8 text of an object; ValueError with a clause that says what is wrong."""
     if text_key not in record:
         keys = ", ".join(record) or "none"
         raise ValueError(f'the object has no key "{text_key}" (it has: {keys}); see --text-key')
@@ -209,25 +225,51 @@ def _text_of(line: bytes, text_key: str) -> bytes:
 
 def row_parts(piece: Piece, tally: Tally, text_key: str, on_bytes: Callable[[int], None]) -> Parts:
     """The texts of a parquet file's rows; each is a document. Raises as `parquet.texts`."""
+    rows = texts(piece.file.path, text_key, piece.start, piece.stop)
+    for text in _good_rows(piece, rows, tally, partial(_text_of_row, text_key=text_key), on_bytes):
+        yield text, True
+
+
+def row_records(
+    piece: Piece,
+    tally: Tally,
+    keys: Sequence[str],
+    take: Callable[[dict[str, Any]], Taken],
+    on_bytes: Callable[[int], None],
+) -> Iterator[Taken]:
+    """What `take` makes of the columns `keys` of a parquet file's rows, as `line_records`."""
+    rows = records(piece.file.path, keys, piece.start, piece.stop)
+    return _good_rows(piece, rows, tally, take, on_bytes)
+
+
+def _good_rows(
+    piece: Piece,
+    rows: Iterable[tuple[int, float, Item]],
+    tally: Tally,
+    take: Callable[[Item], Taken],
+    on_bytes: Callable[[int], None],
+) -> Iterator[Taken]:
     tally.start(piece)
     told = 0
-    for row, share, text in texts(piece.file.path, text_key, piece.start, piece.stop):
-        if reason := _wrong_row(text, text_key):
-            tally.add_bad(row, reason)
+    for row, share, item in rows:
+        try:
+            taken = take(item)
+        except ValueError as error:
+            tally.add_bad(row, str(error))
         else:
             tally.add_good()
-            yield text or b"", True
+            yield taken
         on_bytes(int(share * piece.size) - told)
         told = int(share * piece.size)
 
 
-def _wrong_row(text: bytes | None, text_key: str) -> str:
+def _text_of_row(text: bytes | None, text_key: str) -> bytes:
     if text is None:
-        return f'the value of "{text_key}" is null'
+        raise ValueError(f'the value of "{text_key}" is null')
     if len(text) > LONGEST_LINE:
-        return _TOO_LONG
+        raise ValueError(_TOO_LONG)
     try:
         text.decode("utf-8")
     except UnicodeDecodeError as error:
-        return f"the text is not UTF-8 (at its byte {error.start + 1})"
-    return ""
+        raise ValueError(f"the text is not UTF-8 (at its byte {error.start + 1})") from error
+    return text

@@ -57,20 +57,21 @@ class InputFiles:
     twins: tuple[tuple[Path, Path], ...] = ()  # large files that look like copies of an earlier one
 
 
-def find_files(named: Sequence[Path]) -> InputFiles:
+def find_files(named: Sequence[Path], records: bool = False) -> InputFiles:
     """The named files and, sorted by name, the text files below the named folders. Links to folders
     are not followed. Raises UsageError, naming it, if something is missing, is no text, cannot be
-    read or comes twice, or a folder holds no text."""
+    read or comes twice, or a folder holds no text. `records` is whether only lines of JSON and
+    tables are of use."""
     files: list[SourceFile] = []
     left_out: list[Path] = []
     try:
         for path in named:
             if path.is_dir():
-                inside, others = _below(path)
+                inside, others = _below(path, records)
                 files += inside
                 left_out += others
             else:
-                files.append(_named_file(path))
+                files.append(_named_file(path, records))
         _refuse_twice(files)
         if not sum(file.size for file in files):
             raise UsageError(
@@ -81,7 +82,7 @@ def find_files(named: Sequence[Path]) -> InputFiles:
         raise cannot_read(error.filename, error) from error
 
 
-def _named_file(path: Path) -> SourceFile:
+def _named_file(path: Path, records: bool) -> SourceFile:
     if not path.exists():
         raise UsageError(f"{path} does not exist: name text files, .jsonl files or folders of them")
     if not path.is_file():
@@ -89,12 +90,14 @@ def _named_file(path: Path) -> SourceFile:
     file = _classified(path, path.name)
     inner = Path(path.stem if file.packing else path.name).suffix.lower()
     refusal = _REFUSED.get(inner) or _not_text(file)
+    if not refusal and records and file.one_document:
+        refusal = "holds text, not chats: name .jsonl or .parquet files"
     if refusal:
         raise UsageError(f"{path} {refusal}")
     return file
 
 
-def _below(folder: Path) -> tuple[list[SourceFile], list[Path]]:
+def _below(folder: Path, records: bool) -> tuple[list[SourceFile], list[Path]]:
     wanted: list[SourceFile] = []
     left_out: list[Path] = []
     for root, folders, names in os.walk(folder, onerror=_refuse_to_skip):
@@ -104,12 +107,12 @@ def _below(folder: Path) -> tuple[list[SourceFile], list[Path]]:
                 left_out.append(path)
                 continue
             file = _classified(path, path.relative_to(folder).as_posix())
-            if _not_text(file):
+            if _not_text(file) or (records and file.one_document):
                 left_out.append(path)
             else:
                 wanted.append(file)
     if not wanted:
-        kinds = ", ".join(sorted(_FORMATS))
+        kinds = ", ".join(sorted(k for k in _FORMATS if not records or _FORMATS[k] != "text"))
         raise UsageError(
             f"folder {folder} contains no text file ({kinds}, or these with .gz or .zst): "
             "name the files"

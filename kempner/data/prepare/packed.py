@@ -5,13 +5,15 @@ from __future__ import annotations
 import gzip
 import io
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 from kempner.run.process.exit_codes import DataError, UsageError
+
+Item = TypeVar("Item")
 
 _ROWS = 128  # of parquet, at a time
 _BUFFER = 2**20
@@ -62,11 +64,15 @@ def open_packed(raw: BinaryIO, packing: str, path: Path) -> Iterator[BinaryIO]:
         raise UnpackError(words) from error
 
 
-def row_groups(path: Path, column: str) -> list[int]:
+def row_groups(path: Path, column: str | tuple[str, ...]) -> list[int]:
     """The byte of the file at which each row group starts. Raises DataError if it is no parquet
-    file, UsageError if it has no such column of text."""
+    file, UsageError if it has no such column of text, or none of several of any type."""
     with _table(path) as table:
-        _check_column(path, table.schema_arrow, column)
+        if isinstance(column, str):
+            _check_column(path, table.schema_arrow, column)
+        elif not set(column) & set(table.schema_arrow.names):
+            names = ", ".join(table.schema_arrow.names) or "none"
+            raise UsageError(f"{path} has none of the columns of chats (it has: {names})")
         return [_start(table.metadata.row_group(n)) for n in range(table.metadata.num_row_groups)]
 
 
@@ -77,15 +83,35 @@ def texts(
     with the number of its row in the file, from 1, and the share of the rows so far. Raises
     DataError if they cannot be read."""
     with _table(path) as table:
-        groups = [table.metadata.row_group(number) for number in range(table.num_row_groups)]
-        wanted = [number for number, group in enumerate(groups) if start <= _start(group) < stop]
-        total = sum(groups[number].num_rows for number in wanted)
-        done = 0
-        for number in wanted:
-            before = sum(group.num_rows for group in groups[:number])
-            for row, text in enumerate(_column(table, path, number, column), before + 1):
-                done += 1
-                yield row, done / total, text
+        yield from _numbered(table, start, stop, lambda n: _column(table, path, n, column))
+
+
+def records(
+    path: Path, columns: Sequence[str], start: int, stop: int
+) -> Iterator[tuple[int, float, dict[str, Any]]]:
+    """The same for objects: what stands in the columns, as far as the file has them."""
+    with _table(path) as table:
+        there = [name for name in table.schema_arrow.names if name in columns]
+        yield from _numbered(table, start, stop, lambda n: _objects(table, n, there))
+
+
+def _numbered(
+    table: Any, start: int, stop: int, read: Callable[[int], Iterator[Item]]
+) -> Iterator[tuple[int, float, Item]]:
+    groups = [table.metadata.row_group(number) for number in range(table.num_row_groups)]
+    wanted = [number for number, group in enumerate(groups) if start <= _start(group) < stop]
+    total = sum(groups[number].num_rows for number in wanted)
+    done = 0
+    for number in wanted:
+        before = sum(group.num_rows for group in groups[:number])
+        for row, item in enumerate(read(number), before + 1):
+            done += 1
+            yield row, done / total, item
+
+
+def _objects(table: Any, group: int, columns: list[str]) -> Iterator[dict[str, Any]]:
+    for batch in table.iter_batches(_ROWS, row_groups=[group], columns=columns, use_threads=False):
+        yield from batch.to_pylist()
 
 
 def _column(table: Any, path: Path, group: int, column: str) -> Iterator[bytes | None]:

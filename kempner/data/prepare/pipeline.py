@@ -2,6 +2,7 @@
 
     OUT/index.json                   written last; what it lists is complete
     OUT/tokenizer.json               copy of the tokenizer; not there for bytes
+    OUT/tokenizer_config.json        of chats: their template, and the special tokens
     OUT/shard-00000.tokens           renamed to this name when it is durable
     OUT/.progress/inputs.json        what is being prepared
     OUT/.progress/shard-00000.json   written when that shard is in place
@@ -23,11 +24,14 @@ from pathlib import Path
 from pydantic import ValidationError
 from xxhash import xxh3_128_hexdigest
 
+from kempner.data.files.chat_template import CHAT_FILE
 from kempner.data.files.index import (
     INDEX_FILE,
+    MOST_FLAGGED,
     TOKENIZER_FILE,
     Checksum,
     Index,
+    Kind,
     Shard,
     StrictRecord,
     read_index,
@@ -37,6 +41,7 @@ from kempner.data.prepare.inputs import InputFiles, SourceFile, find_files
 from kempner.data.prepare.process_pool import Task, run_all
 from kempner.data.prepare.shard_builder import (
     BuiltShard,
+    ChatRecipe,
     Recipe,
     build,
     confirm,
@@ -44,7 +49,7 @@ from kempner.data.prepare.shard_builder import (
     put,
 )
 from kempner.data.prepare.sources import Unit, plan_units
-from kempner.data.prepare.tokenizers import BYTE, find_tokenizer
+from kempner.data.prepare.tokenizers import BYTE, find_chat_tokenizer, find_tokenizer
 from kempner.run.process.exit_codes import DataError, UsageError, cannot_write
 
 OnProgress = Callable[[int, int], None]
@@ -77,38 +82,50 @@ def prepare(
     tokenizer: str = BYTE,
     eot: str | None = None,
     text_key: str = "text",
+    kind: Kind = "text",
+    seq_len: int = 0,
     max_bad_share: float = 0.0,
     workers: int = 0,
     on_progress: OnProgress = lambda done, total: None,
 ) -> PreparedData:
     """Write the tokens of text files and tables, or folders of them, to the directory `out`.
 
-    The tokenizer's token for the end of a text follows every document. Lines that hold no text are
-    left out, up to a share of all lines. Started again with the same arguments it keeps what is
-    complete, or, if all is, verifies it. `workers` processes do it, or without them this one.
-    Raises UsageError for arguments that make no sense or do not match what `out` holds, DataError
-    for text that cannot be read, a full disk and damaged token files.
+    The tokenizer's end of a text follows every document; chats are packed into rows of `seq_len`
+    tokens. Lines that hold no text are left out, up to a share of all lines. Started again with the
+    same arguments it keeps what is complete, or, if all is, verifies it. `workers` processes do it,
+    or without them this one. Raises UsageError for arguments that make no sense or do not match
+    what `out` holds, DataError for text that cannot be read, a full disk and damaged token files.
     """
-    found = find_files(files)
-    recipe = Recipe(out, find_tokenizer(tokenizer, eot), text_key)
-    units = plan_units(found.files, recipe.tokenizer, text_key)
+    found = find_files(files, records=kind != "text")
+    recipe = _recipe(out, tokenizer, eot, text_key, kind, seq_len)
+    units = plan_units(found.files, recipe.tokenizer, recipe.columns)
     if sum(unit.size for unit in units) < _WORTH_A_PROCESS:
         workers = 0
-    was_finished = (out / INDEX_FILE).exists()
-    if was_finished:
+    if was_finished := (out / INDEX_FILE).exists():
         index = read_index(out)
         _check_same(recipe, units, index)
         built = _run(partial(confirm, recipe, index), units, workers, on_progress)
+        lines = added_up(each.lines for each in built)
     else:
         _claim(recipe, found.files)
         built = _run(partial(build, recipe), units, workers, on_progress)
-    lines = added_up(each.lines for each in built)
-    if not was_finished:
+        lines = added_up(each.lines for each in built)
         check_share(lines, max_bad_share)
         index = _finish(recipe, [each.shard for each in built])
     shutil.rmtree(recipe.progress, ignore_errors=True)  # the index says that nothing needs it
     kept = sum(each.kept for each in built)
     return PreparedData(index, kept, found, was_finished, str(lines.first or ""))
+
+
+def _recipe(
+    out: Path, name: str, eot: str | None, text_key: str, kind: Kind, seq_len: int
+) -> Recipe:
+    if kind == "text":
+        return Recipe(out, find_tokenizer(name, eot), text_key)
+    tokenizer, template = find_chat_tokenizer(name, eot)
+    if tokenizer.vocab_size > MOST_FLAGGED:
+        raise UsageError(f"{name} has {tokenizer.vocab_size} token ids, more than chats can have")
+    return Recipe(out, tokenizer, text_key, ChatRecipe(kind, seq_len, template))
 
 
 def _run(
@@ -136,6 +153,14 @@ def _check_same(recipe: Recipe, units: Sequence[Unit], index: Index) -> None:
         raise prepared_differently(
             recipe.out, f"with another tokenizer ({index.tokenizer.kind}, eot={index.eot})"
         )
+    chats = recipe.chats
+    wanted = (
+        (chats.kind, chats.seq_len, chats.template.fingerprint) if chats else ("text", None, "")
+    )
+    if (index.kind, index.seq_len, index.template) != wanted:
+        rows = f" in rows of {index.seq_len} tokens" if index.seq_len else ""
+        other = "" if index.template in ("", wanted[2]) else " by another chat template"
+        raise prepared_differently(recipe.out, f"as {index.kind}{rows}{other}")
     if len(index.shards) != len(units):
         raise prepared_differently(recipe.out, "from other text (of another length)")
 
@@ -178,13 +203,14 @@ def _read_inputs(recipe: Recipe) -> _Inputs | None:
 
 def _finish(recipe: Recipe, shards: Sequence[Shard]) -> Index:
     """Write the index, which makes the directory a finished one."""
-    tokens = sum(shard.tokens for shard in shards)
-    if not tokens:
-        raise DataError("all documents are empty: nothing to prepare")
+    tokens, chats = sum(shard.tokens for shard in shards), recipe.chats
+    if not sum(shard.documents for shard in shards):
+        empty = "all documents are empty" if chats is None else _nothing_learned(shards)
+        raise DataError(f"{empty}: nothing to prepare")
     index = Index(
         format="kempner-tokens",
         version=1,
-        dtype=recipe.tokenizer.dtype,
+        dtype=recipe.dtype,
         vocab_size=recipe.tokenizer.vocab_size,
         eot=recipe.tokenizer.eot,
         tokenizer=recipe.tokenizer.identity,
@@ -192,6 +218,9 @@ def _finish(recipe: Recipe, shards: Sequence[Shard]) -> Index:
         tokens=tokens,
         documents=sum(shard.documents for shard in shards),
         shards=list(shards),
+        kind=chats.kind if chats else "text",
+        seq_len=chats.seq_len if chats else None,
+        template=chats.template.fingerprint if chats else "",
     )
     listed = {recipe.out / shard.file for shard in shards}
     try:
@@ -199,8 +228,16 @@ def _finish(recipe: Recipe, shards: Sequence[Shard]) -> Index:
             stray.unlink()  # of an earlier attempt, when there was more text
         if recipe.tokenizer.definition:
             put(recipe, recipe.out / TOKENIZER_FILE, recipe.tokenizer.definition.encode())
+        if chats is not None:
+            put(recipe, recipe.out / CHAT_FILE, chats.template.settings.encode())
         put(recipe, recipe.out / INDEX_FILE, index.to_bytes())
     except OSError as error:
         advice = "run the same command again when that is fixed"
         raise cannot_write(recipe.out / INDEX_FILE, error, advice) from error
     return index
+
+
+def _nothing_learned(shards: Sequence[Shard]) -> str:
+    if any(shard.left_out for shard in shards):
+        return "no chat has an answer within --seq-len tokens"
+    return "there is no chat in these files"

@@ -8,15 +8,36 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
 
-from kempner.data.files.index import Count, Index, Shard, StrictRecord, TokenizerIdentity
+from kempner.data.files.chat_template import ChatTemplate
+from kempner.data.files.index import (
+    Count,
+    Dtype,
+    Index,
+    Kind,
+    Shard,
+    StrictRecord,
+    TokenizerIdentity,
+)
 from kempner.data.files.token_file import TokenWriter, verify_shard
-from kempner.data.prepare.documents import BadLine, Parts, Tally, line_parts, row_parts, text_parts
+from kempner.data.prepare.chats import CHAT_KEYS, Document, documents_of, read_chat
+from kempner.data.prepare.documents import (
+    BadLine,
+    Parts,
+    Tally,
+    line_parts,
+    line_records,
+    row_parts,
+    row_records,
+    text_parts,
+)
 from kempner.data.prepare.long_text import CONTEXT, BlockEncoder, ByteEncoder, Ids
 from kempner.data.prepare.process_pool import Report
+from kempner.data.prepare.rows import RowWriter
 from kempner.data.prepare.sources import Piece, Unit, UnitOrigin, describe_unit, text_before
 from kempner.data.prepare.tokenizers import TokenizerSpec
 from kempner.run.process.durable_io import fsync_directory, write_durable
@@ -26,12 +47,42 @@ PROGRESS = ".progress"
 
 
 @dataclass(frozen=True)
+class ChatRecipe:
+    """How chats become rows of `seq_len` tokens."""
+
+    kind: Kind
+    seq_len: int
+    template: ChatTemplate
+
+    def documents(self, record: dict[str, Any]) -> list[Document]:
+        """Raises `ValueError`, a clause, if nothing can be learned from an object."""
+        return documents_of(read_chat(record), self.template)
+
+
+@dataclass(frozen=True)
 class Recipe:
     """What decides the content of a shard besides its text, and where it goes."""
 
     out: Path
     tokenizer: TokenizerSpec
     text_key: str
+    chats: ChatRecipe | None = None
+
+    @property
+    def columns(self) -> str | tuple[str, ...]:
+        """The column of text of a table, or those of chats."""
+        return self.text_key if self.chats is None else CHAT_KEYS
+
+    @property
+    def dtype(self) -> Dtype:
+        return self.tokenizer.dtype if self.chats is None else "uint32"
+
+    def key(self, unit: Unit) -> str:
+        """What is taken of the objects of a unit, and how, as its digest has it."""
+        if self.chats is None:
+            return self.text_key
+        how = f"in {self.chats.seq_len} by {self.chats.template.fingerprint}"
+        return f"{self.chats.kind} {how}{', the last' if unit.last else ''}"
 
     @property
     def progress(self) -> Path:
@@ -80,7 +131,7 @@ def confirm(recipe: Recipe, index: Index, unit: Unit, report: Report) -> BuiltSh
     """A shard of a finished directory, verified. Raises UsageError if it was made from other text,
     DataError if it is damaged."""
     shard = index.shards[unit.number]
-    if shard.source != describe_unit(unit, recipe.text_key):
+    if shard.source != describe_unit(unit, recipe.key(unit)):
         raise prepared_differently(recipe.out, f"from other text (see {shard.source.first})")
     verify_shard(recipe.out, shard, index.dtype)
     report(unit.size)
@@ -126,10 +177,10 @@ def _in_place(recipe: Recipe, unit: Unit) -> BuiltShard | None:
     tokenizer, shard = recipe.tokenizer, record.shard
     if (record.tokenizer, record.eot) != (tokenizer.identity, tokenizer.eot):
         return None
-    if shard.source != describe_unit(unit, recipe.text_key):
+    if shard.source != describe_unit(unit, recipe.key(unit)):
         return None
     try:
-        verify_shard(recipe.out, shard, tokenizer.dtype)
+        verify_shard(recipe.out, shard, recipe.dtype)
     except DataError:
         return None
     bad = record.first_bad
@@ -145,21 +196,30 @@ def _make(recipe: Recipe, unit: Unit, report: Report) -> BuiltShard:
         done += count
         report(done)
 
-    origin, tally = UnitOrigin(recipe.text_key), Tally()
-    with TokenWriter(temporary, recipe.tokenizer.dtype) as writer:
-        encoding = _Encoding(recipe, writer)
-        for piece in unit.pieces:
-            with _opened(recipe, piece, origin, tally, progress) as parts:
-                encoding.add_piece(piece, parts)
+    origin, tally, made = UnitOrigin(recipe.key(unit)), Tally(), _Counts()
+    with TokenWriter(temporary, recipe.dtype) as writer:
+        if recipe.chats is None:
+            encoding = _Encoding(recipe, writer, made)
+            for piece in unit.pieces:
+                with _opened(recipe, piece, origin, tally, progress) as parts:
+                    encoding.add_piece(piece, parts)
+        else:
+            rows = RowWriter(writer, recipe.chats.seq_len, recipe.tokenizer.eot)
+            for piece in unit.pieces:
+                with _opened_chats(recipe.chats, piece, origin, tally, progress) as chats:
+                    _add_chats(chats, rows, recipe.chats.seq_len, made)
+            rows.finish(unit.last)
         written = writer.finish()
     commit(temporary, recipe.out / unit.shard_file)
     shard = Shard(
         file=unit.shard_file,
         tokens=written.tokens,
-        documents=encoding.full,
-        empty_documents=encoding.empty,
+        documents=made.full,
+        empty_documents=made.empty,
         bad_lines=tally.bad,
-        unproven_cuts=encoding.unproven,
+        unproven_cuts=made.unproven,
+        truncated=made.truncated,
+        left_out=made.left_out,
         bytes=written.bytes,
         checksum=written.checksum,
         source=origin.source(),
@@ -185,11 +245,50 @@ def _opened(
             yield text_parts(piece, stream, tally, utf8=utf8)
 
 
+@contextmanager
+def _opened_chats(
+    chats: ChatRecipe,
+    piece: Piece,
+    origin: UnitOrigin,
+    tally: Tally,
+    progress: Callable[[int], None],
+) -> Iterator[Iterator[list[Document]]]:
+    """The documents of each chat of a piece; see `_opened`."""
+    if piece.file.format == "parquet":
+        with origin.opened(piece):
+            yield row_records(piece, tally, CHAT_KEYS, chats.documents, progress)
+        return
+    with origin.opened(piece, progress) as stream:
+        yield line_records(piece, stream, tally, chats.documents)
+
+
+def _add_chats(
+    chats: Iterator[list[Document]], rows: RowWriter, seq_len: int, made: _Counts
+) -> None:
+    for document in (each for documents in chats for each in documents):
+        made.truncated += len(document.ids) > seq_len
+        tokens = document.cut(seq_len)
+        if tokens is None:
+            made.left_out += 1
+        else:
+            rows.add(tokens)
+            made.full += 1
+
+
+@dataclass
+class _Counts:
+    """Of the documents of a shard."""
+
+    full: int = 0
+    empty: int = 0
+    unproven: int = 0
+    truncated: int = 0
+    left_out: int = 0
+
+
 class _Encoding:
-    def __init__(self, recipe: Recipe, writer: TokenWriter) -> None:
-        self.full = 0
-        self.empty = 0
-        self.unproven = 0
+    def __init__(self, recipe: Recipe, writer: TokenWriter, made: _Counts) -> None:
+        self._made = made
         self._tokenizer, self._writer = recipe.tokenizer, writer
         self._end = np.array([recipe.tokenizer.eot])
 
@@ -204,11 +303,11 @@ class _Encoding:
                 for tokens in document.feed(content):
                     self._writer.append(tokens)
             if ends and document is None:
-                self.empty += 1
+                self._made.empty += 1
             elif ends and document is not None:
                 self._finish(document)
                 self._writer.append(self._end)
-                self.full += 1
+                self._made.full += 1
                 document = None
         if document is not None:
             self._finish(document)
@@ -220,7 +319,7 @@ class _Encoding:
 
     def _finish(self, document: ByteEncoder | BlockEncoder) -> None:
         self._writer.append(document.end())
-        self.unproven += document.unproven
+        self._made.unproven += document.unproven
 
 
 def _write_record(recipe: Recipe, unit: Unit, shard: Shard, lines: Tally) -> None:

@@ -54,6 +54,7 @@ class Piece:
 class Unit:
     number: int
     pieces: tuple[Piece, ...]
+    last: bool = False
 
     @property
     def shard_file(self) -> str:
@@ -65,11 +66,12 @@ class Unit:
 
 
 def plan_units(
-    files: Sequence[SourceFile], tokenizer: TokenizerSpec, text_key: str
+    files: Sequence[SourceFile], tokenizer: TokenizerSpec, text_key: str | tuple[str, ...]
 ) -> tuple[Unit, ...]:
     """Cut large files into pieces and gather small ones, so that shards are few but not huge. Lines
     stay whole, and a text is cut only where that changes no token; a packed file is one piece.
-    Raises DataError if a file cannot be read, UsageError if a table has no such column."""
+    Raises DataError if a file cannot be read, UsageError if a table has no such column, or none of
+    several."""
     target = max(_UNIT, -(-sum(file.size for file in files) // _MOST_UNITS))
     units: list[Unit] = []
     gathered: list[Piece] = []
@@ -81,10 +83,12 @@ def plan_units(
                 gathered, size = [], 0
             gathered.append(piece)
             size += piece.size
-    return (*units, Unit(len(units), tuple(gathered)))
+    return (*units, Unit(len(units), tuple(gathered), last=True))
 
 
-def _cut(file: SourceFile, length: int, tokenizer: TokenizerSpec, text_key: str) -> list[Piece]:
+def _cut(
+    file: SourceFile, length: int, tokenizer: TokenizerSpec, text_key: str | tuple[str, ...]
+) -> list[Piece]:
     bounds = list(range(length, file.size, length))
     try:
         if file.format == "parquet":

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tokenizers
 
+from kempner.data.files.chat_template import ChatTemplate
 from kempner.data.files.index import Dtype, TokenizerIdentity
 from kempner.data.prepare.long_text import Ids
 from kempner.run.process.exit_codes import DataError, UsageError
@@ -54,6 +55,18 @@ def find_tokenizer(name: str, eot: str | None = None) -> TokenizerSpec:
         raise UsageError(f"--eot {eot} needs a tokenizer.json; the byte tokenizer ends with 256")
     identity = TokenizerIdentity(kind="byte", fingerprint="byte-1")
     return TokenizerSpec(identity, vocab_size=_BYTE_EOT + 1, eot=_BYTE_EOT)
+
+
+def find_chat_tokenizer(name: str, eot: str | None = None) -> tuple[TokenizerSpec, ChatTemplate]:
+    """The tokenizer in a folder, or in the tokenizer.json at a path, and the chat template beside
+    it. The token that ends an answer fills rows up, unless `eot` names another. Raises as
+    `find_tokenizer` and `ChatTemplate.beside`."""
+    if name == BYTE:
+        raise UsageError("chats need --tokenizer PATH, a folder with a tokenizer and its template")
+    template = ChatTemplate.beside(Path(name))
+    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    tokenizer = _from_file(path, eot or template.end or None)
+    return tokenizer, replace(template, definition=tokenizer.definition)
 
 
 def _hugging_face_ids(definition: str) -> Ids:

@@ -29,7 +29,7 @@ from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from kempner.data.files.token_file import Corpus
+from kempner.data.files.token_file import BEGINS, ID, LEARNED, Corpus
 from kempner.data.order.batch_slices import PADDING, MicroSlice, Slicing
 from kempner.data.order.shuffle import SampleOrder
 from kempner.run.process.exit_codes import DataError, RunError, UsageError
@@ -171,10 +171,21 @@ _POLL = 0.05  # seconds between two looks at the caller's wish to give up
 
 
 class MicroBatch(NamedTuple):
-    """One forward and backward: inputs and targets [micro_batch_size, seq_len], int64."""
+    """One forward and backward: inputs and targets [micro_batch_size, seq_len], int64.
+
+    Attributes:
+        inputs: the tokens of the rows.
+        targets: the inputs one token later; IGNORE throughout the rows that are padding, and in
+            chats where the next token is not learned, or begins another document.
+        documents: int32, [micro_batch_size, seq_len], of chats: the number of each token's
+            document in its row, from 0, by which it attends to its own document only; None of text.
+            Of preferences the documents 2k and 2k + 1 of a row are the chosen and the rejected
+            one of a pair; a last one of an even number, if any, is padding.
+    """
 
     inputs: Tensor
-    targets: Tensor  # the inputs one token later; IGNORE throughout the rows that are padding
+    targets: Tensor
+    documents: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -227,7 +238,7 @@ class Feed:
         self._failure: BaseException | None = None
         self._pin_memory = pin_memory
         self._device = torch.accelerator.current_device_index() if pin_memory else None
-        self._corpus = mine
+        self._corpus, self._flagged = mine, mine.index.kind != "text"
         dataset = TokenDataset(mine, self.order, seq_len)
         self._reader = TokenReader(dataset, slicing.slices_from(cursor), workers)
         atexit.register(self.close)
@@ -273,7 +284,11 @@ class Feed:
             micro, positions = list[MicroBatch](), list[int]()
             while not self._closing.is_set():
                 part, tokens = self._reader.read()
-                micro.append(_to_micro_batch(tokens, part.positions, pin_memory=self._pin_memory))
+                micro.append(
+                    _to_micro_batch(
+                        tokens, part.positions, flagged=self._flagged, pin_memory=self._pin_memory
+                    )
+                )
                 positions += [position for position in part.positions if position != PADDING]
                 if part.last:
                     self._ready.put(StepBatch(micro, positions, part.cursor_after))
@@ -325,18 +340,26 @@ def eval_batches(
                 tokens = [no_tokens if r == PADDING else corpus.sample(r, seq_len) for r in rows]
             except WaitStoppedError:  # the loss is not used, but the ranks go on together
                 rows, tokens = [PADDING] * len(rows), [no_tokens] * len(rows)
-            batch.append(_to_micro_batch(np.stack(tokens), rows))
+            flagged = corpus.index.kind != "text"
+            batch.append(_to_micro_batch(np.stack(tokens), rows, flagged=flagged))
         yield batch
 
 
 def _to_micro_batch(
-    tokens: NDArray[Any], rows: Sequence[int], *, pin_memory: bool = False
+    tokens: NDArray[Any], rows: Sequence[int], *, flagged: bool, pin_memory: bool = False
 ) -> MicroBatch:
-    """Tokens [k, seq_len + 1] of k positions, or PADDING, as inputs and targets."""
+    """Tokens [k, seq_len + 1] of k positions, or PADDING, as inputs and targets; `flagged` is
+    whether they carry the flags of chats."""
     shape = (len(rows), tokens.shape[1] - 1)
     inputs = torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory)
     targets = torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory)
-    inputs.numpy()[:] = tokens[:, :-1]
-    targets.numpy()[:] = tokens[:, 1:]
+    ids = tokens & ID if flagged else tokens
+    inputs.numpy()[:] = ids[:, :-1]
+    targets.numpy()[:] = ids[:, 1:]
     targets[[row == PADDING for row in rows]] = IGNORE
-    return MicroBatch(inputs, targets)
+    if not flagged:
+        return MicroBatch(inputs, targets)
+    targets.numpy()[tokens[:, 1:] & (LEARNED | BEGINS) != LEARNED] = IGNORE
+    documents = torch.empty(shape, dtype=torch.int32, pin_memory=pin_memory)
+    np.cumsum(tokens[:, :-1] & BEGINS != 0, axis=1, dtype=np.int32, out=documents.numpy())
+    return MicroBatch(inputs, targets, documents.sub_(1))

@@ -4,8 +4,9 @@
     supply.load_state_dict(...)   # where there is a checkpoint
     batch = supply.take()
 
-A map-style `DataLoader` is read by a plan (`plans.py`): its place counts what the loop was given,
-however far workers have read ahead, whatever their number. A stream is asked for its own state.
+A map-style `DataLoader` is read by a plan (`sampling_order.py`): its place counts the batches that
+the loop has taken, however far any number of workers have read ahead. A stream is asked for its own
+state.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from kempner.data.serve.draws import (
+from kempner.data.serve.sample_rng import (
     DrawnDataset,
     SampleRequest,
     is_pure,
@@ -28,8 +29,8 @@ from kempner.data.serve.draws import (
     seed_all,
     show_own_dataset,
 )
-from kempner.data.serve.plans import Batch, ReadPlan, plan_of
 from kempner.data.serve.sampler import ResumableDataLoader
+from kempner.data.serve.sampling_order import Batch, ReadPlan, plan_of
 from kempner.run.process.exit_codes import MismatchError, UsageError
 
 _SHELLS = ("base_dataloader", "_dataloader")

@@ -1,9 +1,9 @@
-"""The numbers of `metrics.jsonl`, read line by line into arrays: a million lines take 60 MB."""
+"""The values of `metrics.jsonl` as arrays, read line by line: a million lines take 60 MB."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
@@ -28,15 +28,13 @@ _STEP_FIELDS = (
 
 
 _NUMBERS = frozenset((int, float))
-"""A million lines: that a bool is an int must not cost time."""
+"""For an exact type test, which is faster than `isinstance` and excludes bool."""
 
 
 @dataclass(frozen=True)
 class StepSeries:
-    """One entry per logged step, in the order of the file; NaN is what a line does not say.
-
-    `time` is in seconds since the epoch, `save_seconds` since the entry before.
-    """
+    """One entry per logged step, in the order of the file; NaN where a line has no value. `time` is
+    in seconds since the epoch, `save_seconds` counts from the entry before."""
 
     time: Numbers
     step: Numbers
@@ -48,17 +46,17 @@ class StepSeries:
     mfu: Numbers
 
     def of_attempt(self, number: int) -> Self:
-        """Those of one attempt, by time."""
+        """The entries of one attempt, by time."""
         chosen = np.flatnonzero(self.attempt == number)
         return self._take(chosen[np.argsort(self.time[chosen], kind="stable")])
 
     def last_times(self) -> dict[int, float]:
-        """When each attempt logged a step last."""
+        """The time of each attempt's last logged step."""
         numbers = np.unique(self.attempt[~np.isnan(self.attempt)])
         return {int(n): float(self.time[self.attempt == n].max()) for n in numbers}
 
     def last_of_each_step(self) -> Self:
-        """One entry a step, by step: of a step that was made twice the last one counts."""
+        """One entry for each step, sorted; for a repeated step the last one counts."""
         backwards = self.step[::-1]
         _, first = np.unique(backwards, return_index=True)
         return self._take(len(backwards) - 1 - first)
@@ -69,18 +67,20 @@ class StepSeries:
 
 @dataclass(frozen=True)
 class EvalSeries:
-    """Held-out losses in nats per token, by step; the last of each counts."""
+    """Held-out losses in nats per token, by step; the last one of each step counts."""
 
     step: Numbers
     loss: Numbers
 
 
-def read_series(path: Path) -> tuple[StepSeries, EvalSeries]:
-    """Both series of a file of metrics; empty ones if it is not there.
+Evaluations = Mapping[str, EvalSeries]
+"""By the name of the held-out set, which is empty for `eval.dataset_path`; that one always
+exists."""
 
-    Lines that are torn, or are not as kempner writes them, are passed over. Raises `OSError` if the
-    file cannot be read.
-    """
+
+def read_series(path: Path) -> tuple[StepSeries, Evaluations]:
+    """The series of a metrics file; empty if it is missing. Skips lines that are torn or not
+    kempner's. Raises `OSError` if the file cannot be read."""
     try:
         with path.open("rb") as file:
             return collect(file)
@@ -88,10 +88,10 @@ def read_series(path: Path) -> tuple[StepSeries, EvalSeries]:
         return collect(())
 
 
-def collect(lines: Iterable[bytes]) -> tuple[StepSeries, EvalSeries]:
-    """The same from lines of JSON."""
+def collect(lines: Iterable[bytes]) -> tuple[StepSeries, Evaluations]:
+    """As `read_series`, from lines of JSON."""
     rows = array("d")
-    evaluated: dict[float, float] = {}
+    evaluated: dict[str, dict[float, float]] = {"": {}}
     for line in lines:
         try:
             entry = from_json(line, allow_inf_nan=False)
@@ -100,14 +100,27 @@ def collect(lines: Iterable[bytes]) -> tuple[StepSeries, EvalSeries]:
             if "loss" in entry and type(entry.get("time")) in _NUMBERS:
                 values: Iterable[Any] = map(entry.get, _STEP_FIELDS)
                 found = [value if type(value) in _NUMBERS else nan for value in values]
-                rows.extend(array("d", found))  # all of it, or nothing where one is too large
-            elif type(entry.get("eval_loss")) in _NUMBERS:
-                evaluated[float(entry["step"])] = float(entry["eval_loss"])
+                rows.extend(array("d", found))  # no partial row if one is too large
+            else:
+                for name, loss in _losses(entry).items():
+                    evaluated.setdefault(name, {})[float(entry["step"])] = loss
         except (ValueError, OverflowError):
             continue
     table = np.frombuffer(rows, np.float64).reshape(-1, len(_STEP_FIELDS))
     sound = np.isfinite(table[:, :2]).all(axis=1)  # time and step
     table = table if sound.all() else table[sound]
-    by_step = sorted(evaluated.items())
-    held_out = (np.array([pair[side] for pair in by_step], np.float64) for side in (0, 1))
-    return StepSeries(*table.T), EvalSeries(*held_out)
+    return StepSeries(*table.T), {name: _by_step(found) for name, found in evaluated.items()}
+
+
+def _losses(entry: Mapping[str, Any]) -> dict[str, float]:
+    """Of a line about an evaluation: the loss of each held-out set."""
+    sets = entry.get("eval_sets")
+    found: dict[str, Any] = {"": entry.get("eval_loss")}
+    for name, numbers in sets.items() if isinstance(sets, dict) else ():
+        found[name] = numbers.get("loss") if isinstance(numbers, dict) else None
+    return {name: float(loss) for name, loss in found.items() if type(loss) in _NUMBERS}
+
+
+def _by_step(losses: Mapping[float, float]) -> EvalSeries:
+    pairs = sorted(losses.items())
+    return EvalSeries(*(np.array([pair[side] for pair in pairs], np.float64) for side in (0, 1)))

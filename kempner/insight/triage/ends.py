@@ -96,7 +96,7 @@ def plain_status(code: int) -> int:
     return 128 - code if 128 < code < 160 else code
 
 
-def words_of(status: int) -> str:
+def describe_status(status: int) -> str:
     if status >= 0:
         return f"exit code {status}"
     try:
@@ -111,7 +111,7 @@ def what_status_means(status: int) -> tuple[str, SignLevel, Sure]:
     return _BY_STATUS.get(status, ("exit_code", SignLevel.SYMPTOM, Sure.POSSIBLE))
 
 
-def spread_out(ranks: str) -> tuple[int, ...]:
+def expand_ranks(ranks: str) -> tuple[int, ...]:
     """Slurm's or torch's list of ranks, `0-2,5`: at most 4096 of them."""
     found: list[int] = []
     for part in re.split(r"[, ]+", ranks.strip(" ,")):
@@ -167,7 +167,7 @@ class EndReader:
         if not (exited or said):
             return None
         status = plain_status(int(exited[1])) if exited else said[0]
-        ranks = () if self.elastic else spread_out(found["ranks"])
+        ranks = () if self.elastic else expand_ranks(found["ranks"])
         end = replace(_end(line, status, node=found["node"], ranks=ranks), task=bool(ranks))
         killed = self._ending and status in (-9, -15)
         return replace(end, level=SignLevel.CASCADE) if killed else end

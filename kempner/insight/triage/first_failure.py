@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kempner.insight.attempts import AttemptFacts
 from kempner.insight.run_reader import RunReader
-from kempner.insight.triage.ends import plain_status, what_status_means, words_of
+from kempner.insight.triage.ends import describe_status, plain_status, what_status_means
 from kempner.insight.triage.log.reading import read_log
 from kempner.insight.triage.rules import Cause, SignLevel, Sure
 from kempner.insight.triage.scan import Scan, match
@@ -188,7 +188,7 @@ def _others(attempt: AttemptFacts, first: int | None) -> Iterator[str]:
         if name.isdigit() and int(name) != first and status != 0:
             together.setdefault(status, []).append(int(name))
     for status, ranks in together.items():
-        how = "not known" if status is None else words_of(status)
+        how = "not known" if status is None else describe_status(status)
         if status == ExitCode.PEERS_LOST:
             how = "lost their peer (exit code 76)"
         yield f"rank{'s' if ranks[1:] else ''} {spans(sorted(ranks))}: {how}"

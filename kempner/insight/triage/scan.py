@@ -1,11 +1,7 @@
-"""Reads logs line by line and collects what may matter; no log is too long for it.
-
-Finds the rank that is missing in a collective that timed out: it reports no error, or is behind.
-
-Finds the network by which each rank talks to other nodes, from NCCL's lines (NCCL_DEBUG=INFO).
-
-What was found in a log that may matter, bounded in number.
-"""
+"""Reads logs line by line and collects what may matter: a log of any size, findings bounded in
+number. Among them are the rank that is missing in a collective that timed out (it reports no error,
+or is behind), and the network by which each rank talks to other nodes, from NCCL's lines
+(NCCL_DEBUG=INFO)."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Self
 
-from kempner.insight.triage.ends import End, EndReader, spread_out
+from kempner.insight.triage.ends import End, EndReader, expand_ranks
 from kempner.insight.triage.log.lines import SAMPLE, LogLine, LogParser
 from kempner.insight.triage.log.reading import Losses, StepsInLog
 from kempner.insight.triage.log.tracebacks import (
@@ -61,7 +57,7 @@ class Collectives:
     def learn(self, line: LogLine) -> None:
         text, rank = line.text, line.rank
         if self._desync and (found := _LIST.match(text)) is not None:
-            self.named, self._desync = spread_out(found[1]), False
+            self.named, self._desync = expand_ranks(found[1]), False
         elif _DESYNC.search(text):
             self._desync = True
         if rank is None:
@@ -444,7 +440,7 @@ class Scan:
         named = found.groupdict()
         about = About.writer(line, frame) if sign.blame is Blame.WRITER else About(frame=frame)
         if said := named.get("ranks") or named.get("rank"):
-            about = replace(about, ranks=spread_out(said))
+            about = replace(about, ranks=expand_ranks(said))
         if named.get("pid"):
             about = replace(about, pid=int(named["pid"]), ranks=())
         if address := named.get("address"):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from kempner.insight.triage.ends import words_of
+from kempner.insight.triage.ends import describe_status
 from kempner.insight.triage.log.lines import LogLine
 from kempner.insight.triage.places import same_node
 from kempner.insight.triage.rules import SignLevel, Sure
@@ -395,7 +395,11 @@ def _consequences(others: Sequence[LogFinding], first: Iterable[int]) -> Iterabl
         statuses = sorted({finding.status for finding in same if finding.status is not None})
         if name == "cascade" or not ranks:
             continue
-        how = ", ".join(map(words_of, statuses)) if statuses else f"{same[0].cause.says} ({name})"
+        how = (
+            ", ".join(map(describe_status, statuses))
+            if statuses
+            else f"{same[0].cause.says} ({name})"
+        )
         yield f"rank{'s' if ranks[1:] else ''} {spans(ranks)}: {how}"
 
 
@@ -438,7 +442,7 @@ def _unknown(scan: Scan, fatal: Sequence[LogFinding], first: LogFinding | None) 
         root = [finding for finding in ended if finding.about.first] or ended
         end = min(root, key=lambda f: in_order(f, root, by_time=True))
         rank, node = (end.ranks[0] if end.ranks else None), end.node
-        says = f"a process ended with {words_of(end.status or 0)}, and does not say why"
+        says = f"a process ended with {describe_status(end.status or 0)}, and does not say why"
     elif first is not None:
         says, do = first.cause.says, first.cause.do
     lines = [*scan.suspects.last] or [*scan.suspects.ending]  # the last that speak of errors

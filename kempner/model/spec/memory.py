@@ -82,18 +82,9 @@ def estimate_memory(
     extra = 0 if adapter is None else adapter.elements(shape)  # in small matrices beside all others
     parameters, trained = shape.parameters + extra, extra or shape.parameters
     tokens = train.micro_batch_size * train.seq_len
-    head, block = shape.head_parameters, shape.block_parameters + extra // shape.n_layers
     gradients = MASTER_BYTES * -(-trained // shards)
-    if mesh.world > 1:
-        whole = parameters + block if choice.keep_parameters else head + 2 * block
-        gathered = compute_bytes * whole // tensor
-        largest = extra // shape.n_layers or max(head, block)
-        gradient_buffers = (compute_bytes + MASTER_BYTES) * largest // tensor
-        if choice.reduce_once:
-            gradients = MASTER_BYTES * trained // tensor
-    else:
-        gathered = 0 if compute_bytes == MASTER_BYTES else compute_bytes * parameters
-        gradient_buffers = 0
+    if mesh.world > 1 and choice.reduce_once:
+        gradients = MASTER_BYTES * trained // tensor
     per_token = activation_bytes_per_token(
         shape,
         compute_bytes,
@@ -107,12 +98,30 @@ def estimate_memory(
         parameters=MASTER_BYTES * -(-parameters // shards),
         gradients=gradients,
         moments=MASTER_BYTES * -(-moments // shards),
-        gathered=gathered,
-        gradient_buffers=gradient_buffers,
+        gathered=_gathered(shape, extra, mesh, compute_bytes, choice),
+        gradient_buffers=_gradient_buffers(shape, extra, mesh, compute_bytes),
         activations=tokens * per_token,
         logits=loss_bytes(shape, tokens, train.loss_chunk, compute_bytes, adapter is None)
         // tensor,
     )
+
+
+def _gathered(
+    shape: Shape, extra: int, mesh: MeshDegrees, compute_bytes: int, choice: Choice
+) -> int:
+    """Bytes of whole weights, `extra` of which are those of an adapter."""
+    parameters, block = shape.parameters + extra, shape.block_parameters + extra // shape.n_layers
+    if mesh.world == 1:
+        return 0 if compute_bytes == MASTER_BYTES else compute_bytes * parameters
+    two = shape.head_parameters + 2 * block
+    return compute_bytes * (parameters + block if choice.keep_parameters else two) // mesh.tensor
+
+
+def _gradient_buffers(shape: Shape, extra: int, mesh: MeshDegrees, compute_bytes: int) -> int:
+    """Bytes of whole gradients on their way: of an adapter alone, if there is one."""
+    whole = max(shape.head_parameters, shape.block_parameters)
+    largest = extra // shape.n_layers or whole
+    return (compute_bytes + MASTER_BYTES) * largest // mesh.tensor if mesh.world > 1 else 0
 
 
 def checkpoint_bytes(config: Config, vocab_size: int) -> int | None:

@@ -51,19 +51,27 @@ def step_flops(
     rows = shape.vocab_size if chunked else shape.vocab_rows
     # The first rank of a tensor group has a full part of the rows.
     rows = min(rows, shape.vocab_rows // tensor) if tensor > 1 else rows
-    divided, undivided, of_output = shape.n_layers * block + recomputing * again, 0, 6
-    if adapter is not None:
-        of_output = 4
-        each = adapter.rank * shape.dim  # of a pair, the matrix that is whole on every rank
-        whole = each * len(adapter.targets)
-        cut = adapter.block_elements(shape) - whole
-        times = 6 * shape.n_layers + 2 * recomputing
-        first = sum(name in ("q_proj", "k_proj", "v_proj") for name in adapter.targets)
-        divided += times * cut - 2 * shape.n_layers * matrices
-        divided -= 2 * shape.dim * (shape.q_dim + 2 * shape.kv_dim)
-        undivided = times * whole - 2 * first * each
-    per_token = divided // tensor + undivided + of_output * shape.dim * rows
+    blocks = shape.n_layers * block + recomputing * again
+    if adapter is None:
+        per_token = blocks // tensor + 6 * shape.dim * rows
+    else:
+        more, whole = _beside_weights(shape, adapter, matrices, recomputing)
+        per_token = (blocks + more) // tensor + whole + 4 * shape.dim * rows
     return sequences * train.seq_len * per_token
+
+
+def _beside_weights(
+    shape: Shape, adapter: Adapter, matrices: int, recomputing: int
+) -> tuple[int, int]:
+    """What an adapter adds per token to the blocks of a model that trains whole: divided among the
+    ranks of a tensor group, and by each of them."""
+    each = adapter.rank * shape.dim  # of a pair, the matrix that is whole on every rank
+    whole = each * len(adapter.targets)
+    cut = adapter.block_elements(shape) - whole
+    times = 6 * shape.n_layers + 2 * recomputing
+    first = sum(name in ("q_proj", "k_proj", "v_proj") for name in adapter.targets)
+    saved = 2 * shape.n_layers * matrices + 2 * shape.dim * (shape.q_dim + 2 * shape.kv_dim)
+    return times * cut - saved, times * whole - 2 * first * each
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,12 @@
-"""What happened to a run so far: its ledger, read once, as typed events.
-
-What a reader makes of the events is its own affair: it asks for those of the kinds that it knows.
-"""
+"""The history of a run: the typed events of its ledger, which is read once."""
 
 from __future__ import annotations
 
 import json
 import re
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -18,14 +15,18 @@ from typing import Any, Generic, Self, TypeVar, overload
 from kempner.run.output.logs import logger
 from kempner.run.process.threads import steady_time
 from kempner.run.record.events import (
+    AttemptEnded,
+    AttemptFailed,
     AttemptStarted,
     CheckpointCommitted,
     LedgerEvent,
     PhaseDurationsLearned,
+    ProgramAdvanced,
     RankReady,
     Restarting,
     Resumed,
     RolledBack,
+    RunGivenUp,
     StartedAnew,
     parse_event,
 )
@@ -40,11 +41,12 @@ E_co = TypeVar("E_co", bound=LedgerEvent, covariant=True)
 
 @dataclass(frozen=True)
 class Entry(Generic[E_co]):
-    """An event, when it was written (`time`, seconds since the epoch) and in which attempt; 0 where
-    the ledger does not say so.
+    """An event, when it was written (`time`, seconds since the epoch) and in which attempt; 0 if
+    the ledger does not say.
 
-    What was written since a supervisor's history is `of` its ledger has the `time` of its
-    `steady_time`, which no setting of the clock moves."""
+    Events written after a supervisor opened its history with `RunHistory.of` have the time of its
+    `steady_time`, which does not follow changes of the system clock.
+    """
 
     event: E_co
     time: float
@@ -52,9 +54,11 @@ class Entry(Generic[E_co]):
 
 
 KEPT = 64
-"""Of events that each attempt has, and of which only the last ones count: how many are kept."""
+"""How many events of each kind in `_OVERTAKEN` are kept."""
 
 _OVERTAKEN = (
+    AttemptEnded,
+    AttemptFailed,
     AttemptStarted,
     CheckpointCommitted,
     PhaseDurationsLearned,
@@ -64,10 +68,16 @@ _OVERTAKEN = (
 )
 
 
+ALIKE = 4
+"""How many failures with the same error on the same node are kept, however old they are."""
+
+_PROGRESS = (CheckpointCommitted, ProgramAdvanced, RunGivenUp)
+
+
 class RunHistory:
-    """The events of a run, oldest first. A line that cannot be understood is passed over. `refresh`
-    adds those that were written since, and reads no line twice. What this process records in a
-    ledger that the history is `of` is known at once, also while it cannot be written."""
+    """The events of a run, oldest first; lines that cannot be parsed are skipped. `refresh` adds
+    new ones, and reads no line twice. A history made by `of` has this process's own events at once,
+    also while they cannot be written."""
 
     def __init__(
         self, lines: Iterable[Mapping[str, Any]] = (), tail: FileTail | None = None
@@ -86,23 +96,24 @@ class RunHistory:
 
     @classmethod
     def read(cls, ledger: Path) -> Self:
-        """The history that the ledger tells; empty if there is none yet. Raises `OSError`."""
+        """The whole ledger; empty if there is none yet. Raises `OSError`."""
         history = cls(tail=FileTail(ledger))
         history.read_on()
         return history
 
     @classmethod
     def to_resume(cls, ledger: Path) -> Self:
-        """What of it a rank needs that goes on: it starts as fast after thousands of attempts as
-        after one. Raises `OSError`."""
+        """Only the events that a rank needs to resume, so that it starts as fast after thousands of
+        attempts as after one. Raises `OSError`."""
         history = cls(tail=FileTail(ledger, keep=needed_to_resume))
         history.read_on()
         return history
 
     @classmethod
     def of(cls, ledger: Ledger) -> Self:
-        """The same, with what this process records in the ledger, and without what later events
-        have overtaken: it is not larger after thousands of attempts. Raises `OSError`."""
+        """The ledger of this process, including the events that it records from now on, without
+        those that later events have made obsolete, so that it stays small after thousands of
+        attempts. Raises `OSError`."""
         history = cls(tail=FileTail(ledger.path))
         history._thins = True
         ledger.tell(history._hear)
@@ -117,8 +128,8 @@ class RunHistory:
                 self._own[line.encode()] = replace(entry, time=steady_time())
 
     def refresh(self) -> Self:
-        """Read what any process has written since, now or at the next time; returns this
-        history."""
+        """Add what any process has written since, and return this history. If the ledger cannot be
+        read now, the next call adds it."""
         try:
             self.read_on()
         except OSError as error:
@@ -126,12 +137,12 @@ class RunHistory:
         return self
 
     def read_on(self) -> None:
-        """The same. Raises `OSError` if the ledger cannot be read now."""
+        """As `refresh`, but raises `OSError` if the ledger cannot be read now."""
         if self._tail is None:
             return
         lines, anew = self._tail.read()
         read = [(line, parsed) for line in lines for parsed in parse_lines(line)]
-        if anew and not self._tail.whole:  # the first attempt would be told of in part
+        if anew and not self._tail.whole:  # the first attempt may be incomplete
             starts = (n for n, (_, line) in enumerate(read) if _begins(line))
             read = read[next(starts, 0) :]
         with self._lock:
@@ -145,7 +156,7 @@ class RunHistory:
         self._read_at = self._read_at and steady_time()
 
     def _placed(self, entry: Entry[LedgerEvent] | None, anew: bool) -> Entry[LedgerEvent] | None:
-        """An entry of another process: written between two looks, whatever its clock says."""
+        """Give another process's entry a time between the last look and now, whatever its clock."""
         if entry is None or self._read_at is None or anew:
             return entry
         return replace(entry, time=min(max(entry.time, self._read_at), steady_time()))
@@ -172,13 +183,35 @@ class RunHistory:
         places = self._places[kind]
         if kind not in _OVERTAKEN:
             return places
-        longest: dict[int, tuple[float, int]] = {}  # of starts, by ranks: of all, not of the last
+        if kind is PhaseDurationsLearned:
+            older = self._longest_starts(places)
+        elif kind is AttemptFailed:
+            older = self._failures_that_count(places[:-KEPT])
+        else:
+            older = set()
+        return sorted(older.union(places[-KEPT:]))
+
+    def _longest_starts(self, places: Iterable[int]) -> set[int]:
+        """The longest start phase for each number of ranks."""
+        longest: dict[int, tuple[float, int]] = {}
         for at in places:
             event = self._entries[at].event
             if isinstance(event, PhaseDurationsLearned) and (start := event.phases.get("start")):
                 found = (start.median + start.spread, at)
                 longest[event.ranks] = max(found, longest.get(event.ranks, found))
-        return [*(at for _, at in longest.values()), *places[-KEPT:]]
+        return {at for _, at in longest.values()}
+
+    def _failures_that_count(self, places: Sequence[int]) -> set[int]:
+        """Those since the last progress, on which a restart depends; and the last ones of each
+        error on each node, which may make it suspect."""
+        ends = (self._places[kind][-1:] for kind in _PROGRESS if kind in self._places)
+        progress = max(chain.from_iterable(ends), default=-1)
+        found = defaultdict[tuple[str, str], deque[int]](lambda: deque(maxlen=ALIKE))
+        for at in places:
+            event = self._entries[at].event
+            assert isinstance(event, AttemptFailed)
+            found[event.node, event.raised].append(at)
+        return {at for at in places if at > progress}.union(*found.values())
 
     @overload
     def entries(self, kind: type[E], /) -> list[Entry[E]]: ...
@@ -207,7 +240,7 @@ class RunHistory:
     @overload
     def events(self, *kinds: type[LedgerEvent]) -> list[LedgerEvent]: ...
     def events(self, *kinds: type[LedgerEvent]) -> list[Any]:
-        """The same without times and attempts."""
+        """As `entries`, without times and attempts."""
         return [entry.event for entry in self.entries(*kinds)]
 
     @property
@@ -219,19 +252,19 @@ class RunHistory:
 
     @property
     def last_step(self) -> int | None:
-        """The step of the newest commit; None if there is none. Of a program with several loops the
-        sum of what each has saved, as its ranks count their steps. Of one whose rank died before it
-        could say so the next resume tells. A resume from an older one is no commit."""
+        """The step of the newest commit; None if there is none. For a program with several loops,
+        the sum over its loops. A commit that a rank did not live to report counts from the next
+        resume from it; a resume from an older checkpoint changes nothing."""
         newest = self._newest
         return sum(newest.values()) if newest else None
 
     def last_step_in(self, place: str) -> int | None:
-        """The same of the loop whose checkpoints are in `place`, by its own count."""
+        """As `last_step`, for the loop whose checkpoints are in `place`."""
         return self._newest.get(place)
 
     @property
     def _newest(self) -> dict[str, int]:
-        """By place."""
+        """The step of the newest commit by place."""
         with self._lock:
             newest, own = dict(self._steps), list(self._own.values())
         for entry in own:
@@ -255,8 +288,8 @@ _PLACE = re.compile(rb'"place": "([^"]*)"')
 
 
 def needed_to_resume(lines: list[bytes]) -> list[bytes]:
-    """Of the lines of a ledger: where the run begun and rolled back, and by place the last commits
-    and what was resumed since. What one of these says, later ones of its place have overtaken."""
+    """The lines that `RunHistory.to_resume` keeps: starts at step 0, rollbacks, and for each place
+    the last commits and the resume since. Later lines of a place make earlier ones obsolete."""
     kept, commits = list[bytes](), Counter[bytes]()
     for line in reversed(lines):
         found = _KIND.search(line)

@@ -19,13 +19,17 @@ from typing import Generic, TypeAlias, TypeVar
 from kempner.cluster.machine import MemoryGroup
 from kempner.config.resilience import ResilienceSection
 from kempner.run.control.protocol import Connected, Phase, Report, Usage
-from kempner.run.record.events import SlowDownFound, StragglerFound
+from kempner.run.record.events import (
+    MemoryLow,
+    ResourceGrowth,
+    SlowDownFound,
+    StragglerFound,
+)
 from kempner.supervisor.monitors.base import (
     Recovery,
-    Shortage,
+    ResourceTrouble,
     SlowDown,
     Snapshot,
-    SteadyGrowth,
     Straggler,
 )
 from kempner.supervisor.monitors.hangs import is_here
@@ -190,11 +194,11 @@ class MemoryMonitor:
         self._short: set[str] = set()
         self._told: set[tuple[int, str]] = set()
 
-    def check(self, snapshot: Snapshot) -> Sequence[Shortage | SteadyGrowth]:
+    def check(self, snapshot: Snapshot) -> Sequence[ResourceTrouble]:
         """What is new in the ranks' newest usage."""
         return [*self._shortages(snapshot), *self._growing(snapshot)]
 
-    def _shortages(self, snapshot: Snapshot) -> list[Shortage]:
+    def _shortages(self, snapshot: Snapshot) -> list[ResourceTrouble]:
         """Nodes that have less left than the reserve, each with its largest rank."""
         largest: dict[str, int] = {}
         usage, joined = snapshot.usage, snapshot.joined
@@ -206,9 +210,9 @@ class MemoryMonitor:
                 largest[host] = rank
         new = [rank for host, rank in largest.items() if host not in self._short]
         self._short = set(largest)
-        return [Shortage(rank, describe_usage(usage[rank])) for rank in new]
+        return [ResourceTrouble(MemoryLow, rank, describe_usage(usage[rank])) for rank in new]
 
-    def _growing(self, snapshot: Snapshot) -> Iterator[SteadyGrowth]:
+    def _growing(self, snapshot: Snapshot) -> Iterator[ResourceTrouble]:
         for rank, seen in snapshot.usage.items():
             for what, value, room in (
                 ("memory", _size(seen), seen.memory.available),
@@ -222,7 +226,7 @@ class MemoryMonitor:
                     f"{what} grew for {SPANS * GROWTH_SPAN / 60:.0f} minutes without pause; at "
                     f"this rate nothing is left in {seconds / 3600:.1f} h: {describe_usage(seen)}"
                 )
-                yield SteadyGrowth(rank, reason)
+                yield ResourceTrouble(ResourceGrowth, rank, reason)
 
 
 def explain_kill(last: Usage, kills: int) -> str:
@@ -232,7 +236,7 @@ def explain_kill(last: Usage, kills: int) -> str:
     if kills <= last.memory.oom_kills:
         return ""
     return (
-        f"{OUT_OF_MEMORY} (oom_kill of {last.memory.group}); when last heard, "
+        f"{OUT_OF_MEMORY} it (oom_kill of {last.memory.group}); when last heard, "
         f"{describe_usage(last)}. Ask for more memory, or lower train.micro_batch_size or "
         "data.num_dataloader_workers"
     )

@@ -146,17 +146,11 @@ class Recovery:
 
 
 @dataclass(frozen=True)
-class Shortage:
-    """The node of `rank`, its largest, has little memory left; `reason` is for a person to read."""
+class ResourceTrouble:
+    """The node of `rank`, its largest, has little memory left, or what `rank` uses grows without
+    end: `of` is the event that says which, `reason` is for a person to read."""
 
-    rank: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class SteadyGrowth:
-    """What `rank` uses grows without end; `reason` is for a person to read."""
-
+    of: type[MemoryLow] | type[ResourceGrowth]
     rank: int
     reason: str
 
@@ -190,9 +184,7 @@ class LongWork:
         )
 
 
-Remark: TypeAlias = (
-    LongWork | Straggler | SlowDown | Recovery | Shortage | SteadyGrowth | PhasesLearned
-)
+Remark: TypeAlias = LongWork | Straggler | SlowDown | Recovery | ResourceTrouble | PhasesLearned
 """What is told, and has no other consequence."""
 
 Finding: TypeAlias = Hang | Remark
@@ -305,7 +297,7 @@ class Reporter:
     def report(self, finding: Remark, snapshot: Snapshot) -> None:
         match finding:
             case Straggler():
-                self._name(finding, snapshot.joined)
+                self._tell_of_straggler(finding, snapshot.joined)
             case LongWork():
                 logger().warning(finding.sentence)
             case SlowDown():
@@ -313,24 +305,14 @@ class Reporter:
                 self._record(SlowDownFound(reason=finding.sentence, **asdict(finding)))
             case Recovery():
                 self._record(Recovered(of=finding.of.name))
-            case Shortage():
-                self._warn(MemoryLow, finding, snapshot.joined)
-            case SteadyGrowth():
-                self._warn(ResourceGrowth, finding, snapshot.joined)
+            case ResourceTrouble(event, rank, reason):
+                node = _node(rank, snapshot.joined)
+                logger().warning(f"rank {rank} on {node}: {reason}")
+                self._record(event(rank, node, reason))
             case PhasesLearned():
                 self._record(to_event(finding.phases, snapshot.size))
 
-    def _warn(
-        self,
-        event: type[MemoryLow] | type[ResourceGrowth],
-        found: Shortage | SteadyGrowth,
-        joined: Mapping[int, Connected],
-    ) -> None:
-        node = _node(found.rank, joined)
-        logger().warning(f"rank {found.rank} on {node}: {found.reason}")
-        self._record(event(found.rank, node, found.reason))
-
-    def _name(self, straggler: Straggler, joined: Mapping[int, Connected]) -> None:
+    def _tell_of_straggler(self, straggler: Straggler, joined: Mapping[int, Connected]) -> None:
         node = _node(straggler.rank, joined)
         reason = f"rank {straggler.rank}{f' on {node}' if node else ''} {straggler.sentence}"
         logger().warning(reason)

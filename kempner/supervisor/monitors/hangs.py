@@ -12,7 +12,7 @@ from math import inf
 from typing import TypeAlias
 
 from kempner.config.resilience import ResilienceSection
-from kempner.probe.processes import came_after, of_process, still_runs
+from kempner.probe.processes import came_after, describe_process, still_runs
 from kempner.run.control.heartbeat import Standstill, patience
 from kempner.run.control.protocol import Connected, DumpStacks, FromSupervisor, Phase, Report
 from kempner.run.output.logs import logger
@@ -50,7 +50,7 @@ def describe_stuck(rank: int, there: Connected) -> str:
     here = is_here(there.host)
     if here and not _runs_here(there):
         return ""
-    seen = f" ({of_process(there.pid)})" if here else ""
+    seen = f" ({describe_process(there.pid)})" if here else ""
     return f"rank {rank}, process {there.pid}, {NOT_KILLED}{seen}"
 
 
@@ -71,7 +71,7 @@ class ProcessLook:
     ) -> None:
         self._ask_node = ask
         self.lines = [
-            of_process(pid) for host, pids in where.items() if is_here(host) for pid in pids
+            describe_process(pid) for host, pids in where.items() if is_here(host) for pid in pids
         ]
         others = [host for host in where if not is_here(host)]
         self._asked = [

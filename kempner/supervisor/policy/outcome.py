@@ -23,7 +23,7 @@ NAMED = 8
 PRINTED_LAST = "it printed last: "
 """Begins what is said of a rank that has told nothing of its failure: it may have to do with it."""
 
-OUT_OF_MEMORY = "out of memory: the kernel killed it"
+OUT_OF_MEMORY = "out of memory: the kernel killed"
 """Begins what is said of such a rank."""
 
 
@@ -183,6 +183,17 @@ def describe_exit(exit_: RankExit) -> str:
         name = f" ({ExitCode(status).name.lower()})" if status in _NAMED_CODES else ""
         how = f"exited with code {status}{name}"
     return f"{how}: {said}" if said else how
+
+
+def with_lack_of_memory(end: RankExit, group: str) -> RankExit:
+    """The exit of a rank in whose control group the kernel has killed for want of memory since the
+    attempt began: the rank, or another process, such as one that it had started."""
+    first, *others = end.sentence.split("\n")
+    if end.status == -signal.SIGKILL:
+        first = f"{OUT_OF_MEMORY} it (oom_kill of {group})"
+    elif end.status not in _SAYS_NOTHING:
+        first += f"{'; ' if first else ''}{OUT_OF_MEMORY} a process beside it (oom_kill of {group})"
+    return replace(end, sentence="\n".join([first, *others]))
 
 
 def find_last_words(printed: str, status: int) -> str:

@@ -254,11 +254,11 @@ def salvage_patience(history: RunHistory, attempt: int, now: float, patience: fl
 def why_not_kept(wanted: bool, history: RunHistory, since: float) -> str | None:
     """Why steps are not kept in memory, although that is `wanted`; None if they are, or were not.
 
-    Their memory counts for the job: once the kernel has killed a rank for want of it since a time
-    (seconds since the epoch), there is more room without them."""
+    Their memory counts for the job: once the kernel has killed a process for want of it since a
+    time (seconds since the epoch), there is more room without them."""
     ended = [e.event for e in history.entries(AttemptEnded) if e.time >= since]
     if wanted and any(OUT_OF_MEMORY in event.reason for event in ended):
-        return "the kernel has killed a rank for want of memory, and without them there is more"
+        return "the kernel has killed a process for want of memory, and without them there is more"
     return None
 
 

@@ -150,7 +150,10 @@ def summed_loss(model: nn.Module, micro_batch: MicroBatch, device: torch.device)
     tokens = micro_batch.inputs.to(device, non_blocking=True)
     targets = micro_batch.targets.to(device, non_blocking=True)
     if isinstance(model, Transformer):
-        loss: Tensor = model(tokens, targets)
+        documents = micro_batch.documents
+        if documents is not None:
+            documents = documents.to(device, non_blocking=True)
+        loss: Tensor = model(tokens, targets, documents=documents)
         return loss
     return cross_entropy(model(tokens), targets)
 

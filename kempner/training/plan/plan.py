@@ -228,16 +228,14 @@ def plan(
     job = TrainingJob(world, world // per_node, mesh, card, choice, assumptions)
     step = Step(config, vocab_size, mesh, choice, situation.micro_batches, fused_norms=True)
     found, shape = traced(step), Shape.of(config.model, vocab_size)
-    adapter = Adapter.of(config.adapter)
     speed = _speed(config, shape, found, job)
     limit = int(USED * usable_memory(card.memory))
-    sequences = situation.micro_batches * config.train.micro_batch_size
     exchanges = _exchanges(found, job)
     sent = sum(e.buffers for e in exchanges if e.collective.operation != "all_to_all")
     return Plan(
         job=job,
         room=RankMemory(found.memory, limit, advise(config, mesh, choice, found.memory, limit)),
-        flops=Count(found.flops, step_flops(shape, config.train, sequences, mesh.tensor, adapter)),
+        flops=Count(found.flops, _flops_by_formula(config, shape, situation)),
         sent=Count(sent, _buffers_by_formula(config, shape, situation, choice)),
         exchanges=exchanges,
         speed=speed,
@@ -281,6 +279,12 @@ def _notes(config: Config) -> list[str]:
     if config.data.document_mask:
         notes.append("document masks are traced as plain causal attention, which computes more")
     return notes
+
+
+def _flops_by_formula(config: Config, shape: Shape, situation: Situation) -> int:
+    sequences = situation.micro_batches * config.train.micro_batch_size
+    adapter = Adapter.of(config.adapter)
+    return step_flops(shape, config.train, sequences, situation.mesh.tensor, adapter)
 
 
 def _buffers_by_formula(config: Config, shape: Shape, situation: Situation, choice: Choice) -> int:

@@ -53,11 +53,18 @@ def test_a_run_is_followed_stopped_and_evaluated(run: Run, tmp_path: Path) -> No
     assert (again.returncode, "there is nothing to stop" in again.stdout) == (0, True)
 
     run.complete(2, f"--train.max_steps={step + 5 - step % 5}", "--eval.interval=5",
+                 f"--eval.sets={{more = '{run.data}'}}",
                  f"--eval.dataset_path={run.data}")  # fmt: skip
     known = run.events("evaluated")[-1]
     told = json.loads(command("eval", path, "--json").stdout)
     assert told["step"] == known["step"]
     assert told["loss"] == pytest.approx(known["loss"], rel=1e-5)
+    assert told["sets"]["more"]["loss"] == told["loss"]
+    (shown,) = json.loads(command("status", path, "--json").stdout)
+    for scores in (told["sets"]["more"], told):
+        for name, number in shown["eval_sets"]["more"].items():
+            assert scores[name] == pytest.approx(number, rel=1e-5)
+    assert told["bits_per_byte"] > 0
     limited = json.loads(command("eval", path, "--json", "--max-batches", 1).stdout)
     assert limited["tokens"] < told["tokens"]
 

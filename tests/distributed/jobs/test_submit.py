@@ -15,7 +15,7 @@ from patience import scaled
 
 import kempner
 from kempner.run.process.exit_codes import RunError, UsageError
-from kempner.run.record.lease import start_ticks
+from kempner.run.process.whereabouts import start_ticks
 
 pytestmark = pytest.mark.timeout(300)
 

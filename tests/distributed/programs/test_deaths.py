@@ -14,7 +14,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from deaths import CHEAP, DEAR, SECRET, Death, kept_of, last_reason, options, untold, write_deaths
+from deaths import (
+    BEYOND_LIMIT,
+    CHEAP,
+    DEAR,
+    LIMIT_OF_GROUP,
+    SECRET,
+    Death,
+    kept_of,
+    last_reason,
+    options,
+    untold,
+    write_deaths,
+)
 from drilling import note
 from harness import KEMPNER, wait_until
 from patience import scaled
@@ -29,9 +41,16 @@ pytestmark = pytest.mark.timeout(scaled(400))
     [
         pytest.param(CHEAP, id="cheap"),
         pytest.param(DEAR, id="dear", marks=pytest.mark.drill),
+        pytest.param(BEYOND_LIMIT, id="beyond_limit"),
     ],
 )
-def test_a_death_is_named_wherever_one_looks(tmp_path: Path, deaths: Sequence[Death]) -> None:
+def test_a_death_is_named_wherever_one_looks(
+    tmp_path: Path, deaths: Sequence[Death], request: pytest.FixtureRequest
+) -> None:
+    within = []
+    if deaths is BEYOND_LIMIT:
+        group = request.getfixturevalue("limited")(LIMIT_OF_GROUP)
+        within = ["sh", "-c", f'echo $$ > {group.path}/cgroup.procs; exec "$@"', "sh"]
     folder, run = tmp_path / "project", RunDirectory(tmp_path / "project" / "runs" / "dies")
     folder.mkdir()
     deaths = write_deaths(folder, deaths)
@@ -40,7 +59,7 @@ def test_a_death_is_named_wherever_one_looks(tmp_path: Path, deaths: Sequence[De
     cores = resource.getrlimit(resource.RLIMIT_CORE)[1]
     terminal, far = os.openpty()
     supervisor = subprocess.Popen(
-        command,
+        [*within, *command],
         cwd=folder,
         env={**os.environ, "SECRET_TOKEN": SECRET},
         stdin=far,

@@ -19,8 +19,9 @@ def test_a_stop_on_a_mesh_changes_nothing_and_another_mesh_goes_on(
     run: Run, reference: Run
 ) -> None:
     """With dropout, which each rank draws for its own part of a sequence, and an evaluation."""
+    sets = f"--eval.sets={{again = '{run.data}'}}"
     held_out = (f"--eval.dataset_path={run.data}", "--eval.interval=8", "--eval.max_batches=2")
-    until = (*MODEL, *held_out, f"--train.max_steps={STEPS}")
+    until = (*MODEL, *held_out, sets, f"--train.max_steps={STEPS}")
     reference.complete(4, *until, *MESH)
     job = run.supervise(4, *until, *MESH)
     run.reach(6, job)
@@ -30,9 +31,9 @@ def test_a_stop_on_a_mesh_changes_nothing_and_another_mesh_goes_on(
     run.complete(4, *until, *MESH)
     assert run.steps() == reference.steps()
     assert run.weights() == reference.weights()
-    assert [e["loss"] for e in run.events("evaluated")] == [
-        e["loss"] for e in reference.events("evaluated")
-    ]
+    told = [(e["loss"], e["sets"]) for e in run.events("evaluated")]
+    assert told == [(e["loss"], e["sets"]) for e in reference.events("evaluated")]
+    assert all(sets == {"again": loss} for loss, sets in told)
 
     run.complete(2, *MODEL, f"--train.max_steps={LATER}")
     assert list(run.steps()) == list(range(1, LATER + 1))

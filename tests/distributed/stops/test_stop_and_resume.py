@@ -44,15 +44,28 @@ def expect_stop(run: Run, job: Job) -> int:
     return done
 
 
-@pytest.mark.parametrize(("world", "workers"), [(2, 1), *drills((1, 0), (1, 2), (2, 0), (2, 2))])
+@pytest.mark.parametrize(
+    ("world", "workers", "data"),
+    [
+        (2, 1, "text"),
+        (2, 2, "chats"),
+        *drills((1, 0, "text"), (1, 2, "text"), (2, 0, "text"), (2, 2, "text"), (2, 0, "chats")),
+    ],
+)
 def test_three_stops_change_nothing(
-    run: Run, undisturbed: Callable[..., Run], world: int, workers: int
+    run: Run,
+    undisturbed: Callable[..., Run],
+    chats: tuple[str, ...],
+    world: int,
+    workers: int,
+    data: str,
 ) -> None:
+    options = (LONG, *(chats if data == "chats" else ()))
     moments = sorted(random.Random(10 * world + workers).sample(range(2, 40), 3))
     loader = f"--data.num_dataloader_workers={workers}"
     stopped_on = []
     for moment, target in zip(moments, ("rank", "group", "supervisor"), strict=True):
-        job = run.supervise(world, LONG, loader)
+        job = run.supervise(world, *options, loader)
         wait_until(lambda: run.attempt() == len(run.jobs), "the attempt", job=job)
         rank = run.ready_pid(run.attempt(), world - 1, job)
         run.reach(max(moment, *stopped_on, 1) if stopped_on else moment, job)
@@ -65,9 +78,9 @@ def test_three_stops_change_nothing(
         stopped_on.append(expect_stop(run, job))
         assert_named(run.record, StopReason.SIGNAL, len(run.jobs), world, job.output())
     assert stopped_on == sorted(stopped_on)
-    run.complete(world, LONG, loader)
+    run.complete(world, *options, loader)
     assert [e["step"] for e in run.events("stopped")] == stopped_on
-    assert_same(run, undisturbed(world, LONG))
+    assert_same(run, undisturbed(world, *options))
 
 
 def started(run: Run, job: Job) -> object:

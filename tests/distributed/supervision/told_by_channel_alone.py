@@ -13,7 +13,7 @@ from kempner.config.loading import load
 from kempner.run.control.launch_env import Launch
 from kempner.run.process.signals import inbox
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.control.ranks import RankChannel
+from kempner.supervisor.control.rank_connections import RankChannel
 from kempner.supervisor.daemon import supervise
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.launcher import Launcher

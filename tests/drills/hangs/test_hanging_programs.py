@@ -7,9 +7,11 @@ not ended by the defaults, whose every limit is longer, before `hang_timeout_at_
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,8 @@ import warm
 from drilling import note
 from harness import KEMPNER, Job, Run
 from patience import slowed
+
+from kempner.run.record.run_dir import RunDirectory
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.drill]
 
@@ -127,6 +131,16 @@ HEALTHY = [
     Case("starved", "between", "survive", 2, rank=1),
 ]
 CASES = [*TOGETHER, *ALONE, *(Case(**{**vars(case), "healthy": True}) for case in HEALTHY)]
+AT_DEFAULTS = [
+    Case("slow_storage", "evaluation", "survive", 2),
+    Case("slow_download", "between", "survive", 2),
+    Case("starved", "between", "survive", 2, rank=1),
+    Case("pool", "between", "by_hand", 2),
+    Case("slow_download", "prepare", "silent", 2),
+    Case("child", "between", "silent", 2, rank=1),
+]
+"""Those that are left alone by the default limits, too, if they go on for `GOES_ON` seconds."""
+GOES_ON = float(os.environ.get("KEMPNER_HANGS_SECONDS", "0"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -149,6 +163,21 @@ def test_a_program_that_hangs_is_ended_and_named_and_one_at_work_is_left_alone(
     assert named, told
 
 
+@pytest.mark.skipif(not GOES_ON, reason="set KEMPNER_HANGS_SECONDS: 1800 is the default limit")
+@pytest.mark.timeout(GOES_ON + 1800)
+def test_what_is_healthy_is_left_alone_at_the_defaults(run: Run) -> None:
+    jobs = [_run(run, case, [], GOES_ON, case.name) for case in AT_DEFAULTS]
+    codes = [job.wait(GOES_ON + 900) for job in jobs]
+    for case, code in zip(AT_DEFAULTS, codes, strict=True):
+        ledger = RunDirectory(run.folder / "runs" / case.name).ledger
+        events = [json.loads(line) for line in ledger.read_text().splitlines()]
+        hangs = [event["reason"] for event in events if event["event"] == "hang"]
+        ended = bool(hangs) or code != 0
+        row = {"ended": ended, "told": " ".join(hangs), "seconds": GOES_ON}
+        note("hangs_at_defaults", **vars(case) | {"healthy": True}, **row)
+    assert codes == [0] * len(jobs), [job.output() for job in jobs]
+
+
 def start(run: Run, case: Case) -> Job:
     least, most = (LEAST, MOST) if case.healthy else (SOON / 2, SOON)
     limits = {"min": slowed(least), "max": slowed(most), "at_work": AT_WORK}
@@ -157,18 +186,21 @@ def start(run: Run, case: Case) -> Job:
     if case.healthy and case.phase in ("between", "evaluation"):  # what comes before is not meant
         others = ("start", "rendezvous", "load", "compile", "save", "exit")
         limits |= {f"max_of.{phase}": LATE for phase in others}
-    log = run.folder / "job.out"
     options = [f"--resilience.hang_timeout_{name}={value}" for name, value in limits.items()]
     if case.phase != "import":
         options.append('--supervise.fork_imports=["torch"]')
-    seconds = slowed(WORKS) if case.healthy else 0.0
+    return _run(run, case, options, slowed(WORKS) if case.healthy else 0.0, "run")
+
+
+def _run(run: Run, case: Case, options: Sequence[str], seconds: float, name: str) -> Job:
+    log = run.folder / f"{name}.out"
     command = [
-        *(*KEMPNER, "supervise", f"--run.dir={run.folder}/runs", "--run.name=run"),
+        *(*KEMPNER, "supervise", f"--run.dir={run.folder}/runs", f"--run.name={name}"),
         *(f"--nproc={case.world}", "--supervise.max_restarts_without_progress=0", *options),
         *("--", sys.executable, str(PROGRAM), case.form, case.phase, case.kind),
         *(str(case.rank), str(seconds)),
     ]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "FOLDER": f"{run.folder}/runs/run"}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "FOLDER": f"{run.folder}/runs/{name}"}
     with log.open("wb") as out:
         run.jobs.append(Job(warm.start(command, environ, out, run.folder), log))
     return run.jobs[-1]

@@ -54,7 +54,7 @@ CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
         "kept": ("--parallelism.reshard_after_forward=never",),
         "freed": ("--parallelism.reshard_after_forward=always",),
     },
-    "documents": {"masked": ("--data.document_mask=true",), "seen": ()},
+    "documents": {"masked": ("--data.document_mask=true",), "seen": (), "chats": ()},
     "micro batch": {"1": ("--train.micro_batch_size=1",), "2": ()},
 }
 
@@ -97,9 +97,10 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize("combination", cases(), ids=lambda found: ", ".join(found.values()))
 def test_stops_and_a_kill_change_nothing(
-    run: Run, reference: Run, shared: Path, combination: dict[str, str]
+    run: Run, reference: Run, shared: Path, chats: tuple[str, ...], combination: dict[str, str]
 ) -> None:
     world, options = chosen(combination)
+    options += chats if combination["documents"] == "chats" else ()
     compiled = {"TORCHINDUCTOR_CACHE_DIR": str(shared / "compiled")}  # once for all, not per run
     job = reference.supervise(world, *options, **compiled)
     assert job.wait(400) == 0, job.output()

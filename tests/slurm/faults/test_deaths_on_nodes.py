@@ -4,13 +4,26 @@ what each rank has printed is kept."""
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from deaths import CHEAP, SECRET, kept_of, last_reason, options, untold, write_deaths
+from deaths import (
+    CHEAP,
+    HOARDS,
+    LIMIT_OF_GROUP,
+    SECRET,
+    Death,
+    kept_of,
+    last_reason,
+    options,
+    untold,
+    write_deaths,
+)
 from harness import PYTHON
 from submitting import Project
 
+from kempner.cluster.machine import MemoryGroup
 from kempner.insight.report.summary import read_run
 from kempner.run.record.run_dir import RunDirectory
 
@@ -19,19 +32,26 @@ pytestmark = pytest.mark.timeout(400)
 KINDS = ("exception", "import", "cause", "group", "system_exit", "exit", "memory", "segfault",
          "killed", "complaint", "no_command")  # fmt: skip
 DEATHS = [death for death in CHEAP if death.kind in KINDS]
-SCRIPT = f"""#!/bin/bash
+BEYOND_LIMIT = """
+for process in $PPID $$; do echo $process > {}/cgroup.procs; done
+exec {} -c "{}"
+"""
+"""What a rank does, within a group for it and its agent."""
+SCRIPT = """#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=2
 #SBATCH --no-requeue --output=logs/%j_dies.out
-exec {PYTHON} -m kempner supervise --launcher srun {shlex.join(options(DEATHS, "dies"))} \\
-    -- bash die.sh
+exec {} -m kempner supervise --launcher srun {} -- bash die.sh
 """
 
 
 def test_a_death_on_another_node_is_named_wherever_one_looks(
-    project: Project, tmp_path: Path
+    project: Project, tmp_path: Path, limited: Callable[[int], MemoryGroup]
 ) -> None:
-    deaths = write_deaths(project.folder, DEATHS)
-    (project.folder / "dies.sh").write_text(SCRIPT)
+    hoards = BEYOND_LIMIT.format(limited(LIMIT_OF_GROUP).path, PYTHON, HOARDS)
+    last = Death("out_of_memory", "out of memory: the kernel killed it (oom_kill of", shell=hoards)
+    deaths = write_deaths(project.folder, [*DEATHS, last])
+    command = SCRIPT.format(PYTHON, shlex.join(options(deaths, "dies")))
+    (project.folder / "dies.sh").write_text(command)
     run = RunDirectory(project.folder / "runs" / "dies")
     job = project.cluster.sbatch("dies.sh", cwd=project.folder, SECRET_TOKEN=SECRET)
     project.end(job, "FAILED", deadline=300)

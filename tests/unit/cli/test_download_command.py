@@ -192,7 +192,7 @@ def test_the_token_comes_from_the_environment(hub: Hub, tmp_path: Path) -> None:
     ("repository", "hub_is", "code", "sentence"),
     [
         ("ours/other", {}, 2, "there is no model ours/other"),
-        ("a/b/c", {}, 2, "a/b/c is no name of a model"),
+        ("a/b/c", {}, 2, "a/b/c is not the name of a model"),
         ("ours/tiny", {"gated": True, "token": "x"}, 2, "only for those who have asked"),
         ("ours/tiny", {"status": 403}, 2, "refuses ours/tiny (HTTP 403)"),
         ("ours/tiny", {"endpoint": "http://127.0.0.1:9"}, 69, "Hugging Face does not answer"),

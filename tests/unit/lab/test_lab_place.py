@@ -15,7 +15,7 @@ from kempner.cli.entry import main
 from kempner.lab import place
 from kempner.lab.slurm_conf import Options
 from kempner.run.process.exit_codes import ExitCode, UsageError
-from kempner.run.record.lease import start_ticks
+from kempner.run.process.whereabouts import start_ticks
 
 HERE = {"host": "laptop", "boot": "a", "space": "1"}
 

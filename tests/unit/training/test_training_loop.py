@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,9 +38,10 @@ from kempner.run.record.run_dir import RunDirectory
 from kempner.training.anomalies import Health
 from kempner.training.build import _open_feed
 from kempner.training.compute.optimizer import build_optimizer
+from kempner.training.evaluation import Evaluation
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks, adopt
-from kempner.training.loop import Data, Evaluation, Tools, Training, train
+from kempner.training.loop import Data, Tools, Training, train
 from kempner.training.observe.metrics import StepMetrics
 from kempner.training.observe.profiler import Profiler
 from kempner.training.observe.progress_bar import Display
@@ -115,7 +117,7 @@ def run_loop(
         tools=Tools(
             data=Data(partial(_open_feed, config, corpus, ranks), state),
             step_metrics=metrics,
-            evaluation=Evaluation(config, None),
+            evaluation=Evaluation(config, {}),
             faults=FaultInjector(parse_faults(faults), rank, attempt=1),
             progress=progress,
             profiler=Profiler(config.profiling, run, attempt=1, rank=rank, gpu=False),
@@ -160,23 +162,35 @@ def test_what_a_rollback_left_out_moves_every_later_step(tmp_path: Path, ranks: 
 def test_a_held_out_loss_is_the_mean_over_the_tokens_that_are_there(
     tmp_path: Path, ranks: Ranks
 ) -> None:
-    """Two batches for six samples: of the last one a half is padding."""
-    tokens = [(7 * n + n // 5) % VOCAB for n in range(6 * SEQ_LEN + 1)]
+    """Two batches for six samples: of the last one a half is padding. Each of two sets has its own;
+    the end of a document is a token, but no text."""
+    sets = {
+        "": [(7 * n + n // 5) % VOCAB for n in range(6 * SEQ_LEN + 1)],
+        "code": [(3 * n) % VOCAB for n in range(5 * SEQ_LEN + 1)],
+    }
     config = config_for(1, dropout=0.5)
-    evaluation = Evaluation(config, corpus_of(tmp_path / "held-out", tokens))
+    found = {name: corpus_of(tmp_path / f"set{name}", tokens) for name, tokens in sets.items()}
     model = small_model(config)
-    told = evaluation.run(model, ranks, VoteGroup(ranks.votes), Vote)
+    told = Evaluation(config, found).run(model, ranks, VoteGroup(ranks.votes), Vote)
     assert model.training
-    rows = torch.tensor(tokens[:-1]).view(6, SEQ_LEN)
-    logits = model.eval()(rows).flatten(0, 1)
-    assert told.loss == pytest.approx(F.cross_entropy(logits, torch.tensor(tokens[1:])).item())
+    assert told.scores is not None
+    for name, tokens in sets.items():
+        rows = torch.tensor(tokens[:-1]).view(-1, SEQ_LEN)
+        logits, targets = model.eval()(rows).flatten(0, 1), torch.tensor(tokens[1:])
+        loss = F.cross_entropy(logits, targets).item()
+        text = len(targets) - tokens[1:].count(found[name].index.eot)
+        scores = told.scores[name]
+        assert scores.loss == pytest.approx(loss)
+        assert scores.perplexity == pytest.approx(math.exp(loss))
+        bits = loss * len(targets) / text / math.log(2)
+        assert scores.bits_per_byte == pytest.approx(bits)
 
 
 def test_an_evaluation_that_is_cut_short_ends_like_any_other(tmp_path: Path, ranks: Ranks) -> None:
     config = config_for(1, dropout=0.5)
-    evaluation = Evaluation(config, corpus_of(tmp_path / "held-out", [5] * (6 * SEQ_LEN + 1)))
+    evaluation = Evaluation(config, {"": corpus_of(tmp_path / "set", [5] * (6 * SEQ_LEN + 1))})
     model = small_model(config)
     stop = partial(Vote, StopReason.SIGNAL)
     told = evaluation.run(model, ranks, VoteGroup(ranks.votes), stop)
-    assert (told.loss, told.agreed.stop) == (None, StopReason.SIGNAL)
+    assert (told.scores, told.agreed.stop) == (None, StopReason.SIGNAL)
     assert model.training

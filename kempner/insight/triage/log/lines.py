@@ -1,9 +1,7 @@
 """A line of a log, with who wrote it and when.
 
 Launchers and libraries put that in front of a line, often several of them, one before the other:
-`3: [rank3]:[E321 02:07:08.4 ...] node7:4711:4712 [3] NCCL WARN ...`.
-
-When a line was written, by any of the forms in which programs around a training job say it.
+`3: [rank3]:[E321 02:07:08.4 ...] node7:4711:4712 [3] NCCL WARN ...`. Times have several forms, too.
 """
 
 from __future__ import annotations

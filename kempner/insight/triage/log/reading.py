@@ -1,7 +1,5 @@
-"""The lines of a log of any size, in bounded memory.
-
-How far the training had come, and whether its loss was still a number, as the lines tell.
-"""
+"""The lines of a log of any size, in bounded memory; and what they tell of how far the training had
+come, and whether its loss was still a number."""
 
 from __future__ import annotations
 

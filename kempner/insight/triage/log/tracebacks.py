@@ -1,7 +1,5 @@
-"""Python tracebacks among other lines, also where those of several ranks are mixed.
-
-Errors that a program speaks of and goes on: it tries again, skips, or takes something else.
-"""
+"""Python tracebacks among other lines, also where those of several ranks are mixed; and which
+errors a program goes on after: it tries again, skips, or takes something else."""
 
 from __future__ import annotations
 

@@ -36,7 +36,9 @@ def trained(step: int, attempt: int, loss: float) -> str:
 
 
 def evaluated(step: int, loss: float) -> str:
-    return json.dumps({"step": step, "attempt": 1, "eval_loss": loss, "time": 1000.5 + step})
+    sets = {"code": {"loss": loss + 1, "bits_per_byte": 0.5}}
+    known = {"eval_loss": loss, "eval_sets": sets, "time": 1000.5 + step}
+    return json.dumps({"step": step, "attempt": 1, **known})
 
 
 def write(run: RunDirectory, *new: str, mode: str = "a") -> None:
@@ -127,6 +129,7 @@ def test_tensorboard_shows_each_step_once_whatever_was_cut_off(run: RunDirectory
     metrics_command(run, "--tensorboard")
     assert curve(run, "train/loss") == [(step, 5.0) for step in range(1, 8)]
     assert curve(run, "eval/loss") == [(5, 4.0)]
+    assert curve(run, "eval/code/loss") == [(5, 5.0)]
     before = (run.exports / "tensorboard.json").read_text()
     write(run, *SECOND)
     metrics_command(run, "--tensorboard")
@@ -188,6 +191,10 @@ def test_prometheus_gets_the_last_numbers(run: RunDirectory, tmp_path: Path) -> 
         **{"step": 7, "attempt": 1, "last_step_time_seconds": 1007, "given_up": 0},
         **{"loss": 5, "eval_loss": 4, "grad_norm": 1.5, "learning_rate": 0.1, "tokens": 56},
     }
+    of_code = {"eval_loss": 5.0, "eval_bits_per_byte": 0.5}
+    for name, number in of_code.items():
+        assert f'kempner_{name}{{run="mine",set="code"}} {number}\n' in file.read_text()
+    assert file.read_text().count("# TYPE kempner_eval_loss gauge") == 1
     assert 'run="a\\"b\\\\c"' in prometheus_text('a"b\\c', {"step": 1.0}, given_up=True)
     assert prometheus_text("x", {}, given_up=True).endswith("1.0\n")
 

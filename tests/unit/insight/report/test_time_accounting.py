@@ -382,9 +382,9 @@ def test_series_of_a_step_made_twice() -> None:
         b'{"step": 1, "attempt": 1, "loss": 5.0, "time": 1.0}',
         b'{"step": 2, "attempt": 1, "loss": 4.0, "time": 2.0}',
         b'{"step": 2, "attempt": 2, "loss": 4.5, "time": 9.0}',
-        b'{"step": 2, "attempt": 2, "eval_loss": 4.4, "time": 9.0}',
+        b'{"step": 2, "attempt": 2, "eval_loss": 4.4, "eval_sets": {"code": {"loss": 1.5}}}',
     ]
     steps, held_out = collect(lines)
     last = steps.last_of_each_step()
     assert (list(last.step), list(last.loss)) == ([1, 2], [5.0, 4.5])
-    assert list(held_out.loss) == [4.4]
+    assert {name: list(one.loss) for name, one in held_out.items()} == {"": [4.4], "code": [1.5]}

@@ -28,7 +28,7 @@ from kempner.run.record.attempts import begin_attempt
 from kempner.run.record.lease import RELEASED, Holder, Lease, LeaseReading
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.control.program_reports import LastReport
-from kempner.supervisor.control.ranks import RankStatusFile
+from kempner.supervisor.control.rank_connections import RankStatusFile
 
 
 @pytest.mark.parametrize(
@@ -177,6 +177,10 @@ def step(number: int, **fields: object) -> dict[str, object]:
         (
             [step(10), step(30), {"step": 30, "eval_loss": 1.5}],
             {"step": 30, "eval_loss": 1.5, "tokens_per_second": 50.0, "seconds_left": 120.0},
+        ),
+        (
+            [step(10), {"step": 10, "eval_sets": {"code": {"loss": 1.5, "perplexity": None}}}],
+            {"step": 10, "eval_loss": None, "eval_sets": {"code": {"loss": 1.5}}},
         ),
         (  # What the first of them waited was before it.
             [

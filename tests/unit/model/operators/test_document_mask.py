@@ -9,7 +9,13 @@ from torch import Tensor
 from kempner.config.sections import Config, ModelSection, TrainSection
 from kempner.model.fused import IGNORE
 from kempner.model.sharding import build_model
-from kempner.model.transformer import Transformer, attend, block_mask, document_mask
+from kempner.model.transformer import (
+    Transformer,
+    attend,
+    block_mask,
+    document_mask,
+    document_numbers,
+)
 
 END, VOCAB, LENGTH = 7, 29, 24
 TOLERANCE = 3e-6
@@ -83,8 +89,8 @@ def test_blocks_of_the_mask_say_the_same() -> None:
     draw = torch.Generator().manual_seed(3)
     q = torch.randn(3, 4, LENGTH, 8, generator=draw)
     k, v = torch.randn(2, 3, 2, LENGTH, 8, generator=draw)
-    numbers = ((packed() == END).cumsum(1) - (packed() == END).long()).to(torch.int32)
-    pairs = document_mask(packed(), END)
+    numbers = document_numbers(packed(), END)
+    pairs = document_mask(numbers)
     with torch.no_grad():
         by_blocks = attend(q, k, v, block_mask(numbers), grouped=True)
     close(by_blocks, attend(q, k, v, pairs, grouped=True))

@@ -9,7 +9,7 @@ from kempner.run.link.client import RETRY
 from kempner.run.process import threads
 from kempner.run.process.threads import LONGEST_NAP, AwakeClock
 from kempner.supervisor.attempt import EXIT_GRACE, LOOK
-from kempner.supervisor.control.ranks import RECONNECT
+from kempner.supervisor.control.rank_connections import RECONNECT
 
 
 class Monotonic:

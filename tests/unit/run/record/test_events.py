@@ -132,6 +132,7 @@ EXAMPLES: Mapping[object, object] = {
     tuple[tuple[str, str], ...]: [["10.0.0.1:1", "10.0.0.2:2"]],
     Mapping[str, str]: {"rank 0": "no space left"},
     Mapping[str, float]: {"load": 1.5},
+    Mapping[str, float] | None: {"code": 1.5},
     Mapping[str, int | None]: {"0": 75, "1": None},
     Mapping[str, Sequence[int]]: {"the vote": [0, 1]},
     OwnProgramStands | None: {"step": 7, "places": {"0": "at train.py:3"}, "busy": 0},

@@ -15,6 +15,7 @@ from patience import scaled
 
 import kempner.run.record.lease
 from kempner.run.process.exit_codes import UsageError
+from kempner.run.process.whereabouts import start_ticks
 from kempner.run.record.attempts import SupersededError
 from kempner.run.record.lease import (
     RELEASED,
@@ -25,7 +26,6 @@ from kempner.run.record.lease import (
     is_owned,
     look,
     reason_to_take,
-    start_ticks,
     wait_until_free,
 )
 from kempner.run.record.run_dir import RunDirectory

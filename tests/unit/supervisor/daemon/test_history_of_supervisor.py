@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 
 import pytest
+from drilling import SEED
 
 from kempner.config.sections import Config
 from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.signals import inbox
+from kempner.run.process.threads import steady_time
 from kempner.run.record.events import (
     AttemptEnded,
     AttemptFailed,
@@ -34,7 +37,9 @@ from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.launcher import Launcher
 from kempner.supervisor.launchers.local import this_machine
 from kempner.supervisor.monitors.base import learned
-from kempner.supervisor.policy.restart import failures
+from kempner.supervisor.nodes.exclusion import suspects
+from kempner.supervisor.policy.outcome import Decision
+from kempner.supervisor.policy.restart import decide_restart, failures
 
 READ = "the ledger is read"
 FAILS_TWICE = 'echo >> starts; test "$(wc -l < starts)" -gt 2 || kill -KILL $$'
@@ -94,6 +99,7 @@ def many_attempts(ledger: Ledger, attempts: int) -> None:
         ledger.record(CheckpointCommitted.of(10 * number, 1, took), number)
         start = PhaseTimes(600.0 if number == 1 else 1.0, 0.0, 1)
         ledger.record(PhaseDurationsLearned(2, {"start": start}), number)
+        ledger.record(AttemptEnded(1, "rank 0 crashed", 0, {"0": 1, "1": 1}), number)
         ledger.record(AttemptFailed(10 * number + 1, 10 * number, "", "node2"), number)
         ledger.record(Restarting("again"), number)
 
@@ -107,13 +113,47 @@ def test_a_supervisor_holds_no_more_after_many_restarts_and_knows_the_same(tmp_p
     whole = RunHistory.read(ledger.path)
     history.refresh()
 
-    assert len(history.entries(LedgerEvent)) < 2000 < len(whole.entries(LedgerEvent))
-    assert failures(history) == failures(whole)
+    assert len(history.entries(LedgerEvent)) < 1000 < len(whole.entries(LedgerEvent))
     for found, expected in ((history, whole), (RunHistory.to_resume(ledger.path), whole)):
         assert (found.last_step, found.durations) == (expected.last_step, expected.durations)
         assert found.events(StartedAnew) == expected.events(StartedAnew)
     assert learned(history, 2) == learned(whole, 2)
     assert learned(history, 2)[Phase.START].median == 600.0
+
+
+def test_what_is_decided_after_many_failures_is_the_same_without_the_old_ones(
+    tmp_path: Path,
+) -> None:
+    """Failures of all kinds, on nodes that fail more or less often, with rare commits."""
+    random = Random(SEED)
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    history, committed = RunHistory.of(ledger), 0
+    for number in range(1, 700):
+        if random.random() < 0.01:
+            committed = number
+            ledger.record(CheckpointCommitted(committed, 1), number)
+        raised = random.choice(["", "ValueError: x", "RuntimeError: CUDA error: uncorrectable ECC"])
+        node, lost = random.choice(["", "node1", "node2", "node3"]), random.random() < 0.2
+        failed = AttemptFailed(committed + random.randrange(3), committed, raised, node, lost)
+        ledger.record(failed, number)
+        history.refresh()
+        if number % 20 == 0:
+            whole = RunHistory.read(ledger.path)
+            for budget in (3, 40, 500):
+                ended = Decision(ExitCode.CRASHED, "it failed")
+                found, expected = (
+                    decide_restart(ended, past[-1], past[:-1], budget)
+                    for past in (failures(history), failures(whole))
+                )
+                assert found == expected
+            assert _against(history) == _against(whole)
+    assert len(history.entries(AttemptFailed)) < 300
+
+
+def _against(history: RunHistory) -> dict[str, tuple[str, bool, bool]]:
+    """The suspect nodes."""
+    found = suspects(history, steady_time(), 3600.0)
+    return {node: (each.reason, each.proven, each.failed) for node, each in found.items()}
 
 
 def test_a_rank_that_resumes_reads_the_same_whatever_is_in_the_ledger(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.supervisor.attempt import AttemptFollower
 from kempner.supervisor.control.program_reports import LastReport
-from kempner.supervisor.control.ranks import AWAY, RECONNECT
+from kempner.supervisor.control.rank_connections import AWAY, RECONNECT
 from kempner.supervisor.launchers.agents.node_agent import AGAIN
 from kempner.supervisor.policy.outcome import RankExit, decide_outcome
 from kempner.supervisor.policy.restart import Failure

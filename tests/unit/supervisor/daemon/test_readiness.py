@@ -68,6 +68,7 @@ def test_all_is_there_and_nothing_is_written(configure: Configure) -> None:
 
 
 EVALUATE = ("--eval.interval=5", "--eval.dataset_path=other")
+SETS = ("--eval.interval=5", '--eval.sets={text = "held-out", code = "other"}')
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,7 @@ EVALUATE = ("--eval.interval=5", "--eval.dataset_path=other")
         (["--model.vocab_size=256"], "has 257 token ids: set --model.vocab_size=257"),
         (["--train.seq_len=250"], "data.dataset_path=tokens: the data holds 250 tokens"),
         (EVALUATE, "eval.dataset_path=other: other is not prepared data"),
+        (SETS, "eval.sets.code=other: other is not prepared data"),
     ],
 )
 def test_data_that_does_not_do(configure: Configure, arguments: list[str], words: str) -> None:
@@ -91,6 +93,8 @@ def test_held_out_data_of_another_tokenizer(configure: Configure) -> None:
     Path("other/index.json").write_text(json.dumps(index))
     with pytest.raises(DataError, match=r"eval\.dataset_path=other: .*another tokenizer"):
         check_ready(configure(*EVALUATE), RUN, {})
+    with pytest.raises(DataError, match=r"eval\.sets\.code=other: .*or remove eval\.sets\.code"):
+        check_ready(configure(*SETS), RUN, {})
 
 
 def test_token_files_that_are_missing_or_cut_off(configure: Configure) -> None:

@@ -21,7 +21,7 @@ from patience import scaled
 
 from kempner.cluster.network.tcp_stalls import stalled_connections, unanswered_calls
 from kempner.probe import processes
-from kempner.probe.processes import of_process
+from kempner.probe.processes import describe_process
 from kempner.run.control.protocol import Connected, DumpStacks, FromSupervisor, Phase, Report
 from kempner.run.record.events import ConnectionsStalled, HangFound, NodeSuspected
 from kempner.run.record.history import RunHistory
@@ -49,7 +49,7 @@ def test_a_stopped_process_is_seen_from_outside() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         os.kill(child.pid, signal.SIGSTOP)
-        wait_until(lambda: "State: T (stopped)" in of_process(child.pid), "it is stopped")
+        wait_until(lambda: "State: T (stopped)" in describe_process(child.pid), "it is stopped")
         (here,) = ProcessLook({HERE: [child.pid]}, lambda *_: []).lines
         assert "State: T (stopped)" in here
         probe = [sys.executable, "-m", processes.__name__]
@@ -57,7 +57,7 @@ def test_a_stopped_process_is_seen_from_outside() -> None:
     finally:
         child.kill()
         child.communicate()
-    assert "cannot be looked at" in of_process(child.pid)
+    assert "cannot be looked at" in describe_process(child.pid)
 
 
 def test_the_kill_waits_for_ranks_and_for_nodes_that_have_not_answered(

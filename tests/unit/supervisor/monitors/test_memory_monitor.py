@@ -16,6 +16,7 @@ from harness import wait_until
 from kempner.cluster.machine import MemoryGroup, memory_group
 from kempner.config.resilience import ResilienceSection
 from kempner.run.control.protocol import Connected, NodeMemory, Phase, Usage
+from kempner.run.record.events import MemoryLow, ResourceGrowth
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.supervisor.monitors.advisers import (
     GROWTH_SPAN,
@@ -29,9 +30,8 @@ from kempner.supervisor.monitors.base import (
     DurationStats,
     PhasesLearned,
     Reporter,
-    Shortage,
+    ResourceTrouble,
     Snapshot,
-    SteadyGrowth,
 )
 from kempner.supervisor.policy.outcome import RankExit
 from kempner.training.rank_link.rank_link import measure
@@ -74,7 +74,7 @@ def test_a_node_that_runs_short_is_named_once_with_its_largest_rank() -> None:
     calm = {0: CALM, 1: CALM, 2: CALM}
     assert watch.check(using(calm, 0.0)) == []
     (told,) = watch.check(using({0: short, 1: replace(short, rss=9 * GIB), 2: CALM}, 10.0))
-    assert isinstance(told, Shortage)
+    assert told.of is MemoryLow
     assert told.rank == 1
     assert told.reason == (
         "it had 9.0 GiB and its 2 processes 1.0 GiB, 80 files were open, and 4.0 GiB of 100.0 GiB "
@@ -109,7 +109,7 @@ def test_a_rank_that_leaks_is_named_once(what: str) -> None:
         leak = {"rss": CALM.rss + span * GIB} if what == "memory" else {"files": 80 + 20 * span}
         told += watch.check(using({0: CALM, 1: replace(CALM, **leak)}, span * GROWTH_SPAN))
     (trouble,) = told
-    assert isinstance(trouble, SteadyGrowth)
+    assert trouble.of is ResourceGrowth
     assert trouble.rank == 1
     assert trouble.reason.startswith(f"{what} grew for 30 minutes")
 
@@ -126,8 +126,8 @@ def test_a_slow_leak_that_a_day_can_bear_is_not_worth_a_word() -> None:
 def test_what_is_found_is_in_the_ledger_with_its_node(tmp_path: Path) -> None:
     reporter = Reporter(4, Ledger(tmp_path / "ledger.jsonl"), straggler_is_suspect=False)
     snapshot = using({}, 0.0)
-    reporter.report(Shortage(2, "little is left"), snapshot)
-    reporter.report(SteadyGrowth(7, "memory grew"), snapshot)  # it never said where it is
+    reporter.report(ResourceTrouble(MemoryLow, 2, "little is left"), snapshot)
+    reporter.report(ResourceTrouble(ResourceGrowth, 7, "memory grew"), snapshot)
     reporter.report(PhasesLearned({Phase.STEP: DurationStats(1.0, 0.5, 9)}), snapshot)
     low, growth, learned = read_lines(tmp_path / "ledger.jsonl")
     assert (low["event"], low["attempt"], low["rank"], low["node"], low["reason"]) == (

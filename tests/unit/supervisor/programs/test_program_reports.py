@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.control.program_reports import FileSeen, ProgramReports
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.children import Children
-from kempner.supervisor.launchers.rank_output import ChildRank, StepFinder
+from kempner.supervisor.launchers.rank_output import ChildRank, RecentBytes, StepFinder
 from kempner.supervisor.policy.outcome import RankExit
 
 
@@ -155,6 +156,16 @@ def test_the_newest_step_in_what_is_printed(chunks: list[bytes], step: int | Non
     for chunk in chunks:
         lines.feed(chunk)
     assert lines.step == step
+
+
+@pytest.mark.parametrize("length", [1, 999, 65536, 100_000])
+def test_the_last_that_was_printed_in_pieces_of_any_length(length: int) -> None:
+    recent, said = RecentBytes(), random.Random(length).randbytes(300_000)
+    for at in range(0, len(said), length):
+        recent.add(said[at : at + length])
+        if length > 1:
+            assert recent.read() == said[: at + length][-65536:]
+    assert recent.read() == said[-65536:]
 
 
 PRINTS = (

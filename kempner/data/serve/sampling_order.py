@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 from kempner.data.order.global_batches import GlobalBatches, samples_at, share
-from kempner.data.serve.draws import SampleRequest, generators_of, kept, key, seed_all
+from kempner.data.serve.sample_rng import SampleRequest, generators_of, kept, key, seed_all
 from kempner.data.serve.sampler import ResumableBatchSampler, ResumableSampler
 from kempner.run.process.exit_codes import MismatchError, UsageError
 

@@ -1,0 +1,148 @@
+"""Loss on held-out data, without any effect on training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kempner.config.sections import Config
+from kempner.data.files.token_bytes import token_bytes
+from kempner.data.files.token_file import Corpus
+from kempner.data.serve.loader import IGNORE, MicroBatch, eval_batches
+from kempner.run.output.logs import logger
+from kempner.run.process.exit_codes import DataError
+from kempner.training.compute.forward_backward import sum_over_ranks, summed_loss
+from kempner.training.groups.process_groups import Ranks
+from kempner.training.observe.metrics import Scores
+from kempner.training.vote import Vote, VoteGroup, VoteResult
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What each set came to, by name, or None if a stop cut it short; and the last agreed."""
+
+    scores: Mapping[str, Scores] | None
+    agreed: VoteResult
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """When to evaluate, and on which sets, by name."""
+
+    config: Config
+    held_out: Mapping[str, Corpus]
+
+    @cached_property
+    def sizes(self) -> Tensor | None:
+        """As `token_sizes`: all sets have one tokenizer."""
+        return token_sizes(next(iter(self.held_out.values())).directory)
+
+    def run(
+        self, model: nn.Module, ranks: Ranks, vote_group: VoteGroup, vote: Callable[[], Vote]
+    ) -> EvaluationResult:
+        """Evaluate, with a vote per batch: a stop does not wait for the end."""
+        sums = {name: torch.zeros(3, dtype=torch.float64) for name in self.held_out}
+        agreed = VoteResult()
+        model.eval()
+        with torch.no_grad():
+            for name, corpus in self.held_out.items():
+                agreed = self._add_set(sums[name], corpus, model, ranks, vote_group, vote)
+                if agreed.stop:
+                    break
+        model.train()
+        if agreed.stop:
+            return EvaluationResult(None, agreed)
+        together = sum_over_ranks(torch.stack(list(sums.values())).to(ranks.device)).tolist()
+        scores = {name: _scores(*row) for name, row in zip(sums, together, strict=True)}
+        return EvaluationResult(scores, agreed)
+
+    def _add_set(
+        self,
+        sums: Tensor,
+        corpus: Corpus,
+        model: nn.Module,
+        ranks: Ranks,
+        vote_group: VoteGroup,
+        vote: Callable[[], Vote],
+    ) -> VoteResult:
+        agreed = VoteResult()
+        for micro_batches in eval_batches(
+            corpus,
+            seq_len=self.config.train.seq_len,
+            global_batch_size=self.config.train.global_batch_size,
+            micro_batch_size=self.config.train.micro_batch_size,
+            rank=ranks.data_rank,
+            world=ranks.degrees.data_world,
+            max_batches=self.config.eval.max_batches,
+        ):
+            ballot = vote_group.open(vote())
+            _add_losses(sums, model, micro_batches, ranks.device, self.sizes)
+            agreed = ballot.close()
+            if agreed.stop:
+                break
+        return agreed
+
+
+def evaluate_alone(
+    model: nn.Module,
+    corpus: Corpus,
+    device: torch.device,
+    *,
+    seq_len: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    max_batches: int,
+) -> tuple[Scores, int]:
+    """What a run has on held-out data, by this process alone; and of how many tokens it is the
+    mean. Raises `DataError` as `eval_batches`."""
+    sums, sizes = torch.zeros(3, dtype=torch.float64), token_sizes(corpus.directory)
+    model.eval()
+    with torch.no_grad():
+        for micro_batches in eval_batches(
+            corpus,
+            seq_len=seq_len,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            max_batches=max_batches,
+        ):
+            _add_losses(sums, model, micro_batches, device, sizes)
+    return _scores(*sums.tolist()), int(sums[1])
+
+
+def token_sizes(folder: Path) -> Tensor | None:
+    """The bytes of text of each token id, int64 [vocab_size]; None if they are not known."""
+    try:
+        found = token_bytes(folder)
+    except DataError as error:
+        logger().warning(f"bits per byte are left out: {error}")
+        return None
+    return None if found is None else torch.from_numpy(np.asarray(found, np.int64))
+
+
+def _add_losses(
+    sums: Tensor,
+    model: nn.Module,
+    micro_batches: list[MicroBatch],
+    device: torch.device,
+    sizes: Tensor | None,
+) -> None:
+    """Add the summed loss, the number of tokens and that of their bytes, NaN if that is not known,
+    to `sums` [3]."""
+    for micro_batch in micro_batches:
+        sums[0] += summed_loss(model, micro_batch, device).item()
+        learned = micro_batch.targets != IGNORE
+        sums[1] += learned.sum()
+        sums[2] += math.nan if sizes is None else sizes[micro_batch.targets[learned]].sum()
+
+
+def _scores(loss: float, tokens: float, size: float) -> Scores:
+    """From sums: nats, tokens, and bytes (NaN: one rank at least does not know them)."""
+    mean = loss / tokens if tokens else math.nan  # chats may be cut before their first answer
+    return Scores(mean, loss / size / math.log(2) if size > 0 else None)

@@ -574,6 +574,8 @@ class Config(Section):
                     raise ValueError(f"train.{key} has no effect with model.factory; remove it")
             if self.data.document_mask:
                 raise ValueError("data.document_mask has no effect with model.factory; remove it")
+        degree = self.parallelism.tensor_parallel_degree
+        self.adapter.refuse_beside(self.model, self.optimizer.name, self.train.fp8, degree)
         return self
 
     @model_validator(mode="after")
@@ -593,10 +595,4 @@ class Config(Section):
                     f"parallelism.tensor_parallel_degree={degree} does not work with {key}, which "
                     f"{why}; set it to 1, or remove {key}"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _adapter_has_its_place(self) -> Self:
-        degree = self.parallelism.tensor_parallel_degree
-        self.adapter.refuse_beside(self.model, self.optimizer.name, self.train.fp8, degree)
         return self

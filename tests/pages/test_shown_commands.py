@@ -31,6 +31,8 @@ ELSEWHERE = {
     "tests/unit/checkpoint/convert/test_adapter_export.py",
     "kempner checkpoint export runs/tuned --to-hf exports/whole --merge": "tests/unit/checkpoint/"
     "convert/test_adapter_export.py",
+    "kempner checkpoint push runs/debug ours/debug --private": "tests/unit/cli/"
+    "test_push_command.py",
     "kempner checkpoint import stock --into runs/other --step 5 --cursor 40": "tests/distributed/"
     "saves/test_checkpoint_exchange.py",
 }

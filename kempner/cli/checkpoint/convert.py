@@ -72,7 +72,7 @@ BaseOption = Annotated[
     typer.Option(
         metavar="NAME|DIR",
         help="Of a run with an adapter: the model that it was imported from, for PEFT; by default "
-        "the folder of --tokenizer.",
+        "its repository, if it was downloaded, or the folder of --tokenizer.",
     ),
 ]
 TokenizerOption = Annotated[
@@ -145,10 +145,11 @@ def write_model(
 
     with reading_at(chosen, inspect.warn_unmarked):
         source = taken_from(Source.open(chosen), merge, base)
+        facts = known_facts(run_of_checkpoint(directory, chosen), source.manifest, loads=False)
+        base = base or facts.base_model.get("repository")
         form, missing = exported_form(source, directory, dtype, data, tokenizer, base)
         tensors = {key: source.tensors[key] for key in form.tensors}
-        run = run_of_checkpoint(directory, chosen)
-        facts = known_facts(run, source.manifest, loads=CONFIG in form.files)
+        facts = replace(facts, loads=CONFIG in form.files)
         form = replace(form, files={**form.files, CARD: card(facts).encode()})
         with _into(out), counter(f"exporting {chosen.name}", total(tensors)) as on_bytes:
             export_safetensors(source, out, form, on_bytes)

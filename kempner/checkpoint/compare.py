@@ -1,7 +1,7 @@
-"""Compares two checkpoints tensor by tensor, a few in memory at a time.
+"""Compares two checkpoints tensor by tensor, with a few in memory at a time.
 
-Each side is a checkpoint of kempner, a stock one, or a folder of safetensors files. It gives its
-tensors one at a time, under names that the other side can have, too.
+Each side is a checkpoint of kempner, of `torch.distributed.checkpoint`, or a folder of safetensors
+files. The caller makes the names of both sides match.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from kempner.checkpoint.format.contents import Saved
 from kempner.run.process.exit_codes import DataError
 
 _SLAB_ELEMENTS = 1 << 22
-"""Elements that are compared at once: what that takes beside the tensors is some 200 MB at most."""
+"""Elements compared at once; needs at most some 200 MB besides the tensors."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How far two tensors are apart.
+    """The difference between two tensors.
 
-    Of `elements`, `different` have other bits once both tensors are of the dtype `compared_in`, and
-    the first of them in row-major order is at the index `first`. Rounding to that dtype changed
-    `rounded` elements of the wider tensor. `max_abs` is the largest |a - b|, `max_rel` the largest
-    |a - b| / max(|a|, |b|), both computed in float64 from the values in `compared_in`; the
-    `not_finite` elements of which one is infinite or no number count in neither.
+    Both are converted to the dtype `compared_in`. Then `different` of `elements` differ, the first
+    of them (row-major) at index `first`. The conversion changed `rounded` elements of the wider
+    tensor. `max_abs` is the largest |a - b|, `max_rel` the largest |a - b| / max(|a|, |b|), both
+    computed in float64 from the converted values, without the `not_finite` different elements where
+    a or b is infinite or NaN.
     """
 
     elements: int
@@ -51,10 +51,9 @@ class TensorDifference:
 
 
 def common_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype | None:
-    """The dtype in which tensors of these two are compared: the narrower one. That is the one with
-    fewer bits of mantissa, or with the smaller range where both have as many. None if the two are
-    different and one of them is no floating-point type: then no element of one stands for an
-    element of the other."""
+    """The dtype in which tensors of two dtypes are compared: the one with fewer mantissa bits, or
+    with the smaller range if those are equal. None if they differ and are not both
+    floating-point."""
     if a == b:
         return a
     if not (a.is_floating_point and b.is_floating_point):
@@ -63,9 +62,9 @@ def common_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype | None:
 
 
 def difference(a: Tensor, b: Tensor) -> TensorDifference:
-    """Compare two tensors of one shape, with a `common_dtype`. Elements of one dtype are equal if
-    their bits are: 0 and -0 differ, and a NaN equals the same NaN. Elements of two dtypes are equal
-    if they are after rounding to the narrower one, where any NaN equals any other."""
+    """Compare two tensors of the same shape that have a `common_dtype`. With one dtype, elements
+    are equal if their bits are: 0 and -0 differ, and a NaN equals the same NaN. With two dtypes,
+    they are compared after rounding to the narrower one, and all NaNs are equal."""
     dtype = common_dtype(a.dtype, b.dtype)
     assert dtype is not None
     found = TensorDifference(a.numel(), str(dtype).removeprefix("torch."))
@@ -107,14 +106,14 @@ def _with_slab(
 
 
 def _differs(a: Tensor, b: Tensor) -> Tensor:
-    if a.dtype == torch.complex128:  # which no integer is as wide as
+    if a.dtype == torch.complex128:  # wider than any integer dtype
         return _differs(torch.view_as_real(a), torch.view_as_real(b)).any(-1)
     bits = _BITS[a.element_size()]
     return a.view(bits) != b.view(bits)
 
 
 def _changed(before: Tensor, after: Tensor) -> int:
-    """How many elements are not what they were before they were rounded."""
+    """The number of elements that rounding changed."""
     if before.dtype == after.dtype:
         return 0
     return int(((after.to(before.dtype) != before) & ~_is_nan(before)).sum())
@@ -134,16 +133,16 @@ def _largest(values: Tensor) -> float:
 
 Read = Callable[[Iterable[str]], Iterator[tuple[str, Tensor]]]
 
-SAFETENSORS = "safetensors"  # the kind of a folder of Hugging Face
+SAFETENSORS = "safetensors"  # the `kind` of a Hugging Face folder
 _TABLES = (f"{MODEL}embed.weight", f"{MODEL}output.weight")
-"""The tensors with a row for each token id, and maybe rows of no token after them."""
+"""The tensors with a row for each token id, possibly followed by padding rows."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """What is compared. `kind` says in a word or two what it is. `read` gives whole tensors by
-    their names in `tensors`, in the order that it is given, and holds 256 MiB of them, or the
-    largest one. `rows` is how many rows of a table stand for tokens, where that is known."""
+    """One side of a comparison. `kind` names its format. `read` yields whole tensors in the order
+    of the given names, and keeps at most 256 MiB, or one tensor, in memory. `rows` has the number
+    of token rows of each table (the others are padding), if known."""
 
     path: Path
     kind: str
@@ -152,23 +151,23 @@ class Side:
     rows: Mapping[str, int] = field(default_factory=dict)
 
 
-def own(checkpoint: Path) -> Side:
-    """A checkpoint of kempner; each block is verified when it is read."""
+def open_kempner(checkpoint: Path) -> Side:
+    """A checkpoint of kempner; reading verifies each block."""
     source = Source.open(checkpoint)
     tokens = source.manifest.identity.model.get("vocab_size")
     rows = dict.fromkeys(_TABLES, tokens) if isinstance(tokens, int) else {}
     return Side(checkpoint, "kempner", source.contents.tensors, source.read, rows)
 
 
-def stock(path: Path) -> Side:
-    """A checkpoint that `torch.distributed.checkpoint` wrote, under kempner's names."""
+def open_dcp(path: Path) -> Side:
+    """A checkpoint of `torch.distributed.checkpoint`, with kempner's tensor names."""
     foreign = StockCheckpoint.open(path)
     tensors = {spec.key: Saved(spec.shape, spec.dtype) for spec in foreign.specs()}
     return Side(path, "torch.distributed.checkpoint", tensors, foreign.read)
 
 
-def safetensors(folder: Path) -> Side:
-    """A folder as Hugging Face has them, under its own names."""
+def open_safetensors(folder: Path) -> Side:
+    """A Hugging Face folder, with its own tensor names."""
     located = find_tensors(folder)
     if not located:
         raise DataError(f"{folder} has no tensors")
@@ -188,32 +187,32 @@ def without(side: Side, names: Collection[str]) -> Side:
 
 
 def renamed(side: Side, names: Mapping[str, str]) -> Side:
-    """A side whose tensors are called as `names` says, by their names until now; others stay."""
+    """Rename tensors by `names`, a map from old to new names; others keep theirs."""
     before = {names.get(name, name): name for name in side.tensors}
     tensors = {name: side.tensors[theirs] for name, theirs in before.items()}
 
     def read(wanted: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         wanted = list(wanted)
         found = side.read([before[name] for name in wanted])
-        return ((name, next(found)[1]) for name in wanted)  # no tensor is kept here
+        return ((name, next(found)[1]) for name in wanted)  # keeps no tensor alive
 
     return replace(side, tensors=tensors, read=read)
 
 
 class TensorVerdict(StrEnum):
     IDENTICAL = "identical"  # equal to the bit, and of one dtype
-    EQUAL = "equal"  # of two dtypes, and equal once both are of the narrower one
+    EQUAL = "equal"  # of two dtypes, equal after rounding to the narrower one
     DIFFERENT = "different"
     ONLY_A = "only in A"
     ONLY_B = "only in B"
     SHAPE = "shape"  # of two shapes; the values were not compared
     DTYPE = "dtype"
-    """Of two dtypes, one of them no floating-point type; the values were not compared."""
+    """Of two dtypes, not both floating-point; the values were not compared."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A name, and what each side has under it; `difference` if the values were compared."""
+    """A name with the tensor of each side; `difference` if the values were compared."""
 
     name: str
     a: Saved | None
@@ -235,7 +234,7 @@ class Pair:
         return self.verdict in (TensorVerdict.IDENTICAL, TensorVerdict.EQUAL)
 
     def to_json(self) -> dict[str, Any]:
-        """A table of plain values; what does not apply is None."""
+        """Plain values; None where not applicable."""
         compared = None if self.difference is None else asdict(self.difference)
         sides = {
             key: None if saved is None else {"shape": list(saved.shape), "dtype": saved.dtype}
@@ -245,9 +244,9 @@ class Pair:
 
 
 def pairs(a: Side, b: Side, on_bytes: Callable[[int], None]) -> Iterator[Pair]:
-    """Every tensor of both sides: first what values say nothing about, then as they are read. A
-    table of tokens is compared without its rows of no token where they alone make the shapes
-    differ. `on_bytes` is told the bytes that were read. Raises as the sides' `read`."""
+    """Yield every tensor of both sides: first those whose values cannot be compared, then the
+    others as they are read. If only padding rows make the shapes of a token table differ, they are
+    left out. `on_bytes` gets the number of bytes read. Raises as the sides' `read`."""
     names = dict.fromkeys([*a.tensors, *b.tensors])
     found = {name: Pair(name, _shown(a, b, name), _shown(b, a, name)) for name in names}
     alike = [name for name, pair in found.items() if _comparable(pair)]
@@ -263,7 +262,8 @@ Tensors = Iterator[tuple[str, Tensor]]
 
 
 def _compare_next(a: Tensors, b: Tensors) -> tuple[TensorDifference, int]:
-    """The next tensor's difference, and the bytes of both; neither is kept."""
+    """Compare the next tensor of each side; returns the difference, and the bytes of both. Shapes
+    can differ only in padding rows (`_shown`), which are left out."""
     (name, x), (same, y) = next(a), next(b)
     assert name == same
     rows = slice(min(len(x), len(y))) if x.ndim else ...
@@ -276,7 +276,7 @@ def bytes_to_read(a: Side, b: Side) -> int:
 
 
 def _shown(side: Side, other: Side, name: str) -> Saved | None:
-    """What a side has under a name: of a table of another length than the other's, tokens' rows."""
+    """A side's tensor; if its shape differs from the other side's, a table without padding rows."""
     saved, theirs = side.tensors.get(name), other.tensors.get(name)
     if saved is None or theirs is None or saved.shape == theirs.shape:
         return saved

@@ -1,7 +1,5 @@
-"""The command-line application: one module per subcommand, imported when its command is asked for.
-
-A rank, or `kempner status` in a shell's prompt, is spared what the other commands import.
-"""
+"""The command-line application: the module of a subcommand is imported when it is called, so that a
+rank, or `kempner status` in a shell's prompt, does not import what other commands need."""
 
 from __future__ import annotations
 
@@ -27,7 +25,12 @@ _EVERY_DAY: dict[str, tuple[str, ...]] = {
     "stop": ("program.stop",),
     "report": ("insight.report",),
     "triage": ("insight.triage",),
-    "checkpoint": ("checkpoint.inspect", "checkpoint.convert", "checkpoint.compare"),
+    "checkpoint": (
+        "checkpoint.inspect",
+        "checkpoint.convert",
+        "checkpoint.push",
+        "checkpoint.compare",
+    ),
     "eval": ("checkpoint.trained_on",),
     "sample": ("checkpoint.trained_on",),
 }
@@ -75,7 +78,7 @@ class _Commands(TyperGroup):
 
 
 def path_of(arguments: Sequence[str]) -> str:
-    """The command that is meant, as in `kempner checkpoint list`, for a hint at its help."""
+    """The command in `arguments`, such as `kempner checkpoint list`, for a hint at its help."""
     words, below = ["kempner"], dict.fromkeys(_MODULES)
     for word in arguments:
         if word not in below:

@@ -24,7 +24,7 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Configuratio
 """The first argument of every command that takes a configuration."""
 
 TAKES_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""`context_settings` of such a command; `overrides` gives `load` what it read."""
+"""`context_settings` of such a command; `overrides` returns the unknown options, for `load`."""
 
 app = typer.Typer(rich_markup_mode=None)
 commands = typer.Typer(
@@ -77,7 +77,7 @@ def check(
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
     check_run_directory(run)
     vocab_size = config.model.vocab_size
-    known = vocab_size is not None  # also where the data is not
+    known = vocab_size is not None  # even without the data
     job = None if world is None else PlannedJob.of(config, world, nodes, int(gpu_memory * 10**9))
     if job is not None and vocab_size is not None:
         typer.echo(needs(config, vocab_size, job))
@@ -139,16 +139,17 @@ def summary(config: Config, vocab_size: int) -> str:
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """The ranks of a run that is to be: how many, on nodes of how many, on which GPUs."""
+    """The planned number of ranks, in all and per node, and their GPUs."""
 
     world: int
     ranks_per_node: int
     gpu_memory: int | None  # bytes; None on CPUs
-    assumed: bool = False  # whether nothing says how many ranks a node has
+    assumed: bool = False  # whether the number of ranks per node is a guess
 
     @classmethod
     def of(cls, config: Config, world: int, nodes: int | None, gpu_memory: int) -> PlannedJob:
-        """As the options say, else `[slurm]`. Raises `UsageError` if the nodes are not alike."""
+        """By the options, else by `[slurm]`. Raises `UsageError` if the nodes would have different
+        numbers of ranks."""
         slurm = config.slurm
         told = nodes or slurm.hosts or slurm.procs or slurm.gpus_per_node
         return cls(world, ranks_on_a_node(config, world, nodes), gpu_memory or None, told is None)

@@ -1,7 +1,7 @@
 """Entry point of `kempner`: installs signal handlers, runs the command, sets the exit code.
 
-Nothing but the standard library is imported before the signals are armed: a stop that is asked for
-while a rank still imports is noticed as well.
+Only the standard library is imported before the signals are trapped, so that a stop signal during a
+rank's imports is noticed, too.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs `kempner` with `arguments` (the process's own when None) and exits with its code.
+    """Run `kempner` with `arguments` (None: the process's) and exit with its code.
 
     Raises:
-        SystemExit: unless the command failed unexpectedly; then its exception. A rank and a
-            supervisor that are this process's own command end it at once instead: a signal that
-            comes after the last step must not change the code.
+        SystemExit: with the exit code; an unexpected exception passes through. If this process is
+            a rank or a supervisor, it exits without finalizing the interpreter, so that a signal
+            after the last step does not change the code.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["supervise"] and arguments is None and "SLURM_JOB_ID" in os.environ:
@@ -33,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         split_batch(os.environ)
     armed = _arm(given)
     if given[:1] == ["train"]:
-        # A rank imports a million objects, which all stay: to look for garbage among them would
-        # take a fifth of its start. `build` enables the collector again.
+        # A rank's imports make a million objects, which all stay: collecting garbage among them
+        # would take a fifth of its start. `build` enables the collector again.
         gc.disable()
     try:
         if armed and arguments is None:
@@ -43,23 +43,23 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if arguments is None and "torch" in sys.modules:
             from kempner.run.output.console import leave
 
-            leave(code)  # to tear torch down would keep the shell waiting for a second
+            leave(code)  # finalizing torch would take a second
         sys.exit(code)
     finally:
         gc.enable()
 
 
 def _arm(arguments: Sequence[str]) -> bool:
-    """Makes ready for what may come before any slow import; whether the command must stop in order.
+    """Protect output and trap signals before any slow import; returns whether signals are trapped.
 
-    Such a command traps the signals, and fails at nothing that it prints. What the others print is
-    what they are asked for, on standard output at least.
+    That is so for `train` and `supervise`, for which failing output is never an error. For other
+    commands, standard output is the result, so only stderr is protected.
     """
     from kempner.run.output.console import protect
 
     must_stop = arguments[:1] in (["train"], ["supervise"])
     if not must_stop:
-        # A closed standard output is no full one: the exit code is all that is wanted then.
+        # With a closed standard output, only the exit code is wanted.
         protect(["stderr"] if sys.stdout is not None else ["stdout", "stderr"])
         return False
     from kempner.run.process.signals import exit_immediately, inbox
@@ -71,7 +71,7 @@ def _arm(arguments: Sequence[str]) -> bool:
 
 
 def _run_and_leave(arguments: Sequence[str]) -> NoReturn:
-    """Runs the command; the interpreter is not torn down, as that would untrap the signals."""
+    """Run the command, and exit without finalizing the interpreter, which would untrap signals."""
     from kempner.run.output.console import leave
     from kempner.run.process.exit_codes import ExitCode
     from kempner.supervisor.watchdog.board import board
@@ -89,14 +89,14 @@ def _run_and_leave(arguments: Sequence[str]) -> NoReturn:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    """The exit code of the command; what the user caused is said on stderr in one line."""
+    """The exit code of the command; a user's error becomes one line on stderr."""
     from kempner.run.process.exit_codes import ExitCode, RunError, cannot_use
 
     try:
         return _call(arguments)
     except RunError as error:
         return _complain(str(error), error.code)
-    except KeyboardInterrupt:  # also of one that still imports
+    except KeyboardInterrupt:  # also during imports
         return ExitCode.INTERRUPTED
     except OSError as error:
         if error.filename is None and error.errno in _UNWRITABLE:
@@ -108,7 +108,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _call(arguments: Sequence[str]) -> int:
-    """What the command returns; its own sentences about a wrong command line are said here."""
+    """Call the command; prints errors in the command line and the configuration."""
     import typer
 
     from kempner.cli.app import app, path_of
@@ -139,23 +139,23 @@ def _call(arguments: Sequence[str]) -> int:
 
 
 _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EIO)
-"""What a standard output that takes nothing any more fails with."""
+"""Error numbers of a standard output that cannot be written any more."""
 
 
 def _stop_printing(error: OSError) -> ExitCode:
-    """Drop further output, as its reader is gone (`| head`) or its disk is full."""
+    """Drop further output: its reader is gone (`| head`) or its disk is full."""
     from kempner.run.process.exit_codes import CannotWriteError, ExitCode
 
-    nothing = os.open(os.devnull, os.O_WRONLY)  # for what Python flushes as it ends
+    nothing = os.open(os.devnull, os.O_WRONLY)  # for Python's flush at exit
     os.dup2(nothing, 1)
     os.close(nothing)
     if error.errno == errno.EPIPE:
-        return ExitCode.CRASHED  # in silence, as typer does while the command runs
+        return ExitCode.CRASHED  # silently, as typer does while the command runs
     return _complain(f"the output cannot be written: {error.strerror}", CannotWriteError.code)
 
 
 def _complain(sentence: str, code: ExitCode) -> ExitCode:
-    with suppress(UnicodeEncodeError):  # words that Python could not decode, in a plain C locale
+    with suppress(UnicodeEncodeError):  # undecodable words, in a plain C locale
         sentence = sentence.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
     shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in sentence)
     print(f"kempner: {''.join(shown)}", file=sys.stderr)

@@ -46,7 +46,7 @@ def _init(
 def report(
     folder: Path, texts: Collection[str], kept: Sequence[str], site: Site, sft: bool = False
 ) -> list[str]:
-    """What was written, for which cluster, and what to do next, a line each."""
+    """Lines that say what was written, for which cluster, and what to do next."""
     names = sorted(texts, key=lambda name: (name != CONFIG, name))
     tops = dict.fromkeys("".join(name.partition("/")[:2]) for name in names if name not in kept)
     request = choose(site)
@@ -62,7 +62,7 @@ def report(
 
 
 def next_commands(folder: Path, request: Request | None, sft: bool = False) -> list[str]:
-    """What to type now, in the shell that `init` was started from."""
+    """The commands to type next, in the shell that `init` was started from."""
     there = os.path.normpath(folder)
     enter = "" if there == "." else f"cd {shlex.quote(there)} && "
     nodes = 1 if request is None else min(2, request.kind.count)

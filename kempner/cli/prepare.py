@@ -125,7 +125,7 @@ def _kind(chats: bool, preferences: bool, seq_len: int | None) -> Kind:
 
 @contextmanager
 def _reporter(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on a terminal, elsewhere a line for every tenth."""
+    """Yields a callback that shows a progress bar on a terminal, elsewhere a line per tenth."""
     told = 0
 
     def tell(done: int, total: int) -> None:

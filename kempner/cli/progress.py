@@ -1,4 +1,4 @@
-"""What the commands show while they are at work."""
+"""Progress that commands show on a terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from kempner.training.observe.progress_bar import SteadyConsole
 
 @contextmanager
 def bar(console: Console, doing: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar that is updated with (bytes done, bytes in all); nothing without a terminal."""
+    """Yield a callback (bytes done, bytes in all) that updates a bar; without a terminal it does
+    nothing."""
     if not console.is_terminal:
         yield lambda done, total: None
         return
@@ -35,17 +36,14 @@ def bar(console: Console, doing: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def busy(doing: str) -> Iterator[None]:
-    """A line with the seconds so far, on the standard error while this lasts; then it is gone.
-
-    Nothing where that is no terminal.
-    """
+    """Show a line with the elapsed seconds on stderr during the block, if that is a terminal."""
     console = SteadyConsole(stderr=True)
     if not console.is_terminal:
         yield
         return
     what = TextColumn("{task.description}", markup=False)
     columns = (SpinnerColumn("line"), what, TimeElapsedColumn())
-    # What is printed meanwhile comes above the line, unless it goes to a file.
+    # Output to a terminal appears above the line.
     onto = sys.stdout.isatty()
     with Progress(*columns, console=console, transient=True, redirect_stdout=onto) as progress:
         progress.add_task(doing, total=None)
@@ -54,7 +52,7 @@ def busy(doing: str) -> Iterator[None]:
 
 @contextmanager
 def counter(doing: str, in_all: int) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes, on the standard error, that counts what any thread tells it."""
+    """Yield a thread-safe callback that adds bytes to a progress bar on stderr."""
     done, lock = 0, threading.Lock()
     with bar(SteadyConsole(stderr=True), doing) as show:
 

@@ -1,7 +1,5 @@
-"""`kempner supervise`: the daemon that launches, supervises and restarts the ranks.
-
-`kempner join`: a node of another job takes part in a run.
-"""
+"""`kempner supervise`: the daemon that launches, supervises and restarts the ranks; `kempner join`:
+adds a node of another job to a run."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
     from kempner.cluster.slurm.allocation import Allocation
     from kempner.supervisor.launchers.base import Program
     from kempner.supervisor.launchers.launcher import Launcher
-    from kempner.supervisor.launchers.surroundings import Surroundings
+    from kempner.supervisor.launchers.rank_runtime import RankRuntime
     from kempner.supervisor.slurm.job_monitor import JobMonitor
 
 app = typer.Typer(rich_markup_mode=None)
@@ -55,8 +53,8 @@ class LauncherName(StrEnum):
 
 
 LOOKED_WITHIN = 10.0
-"""Seconds for a look whether the run is complete. If storage hangs for longer the run is started:
-the start waits for storage by itself."""
+"""Seconds to check whether the run is complete. If storage hangs for longer, the run is started:
+the start itself waits for storage."""
 
 _NAMED = "kempner supervise --run.name=NAME -- COMMAND..."
 
@@ -103,7 +101,7 @@ def supervise(
     if jobid is None:
         from kempner.supervisor.slurm.setup import forget_other_jobs
 
-        forget_other_jobs(os.environ)  # the name of a run may come from its job
+        forget_other_jobs(os.environ)  # the run's name may depend on the job
     words = overrides(context, file, bool(command))
     config, given = _load_for_job(file, words, command, jobid)
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
@@ -130,10 +128,8 @@ def _never_paused() -> Iterator[bool]:
 def choose_launcher(
     configured: str, environ: Mapping[str, str], nproc: int | None, jobid: str | None
 ) -> LauncherName:
-    """The launcher where the command line names none.
-
-    A job that was submitted to train on all of its GPUs must not silently train on one, unwatched.
-    """
+    """The launcher if the command line names none. In a Slurm job it is srun by default: a job for
+    many GPUs must not silently train on one."""
     if configured != "auto":
         return LauncherName(configured)
     job = jobid or environ.get("SLURM_JOB_ID")
@@ -203,7 +199,7 @@ def _find_place(
     given: Sequence[str],
     chosen: LauncherName,
 ) -> tuple[Launcher, Program, JobMonitor]:
-    from kempner.supervisor.launchers.surroundings import Surroundings
+    from kempner.supervisor.launchers.rank_runtime import RankRuntime
     from kempner.supervisor.slurm import setup
     from kempner.supervisor.slurm.job_monitor import JobMonitor
 
@@ -213,17 +209,19 @@ def _find_place(
     if command and config.slurm.resubmit:
         raise UsageError("slurm.resubmit=true works with a configuration, not with a command")
     job = setup.find_job(os.environ, jobid)
-    allocation, resources = setup.enter(job, os.environ, config, given=named, per_task=per_task)
-    around = Surroundings.of(config.slurm, config.distributed.interface)
-    program = _program(command, run, config, around.python)
-    grows = per_task and config.supervise.grow and not (command or around.contained)
-    step = _launcher(config, allocation, around, per_task, grows)
+    allocation, resources = setup.inspect_job(
+        job, os.environ, config, given=named, per_task=per_task
+    )
+    runtime = RankRuntime.of(config.slurm, config.distributed.interface)
+    program = _program(command, run, config, runtime.python)
+    grows = per_task and config.supervise.grow and not (command or runtime.contained)
+    step = _launcher(config, allocation, runtime, per_task, grows)
     meeting = setup.meeting_place(allocation, config, os.environ)
     restarts = restart_count(os.environ)
-    say(setup.introduction(allocation, resources, run, given, restarts, meeting))
+    say(setup.banner(allocation, resources, run, given, restarts, meeting))
     inbox().pause_within(_never_paused)
     stopped = lambda: bool(inbox().received)  # noqa: E731
-    setup.check_surroundings(around, config.slurm.setup, allocation, stopped)
+    setup.check_runtime(runtime, config.slurm.setup, allocation, stopped)
     if allocation.batch:
         _check_changed(run, config, job, allocation.size)
     monitor = JobMonitor(job, allocation.batch, given if config.slurm.resubmit else None)
@@ -231,9 +229,9 @@ def _find_place(
 
 
 def _launcher(
-    config: Config, allocation: Allocation, around: Surroundings, per_task: bool, grows: bool
+    config: Config, allocation: Allocation, runtime: RankRuntime, per_task: bool, grows: bool
 ) -> Launcher:
-    """Of an agent on each node; it `grows` onto others that join."""
+    """A launcher with an agent on each node; with `grows`, also on nodes that join."""
     from kempner.supervisor.launchers.agents.step import SlurmAgents
     from kempner.supervisor.launchers.launcher import Launcher
     from kempner.supervisor.launchers.run_nodes import RunNodes
@@ -247,16 +245,16 @@ def _launcher(
         return True
 
     nodes = RunNodes(allocation, config.supervise, fits if grows else None)
-    agents = SlurmAgents(nodes, config.supervise, around)
+    agents = SlurmAgents(nodes, config.supervise, runtime)
     agents.bound |= bound_here(allocation, config, os.environ)
-    step = Launcher(nodes, agents, torchrun=not per_task, contained=around.contained)
+    step = Launcher(nodes, agents, torchrun=not per_task, contained=runtime.contained)
     refuse_absent_ranks(config.resilience.faults, allocation.size)
     resolve_mesh(config, allocation.size)
     return step
 
 
 def _is_complete(run: RunDirectory, config: Config, command: Sequence[str]) -> ExitCode | None:
-    """The exit code of a run that is complete, and is started again as it was; else None."""
+    """The exit code if the run is complete, and was started again unchanged; else None."""
     from kempner.supervisor.hooks import MetricsExports
     from kempner.supervisor.readiness import complete_before
 
@@ -266,7 +264,7 @@ def _is_complete(run: RunDirectory, config: Config, command: Sequence[str]) -> E
         return None
     say(told)
     exports = MetricsExports()
-    exports.start(run, config.metrics)  # what they have missed
+    exports.start(run, config.metrics)  # export what is still missing
     exports.close(complete=True)
     return ExitCode.COMPLETED
 
@@ -274,8 +272,8 @@ def _is_complete(run: RunDirectory, config: Config, command: Sequence[str]) -> E
 def _load_for_job(
     file: str | None, words: list[str], command: Sequence[str], jobid: str | None
 ) -> tuple[Config, list[str]]:
-    """As `_load`; a job that comes back to a configuration which cannot be used, or is not that of
-    its run, goes on with the one that worked before."""
+    """As `_load`. If a requeued job finds a configuration that cannot be used, or that belongs to
+    another run, it resumes with the last one that worked."""
     comes_back = file is not None and jobid is None and _own_job() is not None
     given = [*(() if file is None else (file,)), *words, *(("--", *command) if command else ())]
     error: Exception
@@ -301,14 +299,14 @@ def _load_for_job(
 
 
 UNCHANGED_FOR, SAVED_WITHIN = 5.0, 60.0
-"""Seconds for which a file must not change before it counts as saved, and for which to wait."""
+"""Seconds without a change after which a file counts as saved, and the most to wait for that."""
 
 
 def await_saved(
     file: Path, now: Callable[[], float] = time.time, pause: Callable[[float], object] = time.sleep
 ) -> None:
-    """Wait for an editor that is about to save a configuration; of one that cannot be seen, `load`
-    says why. Raises `ConfigError` if it is empty after that."""
+    """Wait for an editor that may be saving the configuration. Raises `ConfigError` if it is empty
+    afterwards; a missing file is left to `load`."""
     began, size = now(), 1
     with suppress(OSError):
         while now() - file.stat().st_mtime < UNCHANGED_FOR and now() - began < SAVED_WITHIN:
@@ -338,18 +336,18 @@ def _run_of_job(file: str, words: Sequence[str]) -> RunDirectory | None:
 
 
 _DIR = re.compile(r"^\s*(?:run\.)?dir\s*=\s*[\"'](.+?)[\"']", re.MULTILINE)
-"""Finds `run.dir` in what is no TOML yet."""
+"""Finds `run.dir` in a file that may not be valid TOML."""
 
 
 def _own_job() -> str | None:
     try:
         return job_id(os.environ)
-    except ValueError:  # it is refused with a sentence later
+    except ValueError:  # refused with a sentence later
         return None
 
 
 def _comes_back(run: RunDirectory, jobid: str | None) -> bool:
-    """Whether this job has run before, as the run's ledger says."""
+    """Whether this job has run before, according to the run's ledger."""
     from kempner.insight.status.job import knows_job
 
     return jobid is None and (job := _own_job()) is not None and knows_job(run, job)
@@ -358,8 +356,8 @@ def _comes_back(run: RunDirectory, jobid: str | None) -> bool:
 def _config_before(
     run: RunDirectory, now: Config | None, jobid: str | None, error: Exception
 ) -> Config | None:
-    """The configuration that worked last in a run, where this job comes back to find another one,
-    `now`, that cannot be used because of an `error`."""
+    """The last configuration that worked, if this job has run before and that differs from the
+    current one (`now`), which cannot be used because of `error`."""
     if not _comes_back(run, jobid):
         return None
     try:
@@ -378,10 +376,8 @@ def _config_before(
 
 
 def _check_changed(run: RunDirectory, config: Config, job: str, size: int) -> None:
-    """Check a configuration that has changed since the job ran before, while there is another.
-
-    Raises `UsageError` and `DataError`; storage that is away is waited for later.
-    """
+    """Check a configuration that has changed since this job last ran, while the old one can still
+    be used. Raises `UsageError` and `DataError`; ignores storage that is away."""
     from kempner.insight.status.job import knows_job
     from kempner.supervisor.readiness import check_ready
 
@@ -395,14 +391,12 @@ def _check_changed(run: RunDirectory, config: Config, job: str, size: int) -> No
 def _load(
     file: str | None, overrides: list[str], command: Sequence[str]
 ) -> tuple[Config, list[str]]:
-    """The configuration, and the arguments that it came from.
-
-    Each element of a job array trains in a run directory of its own.
-    """
+    """The configuration, and the arguments for it. Each element of a job array has its own run
+    directory."""
     if file is None and not command:
         raise UsageError("name a configuration, or a command after `--`")
     if file is not None and file.startswith("--") and command:
-        overrides = [file, *overrides]  # the first of them, where a file could have been
+        overrides = [file, *overrides]  # the first override, not a file
         file = None
     path = None if file is None else Path(file)
     config = load(path, overrides, logger().warning)
@@ -416,10 +410,8 @@ def _load(
 
 
 def _name_run(config: Config, command: Sequence[str]) -> str:
-    """The name of the run: the configured one, or one that belongs to `command`.
-
-    Raises `UsageError` if the configured one is that of another command.
-    """
+    """The run's name: the configured one, or one derived from `command`. Raises `UsageError` if the
+    configured run belongs to another command."""
     given, suffix = config.run.name, element(os.environ)
     if not command:
         return f"{given}{suffix}"

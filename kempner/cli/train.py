@@ -36,7 +36,7 @@ def train(context: typer.Context, file: ConfigFile) -> None:
     rank_link = open_rank_link(config, shutdown)
     if rank_link.launch is not None:
         expect_a_line_for_now()
-    else:  # after a node was lost, a supervisor may start fewer
+    else:  # under a supervisor there may be fewer ranks, after a lost node
         refuse_absent_ranks(config.resilience.faults, rank_link.world.size)
         resolve_mesh(config, rank_link.world.size)
     if _is_alone(rank_link):
@@ -53,7 +53,7 @@ def _is_alone(rank_link: RankLink) -> bool:
 
 
 def _check(config: Config, run: RunDirectory) -> None:
-    """Without a supervisor, make its checks, before torch is imported."""
+    """The supervisor's checks, for a rank without one, before torch is imported."""
     from kempner.supervisor.readiness import check_ready, check_run_directory
 
     say(f"{RUN_LINE}{run.path}")

@@ -1,10 +1,8 @@
-"""Looks at the words of a command line before its command does, and says what is wrong.
+"""Checks the command line before the command runs: paths, options, a forgotten `--`.
 
-Paths, options, a forgotten `--`. A command that takes overrides lets every unknown option through,
-so it is here that one which is no override gets its sentence. typer does not export the classes of
-its errors, so they are told apart by their names and fields.
-
-`kempner completion` has the shell complete those words.
+A command that takes overrides lets unknown options pass; here those that are no overrides are
+refused in a sentence. typer does not export the classes of its errors, so they are recognised by
+their names and fields. Also has `kempner completion`.
 """
 
 from __future__ import annotations
@@ -35,13 +33,13 @@ _MEANT = {
     "kill cancel end abort": "stop",
     "evaluate validate perplexity": "eval",
 }
-"""Commands of other tools, and the one of ours that does the same."""
+"""Commands of other tools, and kempner's equivalent."""
 
 _MOVED = {"experts": "kempner plan MODEL --world N"}
-"""Commands of earlier versions, and what has taken their place."""
+"""Commands of earlier versions, and their replacement."""
 
 _BELOW = {"schema keys describe": "explain"}
-"""The same for commands of a group; `config schema` was one of ours."""
+"""As `_MEANT`, for commands of a group; `config schema` existed once."""
 
 _PARSING = {
     "int_parsing": "must be a whole number",
@@ -49,7 +47,7 @@ _PARSING = {
     "float_parsing": "must be a number",
     "bool_parsing": "must be true or false",
 }
-"""What pydantic's error types for text from a command line demand, beside those for TOML."""
+"""As `DEMANDS`, for pydantic's error types of text from a command line."""
 
 
 def help_asked_for(error: Any, arguments: Sequence[str]) -> str | None:
@@ -61,7 +59,7 @@ def help_asked_for(error: Any, arguments: Sequence[str]) -> str | None:
 
 
 def explain(error: Any, arguments: Sequence[str]) -> str:
-    """A clause about one of typer's errors, in our words; `arguments` are those of the process."""
+    """Describe one of typer's errors in a clause; `arguments` are the process's."""
     context, kind = getattr(error, "ctx", None), type(error).__name__
     match kind:
         case "NoSuchOption":
@@ -133,7 +131,7 @@ def _named(word: str, table: Mapping[str, str]) -> str | None:
 
 
 def _words_given(context: Any, arguments: Sequence[str]) -> Sequence[str]:
-    """What was given to a group, its command first: groups have no options of their own."""
+    """The words after a group, its command first: groups have no options of their own."""
     return arguments[context.command_path.count(" ") :]
 
 
@@ -146,7 +144,7 @@ def _name(parameter: Any) -> str:
     return str(option or (parameter.metavar or parameter.name.upper()).replace("[STEP]", "STEP"))
 
 
-_NO_PATH = (errno.ELOOP, errno.ENAMETOOLONG)  # error numbers of a path that nothing can be at
+_NO_PATH = (errno.ELOOP, errno.ENAMETOOLONG)  # error numbers of an impossible path
 
 _PROGRAMS = ("python", "python3", "bash", "sh", "torchrun", "accelerate", "deepspeed", "uv")
 
@@ -163,7 +161,7 @@ _ADVICE = {
     "--name --run-name --run_name": "write --run.name=NAME after the configuration",
     "--output --output-dir --out --outdir": "write --run.dir=FOLDER after the configuration",
 }
-"""What to say about options that other tools have."""
+"""Advice about options of other tools."""
 
 
 def refuse_empty(arguments: Sequence[str]) -> None:
@@ -180,7 +178,7 @@ def refuse_empty(arguments: Sequence[str]) -> None:
 
 
 def check_paths(command: Any) -> None:
-    """Let `command`, and those below it, expand `~` in paths, and refuse what can be none."""
+    """Make `command`, and those below it, expand `~` in paths, and refuse impossible paths."""
     for below in getattr(command, "commands", {}).values():
         check_paths(below)
     if (callback := command.callback) is not None:
@@ -195,11 +193,9 @@ def check_paths(command: Any) -> None:
 def overrides(
     context: typer.Context, file: Path | str | None, has_command: bool = False
 ) -> list[str]:
-    """The arguments after the configuration, or raise `UsageError` for one that cannot be for us.
-
-    `file` is what stands in the place of the configuration, if anything does; `has_command` is
-    whether a command follows a `--`.
-    """
+    """The arguments after the configuration. Raises `UsageError` for one that cannot be an
+    override. `file` is the word in the place of the configuration, if any; `has_command`: a command
+    follows a `--`."""
     if file is not None and not has_command:
         _refuse_program(str(file), context)
     for word in (str(file or ""), *context.args):
@@ -219,7 +215,7 @@ def _checked(value: Any) -> Any:
 
 
 def usable_path(path: Path) -> Path:
-    """`path`, with `~` expanded. Raises `UsageError` if nothing can be there."""
+    """`path`, with `~` expanded. Raises `UsageError` for an impossible path."""
     why = ""
     try:
         path = Path(expand_home(str(path)))

@@ -1,4 +1,4 @@
-"""Turns a configuration in YAML, as torchforge and torchtitan have them, into TOML."""
+"""Converts YAML configurations of torchforge and torchtitan to TOML."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _RENAMED: Mapping[str, str] = {
     "metrics.enable_tensorboard": "metrics.tensorboard",
     "metric_logging.wandb.project": "metrics.wandb",
 }
-"""Keys of torchtitan, which torchforge passes on, by their name here."""
+"""kempner's names of torchtitan's keys, which torchforge uses, too."""
 
 _VALUES: Mapping[str, Callable[[Any], Any]] = {
     "optimizer.name": lambda name: name.lower() if isinstance(name, str) else name,
     "checkpoint.async_save": lambda mode: mode if isinstance(mode, bool) else mode != "disabled",
 }
-"""What is spelled differently there, by our name of the key."""
+"""Conversions of values that differ there, by kempner's key."""
 
 _PRESET = "a published model is named by model.preset: kempner config explain model.preset"
 _DATA = "tokens are written once, by kempner prepare, and named by data.dataset_path"
@@ -62,7 +62,7 @@ _GLOBAL_BATCH = (
 
 @dataclass
 class ConvertedConfig:
-    """A configuration in TOML, and a sentence for each key that is not in it, or has to be."""
+    """A configuration in TOML, and a sentence for each key that was left out or is missing."""
 
     table: dict[str, Any] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
@@ -72,7 +72,7 @@ class ConvertedConfig:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads `1e-5` as a number, as YAML 1.2 does, and refuses a key that is given twice."""
+    """Reads `1e-5` as a number, as in YAML 1.2, and refuses duplicate keys."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -92,10 +92,8 @@ _Loader.add_implicit_resolver(
 
 
 def convert(path: Path) -> ConvertedConfig:
-    """The configuration in the YAML file at `path`, in the words of kempner.
-
-    Raises `ConfigError` if the file is not there, or no table in YAML, `OSError` if storage
-    fails."""
+    """Convert the YAML file at `path`. Raises `ConfigError` if it is missing, or not a YAML table,
+    `OSError` if storage fails."""
     made, known = ConvertedConfig(), known_keys()
     for keys, value in _leaves(_parse(path), known):
         _convert_key(made, keys, value, known)
@@ -125,7 +123,7 @@ def _parse(path: Path) -> Mapping[Any, Any]:
 def _leaves(
     table: Mapping[Any, Any], known: list[str], above: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Each value that is no table, or is a known key, with the keys that lead to it."""
+    """Yield each value that is not a table, or belongs to a known key, with its keys."""
     for key, value in table.items():
         keys = (*above, str(key))
         if isinstance(value, Mapping) and ".".join(keys) not in known:
@@ -140,7 +138,7 @@ def _convert_key(
     given = ".".join(keys)
     name = _RENAMED.get(given, given)
     if value is None or (given.endswith("_parallel_degree") and name not in known and value == 1):
-        return  # nothing is said
+        return  # no information
     if isinstance(value, str) and "${" in value:
         reason = "refers to another value; write that"
     elif keys[0] in RESOURCES:
@@ -157,6 +155,6 @@ def _convert_key(
         return
     else:
         reason = _ADVICE.get(given) or unknown(given.split("."), [], known)
-        if "; the " in reason:  # and then all names that there are
+        if "; the " in reason:  # a list of all names
             reason = "kempner has nothing like it"
     made.remarks.append(f"left out {given} = {quote(value)}: {reason}")

@@ -18,18 +18,18 @@ class ConfigError(Exception):
 _LONGEST_QUOTE = 80
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-"""What the name of a run matches."""
+"""Pattern of a run's name."""
 
 SET_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
-"""What the name of a held-out set matches."""
+"""Pattern of a held-out set's name."""
 
 PORTS = r"^[0-9]{1,5}-[0-9]{1,5}$"
-"""What a range of ports matches."""
+"""Pattern of a range of ports."""
 
 COLLECTOR = r"^(env|https?://.+)$"
-"""What the place of a collector of OpenTelemetry matches."""
+"""Pattern of the address of an OpenTelemetry collector."""
 _VERY_NEAR = 0.8
-"""Share of two names that agrees (`difflib`), from which one is taken for a slip of the other."""
+"""Similarity (`difflib`) above which one name counts as a misspelling of another."""
 
 DEMANDS: Mapping[str, str] = {
     "bool_type": "must be true or false",
@@ -61,17 +61,17 @@ PATTERNS: Mapping[str, str] = {
     PORTS: "must be two ports with a dash between them, such as 20000-20100",
     COLLECTOR: "must be a URL that begins with http:// or https://, or env",
 }
-"""What the patterns of the configuration demand, in words."""
+"""The demands of these patterns in words."""
 _OF_OTHER_TRAINERS: Mapping[str, str] = {
     "pipeline_parallel_degree": "kempner has no pipeline parallelism, as with 1",
     "context_parallel_degree": "kempner has no context parallelism, as with 1",
     "expert_parallel_degree": "kempner has no expert parallelism, as with 1",
 }
-"""Keys whose nearest ones here mean something else."""
+"""Keys of other trainers, for which the most similar key here would be wrong."""
 
 
 def quote(value: object) -> str:
-    """`value` as TOML writes it, cut to a length and depth that keep the sentence readable."""
+    """`value` in TOML, shortened to keep the sentence readable."""
     if isinstance(value, Mapping):
         return "a table"
     if isinstance(value, list):
@@ -85,13 +85,13 @@ def quote(value: object) -> str:
 
 
 def shorten(text: str) -> str:
-    """`text`, or its beginning and an ellipsis if it is longer than a sentence can carry."""
+    """`text`, or its beginning and an ellipsis if it is too long for a sentence."""
     return text if len(text) <= _LONGEST_QUOTE else f"{text[: _LONGEST_QUOTE - 3]}..."
 
 
 def dotted(keys: Sequence[str | int]) -> str:
-    """The key as a person writes it: `optimizer.betas[1]` for ("optimizer", "betas", 1)."""
-    named = (key for key in keys if key != "[key]")  # so pydantic marks a wrong name in a table
+    """The key in dotted form: `optimizer.betas[1]` for ("optimizer", "betas", 1)."""
+    named = (key for key in keys if key != "[key]")  # pydantic's mark of a wrong name in a table
     parts = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in named]
     return "".join(parts).removeprefix(".")
 
@@ -114,8 +114,8 @@ def describe_error(details: ErrorDetails, known: Sequence[str]) -> str:
 
 
 def unknown(keys: Sequence[str], inside: Sequence[str], known: Sequence[str]) -> str:
-    """Names an unknown key or section and the nearest known one. `keys` leads to it, `inside` are
-    the keys of the table it holds, `known` all dotted keys."""
+    """Name an unknown key or section and the most similar known one. `keys` is its path, `inside`
+    are the keys of its table, `known` all dotted keys."""
     *table, key = keys
     if key in _OF_OTHER_TRAINERS:
         return f"unknown key {dotted(keys)}: {_OF_OTHER_TRAINERS[key]}; remove it"
@@ -146,7 +146,7 @@ def _children(table: Sequence[str], known: Sequence[str]) -> list[str]:
 
 
 def _near(key: str, known: Sequence[str]) -> list[str]:
-    """The last part of a key that is nearest to `key`, wherever it is."""
+    """The last part of the most similar key in any section."""
     parts = {name.rpartition(".")[2]: None for name in known}
     return get_close_matches(key, parts, 1, _VERY_NEAR)
 

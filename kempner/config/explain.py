@@ -1,7 +1,5 @@
-"""What each key of the configuration takes and means, read from the sections themselves.
-
-`kempner config explain` prints it, and docs/configuration_keys.md is made from it.
-"""
+"""Type and meaning of each configuration key, read from the sections' types and docstrings: the
+output of `kempner config explain`, and the source of docs/configuration_keys.md."""
 
 from __future__ import annotations
 
@@ -32,9 +30,9 @@ _ONE_AND_MANY: Mapping[type, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class KeyExplanation:
-    """One key: its `name` with its sections, its `kind` (type and bounds in words), the `unit` of a
-    number, what each listed value means, its default as TOML (empty if not set), and its docstring
-    on one line."""
+    """One key: its dotted `name`, its `kind` (type and bounds in words), the `unit` of a number,
+    the meanings of listed `values`, its default in TOML (empty if not set), and its docstring as
+    one line."""
 
     name: str
     kind: str
@@ -57,7 +55,7 @@ class KeyExplanation:
 
 @dataclass(frozen=True)
 class Table:
-    """A section, or a table inside of one: its keys in their order, and the tables inside of it."""
+    """A section, or a table in one: its keys in order, and its inner tables."""
 
     name: str
     meaning: str
@@ -65,7 +63,7 @@ class Table:
     tables: Sequence[Table] = ()
 
     def all(self) -> Iterator[KeyExplanation]:
-        """The keys of this table, and of those inside of it."""
+        """The keys of this table and of its inner tables."""
         yield from self.keys
         for table in self.tables:
             yield from table.all()
@@ -76,8 +74,8 @@ def tables() -> list[Table]:
 
 
 def explain(name: str) -> str:
-    """What is known of a key, of each key of that name, of a section, or (empty) of all sections.
-    Raises `ConfigError`, with the nearest name, if there is none."""
+    """Explain a key, each key of that name, a section, or (empty) list all sections. Raises
+    `ConfigError`, with the most similar name, if there is none."""
     every = [table for top in tables() for table in (top, *top.tables)]
     known = {name: table for table in every for name in (table.name.rpartition(".")[2], table.name)}
     if not name:
@@ -144,7 +142,7 @@ def _key(name: str, given: FieldInfo) -> KeyExplanation:
 
 @dataclass(frozen=True)
 class _Type:
-    """The annotation of a key without `None`, taken apart."""
+    """The parsed annotation of a key, without `None`."""
 
     base: Any
     constraints: Sequence[Any] = ()
@@ -153,7 +151,7 @@ class _Type:
 
     @classmethod
     def of(cls, annotation: Any, given: Sequence[Any] = ()) -> _Type:
-        """With the constraints that are `given` beside the annotation."""
+        """Parse an annotation; `given` are further constraints of the field."""
         constraints = list(given)
         while True:
             origin, arguments = get_origin(annotation), get_args(annotation)
@@ -172,7 +170,7 @@ class _Type:
         return cls(origin or annotation, constraints)
 
     def words(self, *, many: bool = False) -> str:
-        """Such as `whole number above 0`; `many` of them for a list."""
+        """In words, such as `whole number above 0`; `many` for the items of a list."""
         if self.item is not None:
             count = "".join(f"{number} " for number in self._all("min_length"))
             return f"list of {count}{self.item.words(many=True)}"
@@ -186,7 +184,7 @@ class _Type:
         return " ".join([_ONE_AND_MANY[self.base][many], " and ".join(bounds)]).rstrip()
 
     def _all(self, attribute: str) -> list[Any]:
-        """This attribute of the constraints that have it: `gt` of `Gt(0)`."""
+        """This attribute of all constraints that have it, such as `gt` of `Gt(0)`."""
         return [getattr(c, attribute) for c in self.constraints if hasattr(c, attribute)]
 
 

@@ -20,10 +20,10 @@ from kempner.config.section import expand_home
 from kempner.config.sections import Config, RunSection
 
 Keys = tuple[str | int, ...]
-"""The way to a value: names of tables and keys, and positions in lists."""
+"""The path to a value: names of tables and keys, and indices in lists."""
 
 _LARGEST_FILE = 1 << 20
-"""Bytes; a configuration has a few thousand, so a larger file is something else."""
+"""Bytes; configurations have a few thousand."""
 
 _NO_SUCH_PATH = (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
 
@@ -38,13 +38,13 @@ def load(
     overrides: Sequence[str] = (),
     explain: Callable[[str], object] = lambda sentence: None,
 ) -> Config:
-    """Reads the TOML file at `path` and applies `--section.key=value` arguments to it.
+    """Read the TOML file at `path` and apply `--section.key=value` arguments to it.
 
-    `explain` hears how keys of other trainers are read (`[provisioner]`, `[actors]`). `run.name`
-    becomes the file's stem when neither sets it. A `~` in front of `path` is the user's home.
-
-    Raises `ConfigError` if the file is not there or none, or something wrong is asked for,
-    `OSError` if the file is there and its storage fails."""
+    `explain` gets a sentence for each key of other trainers that was translated (`[provisioner]`,
+    `[actors]`). `run.name` defaults to the file's stem. A leading `~` in `path` is the user's home.
+    Raises `ConfigError` if the file is missing or anything in it is wrong, `OSError` if storage
+    fails.
+    """
     path = None if path is None else _expand(path)
     table = {} if path is None else _parse_toml(path, read_file(path))
     try:
@@ -70,15 +70,13 @@ def load(
 
 
 def dumps(config: Config) -> str:
-    """The configuration as TOML, which has no null: keys that are None, their default, are left
-    out."""
+    """The configuration as TOML, without keys that are None, which TOML cannot express."""
     return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
 def digest(config: Config) -> str:
-    """SHA-256, in hexadecimal, of everything that `config` sets: the same wherever it is computed.
-
-    It covers the JSON of the non-null keys, sorted: a later optional key does not change it."""
+    """SHA-256, in hexadecimal, of the sorted JSON of all keys that are not None, so that a later
+    optional key does not change it."""
     document = config.model_dump(mode="json", exclude_none=True)
     canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
@@ -97,7 +95,7 @@ def known_keys(schema: type[BaseModel] = Config) -> list[str]:
 
 
 def read_file(path: Path) -> bytes:
-    """A configuration as it is on disk. Raises as `load` does."""
+    """The bytes of a configuration file. Raises as `load` does."""
     try:
         with path.open("rb") as file:
             content = file.read(_LARGEST_FILE + 1)
@@ -167,8 +165,8 @@ def _named_after(path: Path, config: Config) -> Config:
 
 
 def _leaves(table: Mapping[str, Any]) -> Iterator[tuple[Keys, object]]:
-    """Every value that is no table or list, with its keys. A file may nest deeper than Python
-    calls."""
+    """Yield every value that is not a table or list, with its keys. Not recursive: a file may nest
+    deeper than Python's recursion limit."""
     waiting: list[tuple[Keys, object]] = [((), table)]
     while waiting:
         keys, node = waiting.pop()
@@ -181,9 +179,9 @@ def _leaves(table: Mapping[str, Any]) -> Iterator[tuple[Keys, object]]:
 
 
 def _refuse_unportable(keys: Keys, value: object, origin: str) -> None:
-    """Refuses what Python's types take but files, tensors and other readers of TOML do not. TOML's
-    text is UTF-8 (an argument's undecodable bytes reach Python as lone surrogates), and its
-    integers have 64 bits (https://toml.io/en/v1.0.0#integer)."""
+    """Refuse values that Python accepts, but files, tensors or other readers of TOML do not. TOML's
+    text is UTF-8 (undecodable bytes of an argument become lone surrogates), and its integers have
+    64 bits (https://toml.io/en/v1.0.0#integer)."""
     if isinstance(value, str) and "\0" in value:
         raise ConfigError(f"{origin}: {dotted(keys)} must not hold a null character")
     if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
@@ -209,7 +207,7 @@ def _explain(
 
 
 def _origin(path: Path | None, given: Sequence[Override], keys: Keys) -> str:
-    """Where the value at `keys` was given; for a table, the file and all that changes the table."""
+    """The origin of the value at `keys`; for a table, the file and all overrides inside it."""
     for override in given:
         if override.keys == keys[: len(override.keys)]:
             return override.argument

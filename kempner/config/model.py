@@ -1,4 +1,4 @@
-"""The configuration of the model: a transformer by its sizes or its name, or one of your own.
+"""Configuration of the model: a transformer by its sizes or its name, or a model of your own.
 
 Sizes of published models are from the `config.json` of each: Llama 2 (arXiv:2307.09288), Llama 3,
 3.1, 3.2 and 3.3 (arXiv:2407.21783), Qwen3 (arXiv:2505.09388).
@@ -32,7 +32,7 @@ MEANINGS: Mapping[str, str] = {
     "llama3.3-70b": "Llama 3.3 70B: the sizes of llama3.1-70b",
     "qwen3-32b": "Qwen3 32B: 32.8 billion, heads of 128 with their own norms",
 }
-"""What each name of a model stands for."""
+"""The meaning of each preset."""
 
 _LLAMA2 = {"vocab_size": 32_000, "max_seq_len": 4096, "rope_theta": 10_000.0, "norm_eps": 1e-5}
 _LLAMA3 = {"vocab_size": 128_256, "max_seq_len": 8192, "rope_theta": 500_000.0, "norm_eps": 1e-5}
@@ -66,11 +66,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         **{"rope_theta": 1_000_000.0, "norm_eps": 1e-6, "qk_norm": True},
     },
 }
-"""Keys of `ModelSection` by the name of a model, which is a `Preset`."""
+"""Keys of `ModelSection` by `Preset`."""
 
 
 def with_preset(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A table of `[model]` with what its preset says, where there is such a preset and no key is
+    """A table of `[model]` with the values of its preset, if it has one, for keys that are not
     given."""
     name = given.get("preset")
     if not isinstance(name, str) or name not in PRESETS:
@@ -87,7 +87,7 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 _SIZES_BEYOND = ("vocab_size", "max_seq_len")
-"""What of `[model]` holds for a model of your own as well."""
+"""Keys of `[model]` that also apply to a model of your own."""
 
 
 def _names_function(text: str) -> str:
@@ -100,14 +100,15 @@ class RopeScalingSection(Section):
     """Rotary positions stretched for longer texts, as in Llama 3.1."""
 
     factor: Annotated[PositiveFloat | None, Key("times", 8.0)] = None
-    """How far low frequencies are stretched, such as 8; 1 is not at all, as by default."""
+    """Factor by which low frequencies are stretched, such as 8; 1 by default, which changes
+    nothing."""
     low_freq_factor: Annotated[PositiveFloat | None, Key(PURE, 1.0)] = None
     """Wavelengths above original_max_position_embeddings / this are stretched in full; 1 by
     default."""
     high_freq_factor: Annotated[PositiveFloat | None, Key(PURE, 4.0)] = None
-    """Wavelengths below original_max_position_embeddings / this are not; 4 by default."""
+    """Wavelengths below original_max_position_embeddings / this are not stretched; 4 by default."""
     original_max_position_embeddings: Annotated[PositiveInt | None, Key("tokens", 8192)] = None
-    """Length of the texts before; 8192 by default."""
+    """Longest sequence before the stretching; 8192 by default."""
 
     @model_validator(mode="after")
     def _obeys_what_is_set(self) -> Self:
@@ -124,8 +125,8 @@ class ModelSection(Section):
     """Sizes of a decoder-only transformer of the Llama family, or a model of your own."""
 
     preset: Annotated[Preset | None, Key(values=MEANINGS)] = None
-    """A published model, whose sizes are taken for all keys that are not given themselves. They
-    are what is shown and kept, and not its name."""
+    """A published model, whose sizes are used for all keys that are not given. The run records the
+    sizes, not the name."""
     factory: Annotated[
         Annotated[str, AfterValidator(_names_function)] | None,
         Key(example="my_model:build", form="a function, package.module:function"),
@@ -133,7 +134,7 @@ class ModelSection(Section):
     """A model of your own instead: "package.module:function", called with options and vocab_size.
     Then no key but options, vocab_size and max_seq_len has an effect."""
     options: Annotated[dict[str, Any] | None, Key(example={"width": 512})] = None
-    """Any table for factory; empty by default."""
+    """A table of arguments for factory; empty by default."""
     dim: Annotated[PositiveInt, Key("elements", 1024)] = 256
     """Width of the residual stream."""
     n_layers: Annotated[PositiveInt, Key("blocks", 24)] = 4
@@ -149,18 +150,18 @@ class ModelSection(Section):
     vocab_size: Annotated[PositiveInt | None, Key("tokens", 32_000)] = None
     """Number of token ids; by default the vocabulary of data.dataset_path's index."""
     vocab_multiple: Annotated[PositiveInt, Key("rows", 128)] = 1
-    """Rows of embedding and output projection are padded to a multiple of this; a padding row is
-    no token, is never predicted, and is cut off by an export for Hugging Face."""
+    """Rows of embedding and output projection are padded to a multiple of this. Padding rows are
+    never predicted, and exports for Hugging Face leave them out."""
     max_seq_len: Annotated[PositiveInt, Key("tokens", 8192)] = 4096
     """Longest sequence that the rotary position table covers."""
     rope_theta: Annotated[PositiveFloat, Key(PURE, 500_000.0)] = 10_000.0
     """Base of the rotary position frequencies."""
     rope_scaling: RopeScalingSection = RopeScalingSection()
-    """None by default."""
+    """No scaling by default."""
     norm_eps: Annotated[PositiveFloat, Key(PURE, 1e-6)] = 1e-5
     """Epsilon of RMSNorm."""
     qk_norm: bool = False
-    """RMSNorm over each head of queries and keys before their rotation, as in Qwen3."""
+    """Apply RMSNorm to each head of queries and keys before the rotary embedding, as in Qwen3."""
     tie_embeddings: bool = False
     """Use the token embedding as the output projection as well."""
     dropout: Annotated[float, Field(ge=0, lt=1), Key("probability", 0.1)] = 0.0

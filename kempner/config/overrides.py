@@ -1,7 +1,7 @@
 """Overrides on the command line: `--section.key=value`, the value written as in TOML.
 
-Resources as torchforge names them, `[provisioner]` and `[actors.trainer]`, are read as the keys of
-`[slurm]` that mean the same. Only the trainer counts: kempner starts no other actors.
+Also translates torchforge's resources (`[provisioner]`, `[actors.trainer]`) to keys of `[slurm]`;
+kempner starts no other actors than the trainer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FORM = "overrides are written --section.key=value"
 
 @dataclass(frozen=True)
 class Override:
-    """One argument: where its value goes, the value, and the words it was given in."""
+    """One argument: its keys, its value, and its text."""
 
     keys: tuple[str, ...]
     value: object
@@ -27,11 +27,12 @@ class Override:
 
 
 def parse(arguments: Sequence[str], known: Sequence[str]) -> list[Override]:
-    """Reads the arguments; `known` are the dotted keys that may be set.
+    """Parse the arguments; `known` are the dotted keys that may be set.
 
-    What is no TOML value is taken as a string, so that paths and names need no quotes; the strict
-    types refuse it for a key that is not a string. Raises `ConfigError` for another form, for what
-    is no key, and for a key that is set twice."""
+    A value that is not valid TOML is a string, so that paths and names need no quotes; the strict
+    types refuse it for other keys. Raises `ConfigError` for a malformed argument, an unknown key,
+    and a key that is set twice.
+    """
     overrides: dict[str, Override] = {}
     for position, argument in enumerate(arguments):
         name, equals, text = argument.removeprefix("--").partition("=")
@@ -48,7 +49,7 @@ def parse(arguments: Sequence[str], known: Sequence[str]) -> list[Override]:
 
 
 def place(table: dict[str, Any], keys: Sequence[str], value: object) -> None:
-    """Puts `value` at `keys` into nested `table`. Raises `ConfigError` if a key leads to no
+    """Set the value at `keys` in a nested table. Raises `ConfigError` if a key on the way is not a
     table."""
     for depth, key in enumerate(keys[:-1], start=1):
         below = table.setdefault(key, {})
@@ -99,9 +100,9 @@ _LAUNCHERS = {"slurm": "srun", "srun": "srun", "torchrun": "torchrun", "local": 
 
 
 def translate(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The table without `provisioner` and `actors` (in older files `processes`), but with what they
-    say in `slurm`, and a sentence for each key that was read so. Raises `ConfigError` for a key
-    that means nothing here, or that `slurm` sets differently."""
+    """The table with `provisioner` and `actors` (in older files `processes`) translated to keys of
+    `slurm`, and a sentence for each. Raises `ConfigError` for a key without a meaning here, or one
+    that `slurm` sets differently."""
     rest = {name: value for name, value in table.items() if name not in RESOURCES}
     said: list[str] = []
     slurm = dict(rest.get("slurm") or {}) if isinstance(rest.get("slurm") or {}, Mapping) else {}
@@ -128,7 +129,7 @@ def _given(table: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
         if not isinstance(inside, Mapping):
             raise ConfigError(f"{name} must be a table of keys, not {quote(inside)}")
         if name == "processes" and not any(isinstance(v, Mapping) for v in inside.values()):
-            inside = {"trainer": inside}  # of the time when there was no other actor
+            inside = {"trainer": inside}  # the form before there were other actors
         if name != "provisioner":
             others = sorted(set(inside) - {"trainer"})
             if others:
@@ -143,7 +144,7 @@ def _given(table: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
 
 
 def _meaning(place: str, key: str, value: Any) -> tuple[str | None, Any]:
-    """The key of `[slurm]` and its value; no key if nothing needs to be said."""
+    """The key of `[slurm]` and its value; None if nothing needs to be set."""
     known = _PROVISIONER if place == "provisioner" else _TRAINER
     if place != "provisioner" and key == "with_gpus":
         return (None, None) if value else ("gpus_per_node", 0)

@@ -34,8 +34,8 @@ from kempner.config.section import (
 
 
 class FailPoint(StrEnum):
-    """The points inside a save at which a fault can be asked for, as if each were a phase; once a
-    save on each rank."""
+    """Points in a save at which a fault can be injected, named like phases; each rank passes them
+    once per save."""
 
     STAGE = "stage"
     """Before the copy of the state."""
@@ -63,16 +63,17 @@ KINDS = {
     "slow": ("step",),
     "disk_full": ("save",),
 }
-"""What can be asked for, and in which phases; the first one is meant where none is named. The last
-phases are the points inside a save, see `FailPoint`.
+"""The kinds of faults, and the phases in which each is possible; the first is the default. The last
+phases are the points in a save, see `FailPoint`.
 
 kill: SIGKILL to itself. stop: SIGSTOP to itself. hang: a loop in Python. spin: a loop in native
-code that holds Python's lock, so that no thread of the process runs. strand: waits in a collective
-that no other rank enters. crash: an exception. oom: asks for more memory than there is. hog: takes
-the host's memory bit by bit until the kernel kills it. nan: what the rank's model returns, hence
-loss and gradients. nan_gradients: one gradient of the rank. spike: what the rank's model returns
-(its loss, or the logits of a model of your own) `by` times as large. slow: the step takes `by`
-times as long. disk_full: the rank cannot write a file beyond 64 KiB until the save has failed.
+code that holds the GIL, so that no thread of the process runs. strand: waits in a collective that
+no other rank enters. crash: an exception. oom: asks for more memory than there is. hog: takes the
+host's memory bit by bit until the kernel kills it. nan: the output of the rank's model becomes NaN,
+and so loss and gradients. nan_gradients: one gradient of the rank becomes NaN. spike: the output of
+the rank's model (its loss, or the logits of a model of your own) is `by` times as large. slow: the
+step takes `by` times as long. disk_full: the rank cannot write a file beyond 64 KiB until the save
+has failed.
 """
 
 _SENTENCE = re.compile(
@@ -86,7 +87,7 @@ _DEFAULT_FACTOR = 3.0
 
 @dataclass(frozen=True)
 class Fault:
-    """One of them. `step` is None in the phases before the first step; `lasting` is `from`."""
+    """A fault. `step` is None in phases before the first step; `lasting` means `from`, not `at`."""
 
     text: str
     kind: str
@@ -104,8 +105,7 @@ class Fault:
 
 
 def refuse_absent_ranks(texts: Iterable[str], world: int) -> None:
-    """Raise `ConfigError` for a fault, parsed before, of a rank that is not in a world of this
-    size."""
+    """Raise `ConfigError` for a fault (valid text) on a rank that does not exist in this world."""
     for fault in parse_faults(texts):
         if fault.rank >= world:
             raise ConfigError(
@@ -115,7 +115,7 @@ def refuse_absent_ranks(texts: Iterable[str], world: int) -> None:
 
 
 def parse_faults(texts: Iterable[str]) -> tuple[Fault, ...]:
-    """Read faults. Raises `ValueError` with a sentence that quotes the first one that is none."""
+    """Parse faults. Raises `ValueError` with a sentence that quotes the first invalid one."""
     return tuple(_parse(" ".join(text.split())) for text in texts)
 
 
@@ -154,7 +154,7 @@ class HangTimeouts(Section):
     """Maximum hang timeout per phase, in seconds; resilience.hang_timeout_max by default."""
 
     start: Annotated[PositiveFloat | None, Key("seconds", 600.0)] = None
-    """From the launch until a rank looks for the others."""
+    """From the launch until a rank begins to connect to the others."""
     rendezvous: Annotated[PositiveFloat | None, Key("seconds", 600.0)] = None
     """Until all ranks have met."""
     load: Annotated[PositiveFloat | None, Key("seconds", 3600.0)] = None
@@ -166,7 +166,7 @@ class HangTimeouts(Section):
     eval: Annotated[PositiveFloat | None, Key("seconds", 1800.0)] = None
     """One evaluation."""
     save: Annotated[PositiveFloat | None, Key("seconds", 1200.0)] = None
-    """A save, as far as training waits for it."""
+    """A save, while training waits for it."""
     exit: Annotated[PositiveFloat | None, Key("seconds", 300.0)] = None
     """The last barrier, before the ranks exit."""
 
@@ -177,7 +177,7 @@ class ResilienceSection(Section):
 
     hang_factor: Annotated[float, Field(gt=1, allow_inf_nan=False), Key("times", 20.0)] = 10.0
     """It is a hang if no rank makes progress for this many times the phase's usual duration, which
-    is learned from the run (95th percentile; of steps, of the time between two)."""
+    is measured in the run (95th percentile; for steps, of the time between two)."""
     hang_timeout_min: Annotated[PositiveFloat, Key("seconds", 120.0)] = 300.0
     """Smallest hang timeout in seconds: shorter standstills are never a hang."""
     hang_timeout_max: Annotated[PositiveFloat, Key("seconds", 3600.0)] = 1800.0
@@ -187,22 +187,22 @@ class ResilienceSection(Section):
     """Largest hang timeouts of single phases."""
     hang_timeout_at_work: Annotated[PositiveFloat, Key("seconds", 43_200.0)] = 21_600.0
     """Largest hang timeout in seconds of a program of your own while one of its ranks is at work
-    between two steps or after the last one: its stack moves, or it computes or reads in native
-    code. The log says so every five minutes. So long ranks of a program that tells nothing may be
-    idle if they look now and then whether they can go on."""
+    between two steps or after the last one: its stack changes, or it computes or reads in native
+    code. The log says so every five minutes. Ranks of a program that does not report its steps may
+    be idle for as long, if they poll now and then."""
 
     patience: Annotated[NonNegativeFloat, Key("seconds", 1800.0)] = 600.0
     """Seconds for which storage may fail (I/O errors, a full disk, a folder that is gone for a
-    while) before a rank gives up and exits; it is tried again until then. A run that is in progress
-    trains on for as long while no checkpoint can be written. 0: no second try."""
+    while) before a rank gives up and exits; it retries until then. A run in progress keeps training
+    for as long while no checkpoint can be written. 0: no retry."""
 
     straggler_share: Annotated[float, Field(gt=0, lt=1), Key("share of a step", 0.1)] = 0.15
     """A rank is a straggler if its work per step exceeds the median of the others by this share of
-    the step, since that share of the run's time is lost."""
+    the step; that share of the run's time is lost."""
     straggler_is_suspect: bool = False
     """Treat the node of a straggler as suspect at the next restart."""
     slowdown_factor: Annotated[float, Field(gt=1, allow_inf_nan=False), Key("times", 2.0)] = 1.5
-    """Report a slow-down when a step takes this many times as long as it used to."""
+    """Report a slow-down when a step takes this many times its earlier duration."""
 
     memory_reserve: Annotated[float, Field(ge=0, lt=1), Key("share of the memory", 0.1)] = 0.05
     """Report a node, with its largest rank, that has less than this share left of its memory or of
@@ -225,9 +225,9 @@ class ResilienceSection(Section):
     """Seconds for which a node that failed a check or made attempts fail is excluded if possible
     (supervise.spare_nodes, supervise.min_nodes); otherwise it is used with a warning."""
     suspects_dir: Annotated[PathText | None, Key(example="/shared/group/suspect-nodes")] = None
-    """Folder in which the runs of a group tell each other of suspect nodes, on storage that all of
-    them see. Only those are told of that there is more against than that their ranks failed first.
-    Off by default."""
+    """Folder, on shared storage, through which the runs of a group share suspect nodes. A node is
+    shared only if there is more evidence against it than that its ranks failed first. Off by
+    default."""
     faults: Annotated[
         list[str], Key(example=["kill rank 3 at step 20"], form="list of faults, in words")
     ] = []  # noqa: RUF012 - pydantic copies it

@@ -11,8 +11,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 def expand_home(path: str) -> str:
-    """`path` with a leading `~` or `~user` replaced. Raises `ValueError` if there is no such home.
-    Kept as it is, it would name a folder called `~` in the working directory."""
+    """`path` with a leading `~` or `~user` expanded; otherwise it would name a folder called `~`.
+    Raises `ValueError` if there is no such home."""
     try:
         return str(Path(path).expanduser()) if path.startswith("~") else path
     except RuntimeError:
@@ -23,15 +23,14 @@ def expand_home(path: str) -> str:
 
 
 PURE = "pure number"
-"""The unit of a number that has none."""
+"""The `unit` of a number without unit."""
 
 
 @dataclass(frozen=True, eq=False)
 class Key:
-    """What `kempner config explain` says of a key beside its type, bounds, default and docstring.
-
-    A switch and a key with listed `values`, each with its meaning, need no `example`. `form` is the
-    type in words, where the annotation does not say it well."""
+    """Documentation of a key besides its type, bounds, default and docstring, for `kempner config
+    explain`. A switch, and a key with listed `values` and their meanings, need no `example`. `form`
+    is the type in words, if the annotation is not clear enough."""
 
     unit: str = ""
     example: object = None
@@ -50,7 +49,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    """A frozen table: unknown keys, and values of a neighbouring type, are refused."""
+    """A frozen table that refuses unknown keys, and does not convert types."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True

@@ -1,7 +1,7 @@
 """The configuration: one typed, strict, frozen section per TOML table.
 
-A field's docstring and its `Key` are its documentation: `kempner config explain` prints them, and
-an error that names the key quotes the bound. A field exists only if code obeys it.
+A field's docstring and its `Key` are its documentation: `kempner config explain` prints them. A
+field exists only if code uses it.
 """
 
 from __future__ import annotations
@@ -33,42 +33,40 @@ ProgramCode = Annotated[int, Field(ge=0, le=255)]
 
 
 class ProgramSection(Section):
-    """A program of your own (`kempner supervise -- COMMAND`) that does not import kempner: where
-    its progress shows, and what its exit codes mean."""
+    """A program of your own (`kempner supervise -- COMMAND`) that does not import kempner: how it
+    reports progress, and what its exit codes mean."""
 
     progress_file: Annotated[PathText | None, Key(example="out/step.txt")] = None
-    """A file that the program changes as it goes on, relative to the folder in which `kempner
-    supervise` was started. If all that it holds is a number, that is the step, counted since the
-    run began; otherwise a change is a sign of life only. `kempner heartbeat --step N` in the
-    program needs no file."""
+    """A file that the program keeps changing, relative to the folder in which `kempner supervise`
+    was started. If it holds just a number, that is the step, counted since the run began; otherwise
+    a change is only a sign of life. `kempner heartbeat --step N` in the program needs no file."""
     progress_pattern: Annotated[
         Text | None,
         Key(example="step[ =:]+([0-9]+)", form="regular expression (Python's) with a group"),
     ] = None
-    """Regular expression (Python's) that is looked for in each line that a rank prints; its first
-    group is the step, counted since the run began, as in "step[ =:]+([0-9]+)". The rank then
-    prints into a pipe, standard output and error together. Ranks that srun starts itself are not
-    looked at."""
+    """Regular expression (Python's) that is searched in each line that a rank prints; its first
+    group is the step, counted since the run began, as in "step[ =:]+([0-9]+)". The rank's standard
+    output and error then go into one pipe. Does not apply to ranks that srun starts itself."""
 
     done_codes: Annotated[list[ProgramCode], Key("exit codes", [0, 3])] = [0]  # noqa: RUF012 - pydantic copies it
-    """Exit codes of a rank that is done. The run is complete when all ranks are. 0 does not mean
-    that once the rank was asked to stop: programs that save on SIGTERM exit with 0, too. Any other
-    code here does, and so does `kempner heartbeat --complete`."""
+    """Exit codes of a rank that is done. The run is complete when all ranks are. After a stop
+    request, 0 does not count as done, since programs that save on SIGTERM exit with 0, too; other
+    codes here, and `kempner heartbeat --complete`, still count."""
     requeue_codes: Annotated[list[ProgramCode], Key("exit codes", [75, 124])] = [75]  # noqa: RUF012 - pydantic copies it
-    """Exit codes of a rank that wants to go on later: the other ranks are stopped, and the job is
-    requeued."""
+    """Exit codes of a rank that wants to continue later: the other ranks are stopped, and the job
+    is requeued."""
     fail_codes: Annotated[list[ProgramCode], Key("exit codes", [2])] = []  # noqa: RUF012 - pydantic copies it
-    """Exit codes of a failure that no restart can help: the run is given up at once. A code in none
-    of the three lists is a failure after which the ranks are started again, or, if kempner itself
-    has it (docs/exit_codes.md), what it means there."""
+    """Exit codes of a failure that a restart cannot fix: the run is given up at once. A code in
+    none of the three lists has its meaning in docs/exit_codes.md, if it is there; otherwise it is a
+    failure after which the ranks are restarted."""
 
     progress_seconds: Annotated[NonNegativeFloat, Key("seconds", 1200.0)] = 600.0
-    """Where the steps of a program are not known, an attempt that ran for this long before it
-    failed has made progress: the restarts before it count no more."""
+    """If a program's steps are unknown, an attempt that ran for this long before it failed has made
+    progress: earlier restarts no longer count."""
 
     one_tracker_run: bool = True
     """Have Weights & Biases, MLflow and Comet show one run for all starts, by variables that they
-    read; what is exported, or the program says itself, goes first."""
+    read. Variables that are already exported, and what the program sets itself, take precedence."""
 
     @model_validator(mode="after")
     def _has_a_step(self) -> Self:
@@ -98,35 +96,35 @@ class ProgramSection(Section):
 
     @property
     def tells_progress(self) -> bool:
-        """Whether the program shows its progress by itself, so that one that never does hangs."""
+        """Whether the program reports progress: then a program without any is a hang."""
         return self.progress_file is not None or self.progress_pattern is not None
 
 
 class ProfilingSection(Section):
-    """Traces of chosen steps; `kempner profile` asks for more while the run goes on."""
+    """Traces of chosen steps; `kempner profile` requests more during a run."""
 
     steps: Annotated[list[PositiveInt], Key("step numbers", [100, 5000])] = []  # noqa: RUF012 - pydantic copies it
     """Steps at which a trace begins; none by default."""
     length: Annotated[PositiveInt, Key("steps", 5)] = 2
     """Steps in a trace."""
     ranks: Annotated[list[NonNegativeInt], Key("rank numbers", [0, 8])] = [0]  # noqa: RUF012 - pydantic copies it
-    """Ranks that write a trace of those steps, each its own."""
+    """Ranks that each write a trace of those steps."""
     memory: bool = False
-    """Write what is allocated on the GPU, too: a snapshot for pytorch.org/memory_viz."""
+    """Also write a snapshot of GPU memory for pytorch.org/memory_viz."""
     keep: Annotated[PositiveInt, Key("traces", 20)] = 8
-    """Newest traces of a rank that stay."""
+    """How many of a rank's newest traces are kept."""
 
 
 Degree = Annotated[int, Field(ge=-1)]
 
 
 class ParallelismSection(Section):
-    """How the ranks share the work, a mesh of replicate x shard x tensor ranks, and what they send
-    each other for it."""
+    """How the ranks share the work (a mesh of replicate x shard x tensor ranks), and when they
+    communicate."""
 
     data_parallel_replicate_degree: Annotated[Degree, Key("groups of ranks", 2)] = 1
-    """Groups of ranks that each hold the whole model between them, on other samples (HSDP); -1 is
-    what the other degrees leave."""
+    """Number of replicas of the model, each sharded over its own group of ranks and trained on its
+    own samples (HSDP); -1 is what the other degrees leave."""
     data_parallel_shard_degree: Annotated[Degree, Key("ranks", 8)] = -1
     """Ranks over which parameters, gradients and optimizer state are sharded (FSDP2); -1 is what
     the other degrees leave."""
@@ -137,8 +135,8 @@ class ParallelismSection(Section):
         Literal["auto", "step", "micro_batch"],
         Key(
             values={
-                "auto": "what sends least and fits the memory of the GPU; on CPUs micro_batch",
-                "step": "once a step; until then a rank keeps them whole, in float32",
+                "auto": "the choice that sends least and fits into GPU memory; on CPUs micro_batch",
+                "step": "once per step; until then a rank keeps unsharded gradients in float32",
                 "micro_batch": "after every micro batch",
             }
         ),
@@ -148,8 +146,8 @@ class ParallelismSection(Section):
         Literal["auto", "always", "never"],
         Key(
             values={
-                "auto": "what sends least and fits the memory of the GPU; on CPUs always",
-                "always": "freed after the forward of their block, gathered again for its backward",
+                "auto": "the choice that sends least and fits into GPU memory; on CPUs always",
+                "always": "freed after a block's forward, gathered again for its backward",
                 "never": "kept until the last backward of the step",
             }
         ),
@@ -157,7 +155,7 @@ class ParallelismSection(Section):
     """Whether the gathered parameters of a block are freed before its backward."""
 
     @model_validator(mode="after")
-    def _leaves_one_open(self) -> Self:
+    def _degrees_leave_ranks(self) -> Self:
         replicate, shard = self.data_parallel_replicate_degree, self.data_parallel_shard_degree
         if 0 in (replicate, shard):
             raise ValueError("a degree of 0 leaves no ranks; write 1, or -1 for what is left")
@@ -212,32 +210,34 @@ class TrainSection(Section):
     ] = "auto"
     """Compute type. Master weights are float32."""
     loss_chunk: Annotated[NonNegativeInt, Key("tokens", 256)] = 1024
-    """Most tokens of a micro batch whose logits exist at once; fewer need less memory, very few are
-    slow. 0 computes those of a whole micro batch. Not for a model of your own."""
+    """Most tokens of a micro batch whose logits exist at once: fewer need less memory, very few are
+    slow. 0: the whole micro batch. Not for a model of your own."""
     activation_checkpointing: Annotated[
         Literal["none", "selective", "full"],
         Key(
             values={
                 "none": "a block keeps all that its backward needs",
-                "selective": "it keeps its matrix products and attention, computes the rest again",
-                "full": "it keeps its input, and computes everything again",
+                "selective": "it keeps matrix products and attention, and recomputes the rest",
+                "full": "it keeps its input, and recomputes everything",
             }
         ),
     ] = "none"
-    """What a block computes again in the backward instead of keeping it. Not for a model of your
+    """What a block recomputes in the backward instead of keeping it. Not for a model of your
     own."""
     activation_checkpointing_every: Annotated[PositiveInt | None, Key("blocks", 2)] = None
-    """Only every n-th block does so, the first one included; all by default."""
+    """Apply activation_checkpointing to every n-th block only, beginning with the first; to all by
+    default."""
     fp8: bool = False
-    """Multiply the matrices of the blocks in float8, with torchao; needs a GPU that can, and
+    """Multiply the matrices of the blocks in float8, with torchao; needs a GPU with float8, and
     compile. Not for a model of your own."""
     compile: bool = False
-    """Compile each block with torch.compile: the first step takes longer, all others less. What was
-    compiled stays in the run's directory, for its next start. Not for a model of your own."""
+    """Compile each block with torch.compile: the first step takes longer, all others less. The
+    cache is kept in the run's directory for the next start. Not for a model of your own."""
     deterministic: bool = False
     """Allow only deterministic kernels (CUDA; on CPU they are deterministic anyway)."""
     log_samples: bool = False
-    """Write the global ids of all consumed samples to samples/, one line per step and rank."""
+    """Write all consumed samples to samples/, as positions in the sample order; one line per step
+    and rank."""
     threads: Annotated[PositiveInt | None, Key("threads", 4)] = None
     """Threads for one rank's CPU kernels; results are bit-identical only for the same number.
     Default: OMP_NUM_THREADS, or the rank's share of the machine's cores."""
@@ -340,13 +340,13 @@ class DataSection(Section):
     dataset_path: Annotated[PathText, Key(example="data/books")] = "data/train"
     """Directory with index.json and its token files."""
     document_mask: bool = False
-    """Tokens attend only to those before them in the same document, and not to all of the sequence.
-    Not for a model of your own."""
+    """Tokens attend only to earlier ones of the same document, not of the whole sequence. Not for a
+    model of your own."""
     num_dataloader_workers: Annotated[NonNegativeInt, Key("processes", 2)] = 0
     """Loader processes per rank; 0 reads in the rank itself."""
     num_shards_per_rank: Annotated[PositiveInt | None, Key("files", 64)] = None
-    """Most token files that one rank keeps open, in equal parts for its loader workers; all that
-    the limit of open files allows by default."""
+    """Most token files that one rank keeps open, divided among its loader workers; by default as
+    many as the limit of open files allows."""
 
 
 class CheckpointSection(Section):
@@ -357,29 +357,28 @@ class CheckpointSection(Section):
     interval: Annotated[PositiveInt, Key("steps", 250)] = 500
     """Steps between checkpoints."""
     async_save: bool = True
-    """Write in the background while training goes on."""
+    """Write in the background while training continues."""
     in_memory: bool = False
-    """Keep each step in the memory of the node as well, where its size allows that: after the death
-    of a process the run goes on from the last step, which becomes a checkpoint. Needs memory for
-    three copies of what a rank saves; not with the launcher torchrun."""
+    """Also keep each step in the node's memory, if the state fits: after the death of a process the
+    run resumes from the last step, which becomes a checkpoint. Needs memory for three copies of
+    what a rank saves; not with the launcher torchrun."""
     buddy: bool = False
-    """With in_memory, keep copies in the memory of another node as well: after the loss of a node
-    the run goes on from the last step that was copied. Needs memory for seven copies in all, and
-    the launcher srun."""
+    """With in_memory, also keep copies in the memory of another node: after the loss of a node the
+    run resumes from the last step that was copied. Needs memory for seven copies in all, and the
+    launcher srun."""
     buddy_share: Annotated[float, Field(gt=0, le=1), Key("share of the time", 0.1)] = 0.05
-    """Share of the time in which a node may send copies: how many steps lie between two of them
-    follows from that and from what the network bears."""
+    """Share of the time in which a node may send copies; with the speed of the network it
+    determines how many steps lie between two copies."""
     keep_last: Annotated[int, Field(ge=2), Key("checkpoints", 5)] = 3
     """Number of newest checkpoints to keep; at least 2, since the last may be damaged."""
     keep_every: Annotated[PositiveInt | None, Key("steps", 5000)] = None
     """Keep steps that are multiples of this forever; must be a multiple of interval. Off by
     default."""
     keep_damaged: Annotated[NonNegativeInt | None, Key("checkpoints", 1)] = None
-    """Number of newest checkpoints to keep of those that were found damaged and set aside; 3 by
-    default."""
+    """How many of the newest checkpoints that were damaged and set aside are kept; 3 by default."""
     max_failures: Annotated[PositiveInt, Key("saves", 5)] = 3
-    """Saves that may fail in a row before the run ends with exit code 74, but not before
-    resilience.patience seconds without a save that worked, if storage is the reason."""
+    """Saves that may fail in a row before the run ends with exit code 74. If storage is the reason,
+    resilience.patience seconds must also have passed since the last successful save."""
     accept_changes: Annotated[
         list[Literal["data", "seed"]],
         Key(
@@ -387,11 +386,11 @@ class CheckpointSection(Section):
             values={"data": "the tokens of data.dataset_path", "seed": "train.seed"},
         ),
     ] = []  # noqa: RUF012 - pydantic copies it
-    """What may differ from the checkpoint at a resume; otherwise other data or another seed is
+    """What may differ from the checkpoint at a resume. Otherwise other data or another seed is
     refused."""
 
     @model_validator(mode="after")
-    def _keeps_what_is_saved(self) -> Self:
+    def _intervals_and_buddy_fit(self) -> Self:
         if self.buddy and not self.in_memory:
             raise ValueError("buddy=true needs in_memory=true: a buddy keeps copies of that")
         if self.keep_every is not None and self.keep_every % self.interval:
@@ -412,13 +411,13 @@ class SuperviseSection(Section):
     """Seconds that the other ranks have to exit by themselves after one rank failed."""
     control_interface: Annotated[Text | None, Key(example="ib0")] = None
     """Network interface on which the supervisor of a Slurm job listens to the agents of its nodes;
-    by default the one that the ranks use, and the one that the nodes' names lead to."""
+    by default both the one that the ranks use and the one that node names resolve to."""
     control_ports: Annotated[
         Annotated[str, Field(pattern=PORTS)] | None,
         Key(example="20000-20100", form="two port numbers, first-last"),
     ] = None
-    """First and last port, as in "20000-20100", between which the supervisor of a Slurm job listens
-    on a free one to the agents of its nodes. One is enough. Any free port by default."""
+    """Range of ports, as in "20000-20100", of which the supervisor of a Slurm job uses one free
+    port to listen to the agents of its nodes. Any free port by default."""
     supervisor_timeout: Annotated[
         float, Field(ge=10, allow_inf_nan=False), Key("seconds", 120.0)
     ] = 60.0
@@ -439,16 +438,16 @@ class SuperviseSection(Section):
     default all are needed: a job that has lost one is requeued, and asks for another."""
 
     grow: bool = True
-    """A run that continues on fewer nodes (min_nodes) takes those that were left out back, as soon
-    as they are well again: its ranks commit, and start again at once on all of them. Samples and
-    global batch stay the same."""
+    """A run that continues on fewer nodes (min_nodes) uses excluded nodes again as soon as they are
+    healthy: its ranks commit, and restart at once on all nodes. Samples and global batch stay the
+    same."""
     grow_after: Annotated[PositiveFloat, Key("seconds", 600.0)] = 300.0
-    """Seconds for which such a node must be well before. Twice as long after each time that it was
-    taken back and failed again."""
+    """Seconds for which such a node must be healthy before it is used again; doubled each time that
+    it fails afterwards."""
 
     fork: bool = True
     """Fork the ranks from a process that has imported torch and computes nothing: a restart then
-    takes a second instead of ten. Where a fork would not be safe, a rank starts as any process."""
+    takes a second instead of ten. If a fork would not be safe, a rank starts as a new process."""
     fork_imports: Annotated[list[Text], Key(example=["torch", "transformers"])] = []  # noqa: RUF012 - pydantic copies it
     """Modules to import before the ranks of a program of your own are forked, such as ["torch"]; by
     default its ranks are not forked. The command must be `python FILE.py` or `python -m MODULE`."""
@@ -461,7 +460,7 @@ class SuperviseSection(Section):
         return range(first, last + 1)
 
     @model_validator(mode="after")
-    def _names_ports(self) -> Self:
+    def _ports_are_valid(self) -> Self:
         ports = self.ports
         if ports is not None and not (ports and ports[0] > 0 and ports[-1] < 65536):
             raise ValueError(
@@ -472,25 +471,25 @@ class SuperviseSection(Section):
 
 
 class MetricsSection(Section):
-    """What is recorded while training, and where it is shown besides metrics.jsonl."""
+    """What is recorded during training, and where it goes besides metrics.jsonl."""
 
     log_interval: Annotated[PositiveInt, Key("steps", 10)] = 1
     """Steps between lines of metrics.jsonl."""
     tensorboard: bool = False
     """The supervisor keeps tensorboard/ in the run's directory up to date."""
     wandb: Annotated[Text | None, Key(example="my-project")] = None
-    """A project of Weights & Biases, in which the run is one run; offline unless WANDB_MODE says
-    otherwise."""
+    """A project of Weights & Biases, in which all starts are one run; offline unless WANDB_MODE
+    says otherwise."""
     prometheus: Annotated[PathText | None, Key(example="/var/lib/node_exporter/kempner.prom")] = (
         None
     )
-    """A file with the last numbers, for the textfile collector of a node exporter."""
+    """A file with the last values, for node exporter's textfile collector."""
     opentelemetry: Annotated[
         Annotated[str, Field(pattern=COLLECTOR)] | None,
         Key(example="http://collector:4318", form="URL of http or https, or `env`"),
     ] = None
     """A collector that gets each step by OTLP over HTTP; `env`: the one that
-    OTEL_EXPORTER_OTLP_ENDPOINT names. Other OTEL_EXPORTER_OTLP_* variables count in both cases."""
+    OTEL_EXPORTER_OTLP_ENDPOINT names. Other OTEL_EXPORTER_OTLP_* variables apply in both cases."""
 
 
 SetName = Annotated[str, Field(pattern=SET_NAME, max_length=64)]
@@ -577,9 +576,9 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _tensor_parallel_has_a_plan(self) -> Self:
+    def _tensor_parallel_is_supported(self) -> Self:
         degree = self.parallelism.tensor_parallel_degree
-        without_plan = {
+        unsupported = {
             "model.factory": (self.model.factory is not None, "is replicated and sharded only"),
             'optimizer.name="muon"': (
                 self.optimizer.name == "muon",
@@ -587,7 +586,7 @@ class Config(Section):
             ),
             "train.fp8": (self.train.fp8, "was never tried with it"),
         }
-        for key, (asked, why) in without_plan.items():
+        for key, (asked, why) in unsupported.items():
             if asked and degree > 1:
                 raise ValueError(
                     f"parallelism.tensor_parallel_degree={degree} does not work with {key}, which "

@@ -1,4 +1,4 @@
-"""Configuration of what a site has: the Slurm job, the network, commands of its own."""
+"""Configuration of the site: the Slurm job, the network, hooks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kempner.config.section import Key, NonNegativeInt, PositiveFloat, PositiveI
 
 
 class HooksSection(Section):
-    """Commands for /bin/sh that are run when something happens; the facts are in variables such as
-    KEMPNER_EVENT, KEMPNER_REASON and KEMPNER_NODE. One that fails never ends the run."""
+    """Commands for /bin/sh that are run at events; the facts are in variables such as
+    KEMPNER_EVENT, KEMPNER_REASON and KEMPNER_NODE. A failing hook never ends the run."""
 
     before_start: Annotated[Text | None, Key(example="/opt/site/bin/node-check --quick")] = None
     """Run on every node before each start of the ranks, such as a node check of the site. A node on
@@ -28,11 +28,11 @@ class HooksSection(Section):
     not_requeued: Annotated[
         Text | None, Key(example="sbatch scripts/slurm/multinode.sh train.toml")
     ] = None
-    """Run after a Slurm job was not put back into the queue, though the run could go on."""
+    """Run after a Slurm job was not requeued, though the run could continue."""
     completed: Annotated[Text | None, Key(example="sbatch evaluate.sh")] = None
     """Run after the last step."""
     timeout: Annotated[PositiveFloat, Key("seconds", 120.0)] = 60.0
-    """Seconds after which a hook is killed, and has failed."""
+    """Seconds after which a hook is killed, and counts as failed."""
 
 
 _OURS = {
@@ -43,7 +43,7 @@ _OURS = {
     "--kill-on-bad-exit": "", "--no-kill": "", "--wait": "", "--export": "", "--label": "",
     "--pty": "", "--multi-prog": "", "--het-group": "",
 }  # fmt: skip
-"""Options of srun that kempner gives itself, and what to use instead of them; empty if nothing."""
+"""Options of srun that kempner sets itself, and what to use instead; empty if nothing."""
 
 _SHORT = {
     "-N": "--nodes", "-w": "--nodelist", "-x": "--exclude", "-n": "--ntasks", "-c":
@@ -53,17 +53,16 @@ _SHORT = {
 
 
 class ContainerSection(Section):
-    """The container of the ranks: an image that srun's plugin pyxis opens, or a command before
-    theirs."""
+    """The container of the ranks: an image for srun's plugin pyxis, or a command that starts it."""
 
     image: Annotated[Text | None, Key(example="/shared/images/train.sqsh")] = None
     """srun --container-image: an image for pyxis and enroot, such as "nvcr.io#nvidia/pytorch:25.09"
     or a .sqsh file."""
     mounts: Annotated[list[Text], Key(example=["/shared:/shared"])] = []  # noqa: RUF012 - pydantic copies it
-    """srun --container-mounts: what of the node is seen inside, as in ["/shared:/shared"]. The
-    project's folder must be among it."""
+    """srun --container-mounts: folders of the node to mount, as in ["/shared:/shared"]. They must
+    include the project's folder."""
     mount_home: bool | None = None
-    """srun --container-mount-home or --no-container-mount-home; as the site has it by default."""
+    """srun --container-mount-home or --no-container-mount-home; the site's default if not set."""
     workdir: Annotated[Text | None, Key(example="/shared/project")] = None
     """srun --container-workdir; the folder in which kempner was started by default."""
     prefix: Annotated[list[Text], Key(example=["apptainer", "exec", "--nv", "train.sif"])] = []  # noqa: RUF012 - pydantic copies it
@@ -82,7 +81,7 @@ class ContainerSection(Section):
 
 
 class SlurmSection(Section):
-    """How to use a Slurm job; the defaults are what Slurm says about it."""
+    """How to use a Slurm job; defaults come from Slurm."""
 
     launcher: Annotated[
         Literal["auto", "local", "srun", "torchrun"],
@@ -111,15 +110,15 @@ class SlurmSection(Section):
     (sacct), from which the submit options are read."""
     srun_args: Annotated[list[Text], Key(example=["--cpu-bind=cores"])] = []  # noqa: RUF012 - pydantic copies it
     """More options for the srun that starts the ranks, as in ["--cpu-bind=cores",
-    "--network=single_node_vni"]; they win over kempner's own."""
+    "--network=single_node_vni"]; they override kempner's own."""
     container: ContainerSection = ContainerSection()
     """The container in which the ranks run; none by default. The supervisor stays outside."""
     python: Annotated[Text | None, Key(example="/opt/conda/bin/python")] = None
-    """The Python of the ranks, with kempner installed, as it is called where they run; by default
-    the supervisor's."""
+    """The Python of the ranks, with kempner installed: its path where they run; by default the
+    supervisor's."""
     setup: Annotated[list[Text], Key(example=["uv", "sync"])] = []  # noqa: RUF012 - pydantic copies it
-    """A command that runs once, on one node and where the ranks will run, before they start, such
-    as ["uv", "sync"]. If it fails nothing is started."""
+    """A command that runs once, on one node and in the ranks' environment, before they start, such
+    as ["uv", "sync"]. If it fails, nothing is started."""
 
     @model_validator(mode="after")
     def _leaves_ours_alone(self) -> Self:
@@ -146,7 +145,7 @@ class NcclSection(Section):
     nvls_enable: bool | None = None
     """NCCL_NVLS_ENABLE: reduce inside of NVSwitch; off saves memory on each GPU."""
     buffsize: Annotated[PositiveInt | None, Key("bytes", 8_388_608)] = None
-    """NCCL_BUFFSIZE: bytes of the buffers between each two GPUs; a power of two."""
+    """NCCL_BUFFSIZE: bytes of the buffers between two GPUs; a power of two."""
     debug: Annotated[
         Literal["VERSION", "WARN", "INFO", "TRACE"] | None,
         Key(
@@ -158,7 +157,7 @@ class NcclSection(Section):
             }
         ),
     ] = None
-    """NCCL_DEBUG: how much NCCL tells."""
+    """NCCL_DEBUG: how much NCCL logs."""
 
     def environment(self) -> dict[str, str]:
         return {
@@ -179,14 +178,14 @@ class DistributedSection(Section):
     timeout: Annotated[PositiveFloat, Key("seconds", 3600.0)] = 1800.0
     """Seconds after which a collective that waits for a peer fails."""
     avoid_record_streams: bool | None = None
-    """TORCH_NCCL_AVOID_RECORD_STREAMS: collectives keep their tensors themselves; less memory. As
-    torch has it by default."""
+    """TORCH_NCCL_AVOID_RECORD_STREAMS: collectives hold their tensors themselves, which needs less
+    memory. torch's default if not set."""
     cuda_device_max_connections: Annotated[PositiveInt | None, Key("queues", 1)] = None
     """CUDA_DEVICE_MAX_CONNECTIONS: queues between a process and its GPU; 1 keeps the order of
-    kernels, as some overlap of tensor parallelism wants."""
+    kernels, which some overlap of tensor parallelism needs."""
     expandable_segments: bool | None = None
-    """expandable_segments in PYTORCH_CUDA_ALLOC_CONF: less memory is lost to gaps. What else is
-    exported there stays."""
+    """expandable_segments in PYTORCH_CUDA_ALLOC_CONF: less fragmentation. Other exported settings
+    stay."""
 
     def environment(self, exported: Mapping[str, str]) -> dict[str, str]:
         wanted = self.nccl.environment()

@@ -1,4 +1,4 @@
-"""The logs of an attempt as lines for a person: what its processes log, and what they print."""
+"""The logs and the printed output of an attempt's processes, as readable lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from kempner.run.output.logs import sentence
 from kempner.run.record.run_dir import RunDirectory
 
-SUPERVISOR = "supervisor"  # whose lines they are that no rank has written
+SUPERVISOR = "supervisor"  # the source of lines that no rank has written
 _UNTIMED = "~"  # in place of a time, for what was printed: it sorts behind every time
 
 _NAME = re.compile(r"(?:rank-(?P<rank>\d+)|supervisor)\.(?:jsonl|out)")
@@ -22,8 +22,8 @@ _NAME = re.compile(r"(?:rank-(?P<rank>\d+)|supervisor)\.(?:jsonl|out)")
 
 @dataclass(frozen=True)
 class LogText:
-    """A line, or several that belong together, of `source`; `time` is in ISO 8601, if it has one,
-    and sorts as text."""
+    """A line of `source`, or several that belong together; `time` is in ISO 8601, which sorts as
+    text, or `_UNTIMED`."""
 
     time: str
     source: str
@@ -37,9 +37,9 @@ class LogText:
 
 
 class AttemptLines:
-    """Reads the logs of an attempt again and again, each time only what is new.
+    """Follows the logs of an attempt: each `read` returns only new lines.
 
-    `rank` is whose logs are read: of all ranks and the supervisor for None.
+    `rank` is the rank to read; None: all ranks and the supervisor.
     """
 
     def __init__(self, run: RunDirectory, attempt: int, rank: int | None = None) -> None:
@@ -47,10 +47,7 @@ class AttemptLines:
         self._read_up_to: dict[Path, int] = {}
 
     def read(self) -> Iterator[LogText]:
-        """What was written since the last time: by time, then what was printed, by rank.
-
-        Raises `OSError`.
-        """
+        """The new lines: logs by time, then printed output by rank. Raises `OSError`."""
         return heapq.merge(*map(self._new, self._files()), key=attrgetter("time"))
 
     def _files(self) -> list[Path]:
@@ -63,7 +60,7 @@ class AttemptLines:
         return [path for path, found in named if wanted in (None, found["rank"])]
 
     def _new(self, path: Path) -> Iterator[LogText]:
-        """The whole lines that a file has got; a line that is still being written waits."""
+        """The new complete lines of a file."""
         rank = path.name.removeprefix("rank-").partition(".")[0]
         source = f"rank {int(rank)}" if rank.isdecimal() else SUPERVISOR
         structured = path.suffix == ".jsonl"
@@ -96,5 +93,5 @@ def _printed(line: str, source: str) -> LogText:
 
 
 def shown(texts: Iterable[LogText]) -> Iterator[str]:
-    """As `kempner logs` prints them; empty lines say nothing."""
+    """The lines in the form of `kempner logs`, without empty ones."""
     return (str(text) for text in texts if text.text.strip())

@@ -1,7 +1,4 @@
-"""The attempts of a run, each with what the ledger tells of it.
-
-Why an attempt ended, from what the ledger tells of it.
-"""
+"""The attempts of a run as the ledger records them, and why each ended."""
 
 from __future__ import annotations
 
@@ -43,15 +40,15 @@ E = TypeVar("E", bound=LedgerEvent)
 
 
 _RESTARTS = Restarting, NodesTakenBack, NodesJoined, NodesLeft
-"""What a supervisor says before it starts the ranks again."""
+"""Events that a supervisor records before it starts the ranks again."""
 
 
 @dataclass(frozen=True)
 class AttemptFacts:
     """One attempt. Times are seconds since the epoch.
 
-    `begin` is when it was begun, the first of a supervisor with that, `end` when its last rank was
-    gone, or the last that is known of it; `over` is whether the ledger says that it has ended.
+    `begin` is its start (for a supervisor's first attempt, the start of the supervisor), `end` when
+    its last rank ended, or its last known moment; `over` says whether the ledger has its end.
     """
 
     number: int
@@ -71,13 +68,13 @@ class AttemptFacts:
 
     @property
     def started(self) -> AttemptStarted:
-        """How it was started; of one rank, if the ledger has lost that."""
+        """How it was started; with one rank if the ledger does not say."""
         found = self.first(AttemptStarted)
         return AttemptStarted(ranks=1) if found is None else found.event
 
     @property
     def ended(self) -> AttemptEnded | None:
-        """How all of its ranks ended; None while that is not recorded."""
+        """How its ranks ended; None if that is not recorded."""
         found = self.last(AttemptEnded)
         return None if found is None else found.event
 
@@ -91,14 +88,14 @@ class AttemptFacts:
 
     @property
     def load_seconds(self) -> float:
-        """How long before that rank 0 had met the others and begun to load; 0 if unknown."""
+        """Seconds that rank 0 spent loading, until `ready_at`; 0 if unknown."""
         entry = self.first(RankReady)
         reached = {} if entry is None else entry.event.reached
         return max(0.0, reached.get("compile", 0.0) - reached.get("load", math.inf))
 
     @property
     def first_step(self) -> int | None:
-        """The step that it goes on from; None if it never came so far, or does not say."""
+        """The step that it resumed from; None if it never got so far, or does not say."""
         for kind in (RankReady, Resumed):
             if (entry := self.first(kind)) is not None:
                 return int(entry.event.step)  # type: ignore[attr-defined]
@@ -112,7 +109,7 @@ class AttemptFacts:
 
     @property
     def known_step(self) -> int:
-        """The last step that was made for sure, by the ledger alone."""
+        """The last step that was certainly made, by the ledger alone."""
         known = [self.first_step or 0, *(e.event.step - 1 for e in self.all(AttemptFailed))]
         for e in self.entries:
             if isinstance(e.event, CheckpointCommitted | Stopped | Completed | ProgramAdvanced):
@@ -121,12 +118,12 @@ class AttemptFacts:
 
     @property
     def reports_nothing(self) -> bool:
-        """Whether it is a program that did not say when it began with its first step."""
+        """Whether it is a user's own program that did not report its first step."""
         return self.started.own_program and self.ready_at is None
 
     @property
     def in_order(self) -> bool:
-        """Whether its ranks left because they were asked to, or were done."""
+        """Whether its ranks left on request, or because they were done."""
         return any(
             isinstance(e.event, Stopped | Completed | StopRequested | Signalled)
             for e in self.entries
@@ -134,12 +131,12 @@ class AttemptFacts:
 
     @property
     def stopped(self) -> bool:
-        """Whether its ranks said that they leave, to go on later."""
+        """Whether its ranks reported that they stopped, to continue later."""
         return self.first(Stopped) is not None
 
     @property
     def completed(self) -> bool:
-        """Whether the run's last step was made and saved, by an event or else by the exit code."""
+        """Whether the run's last step was made and saved, by an event or by the exit code."""
         if self.left_at is not None:
             return False
         by_exit = self.ended is not None and self.ended.code == ExitCode.COMPLETED
@@ -164,7 +161,7 @@ class AttemptFacts:
 
     @property
     def requeued_at(self) -> float | None:
-        """When its job went back into the queue, or another job took its place."""
+        """When its job was requeued, or resubmitted as another one."""
         times = [e.time for e in self.entries if isinstance(e.event, Requeued | Resubmitted)]
         return min(times, default=None)
 
@@ -183,7 +180,7 @@ class AttemptFacts:
 def attempts_of(history: RunHistory, last_steps: Mapping[int, float]) -> list[AttemptFacts]:
     """The attempts in the order in which they began.
 
-    `last_steps` says when each attempt has logged a step last, in seconds since the epoch.
+    `last_steps` has the time of each attempt's last logged step, in seconds since the epoch.
     """
     found: defaultdict[int, list[Entry[LedgerEvent]]] = defaultdict(list)
     for entry in history.entries(LedgerEvent):
@@ -195,7 +192,7 @@ def attempts_of(history: RunHistory, last_steps: Mapping[int, float]) -> list[At
     for place, attempt in enumerate(ordered):
         before = ordered[place - 1].end if place else -math.inf
         began = attempt.started.process_began
-        # The first attempt of a supervisor begins with its process; that looks at the nodes first.
+        # A supervisor's first attempt begins with its process, which first examines the nodes.
         if began is not None and before <= began < attempt.begin:
             ordered[place] = replace(attempt, begin=began)
     return ordered

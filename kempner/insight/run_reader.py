@@ -1,7 +1,7 @@
-"""The one reader of a run: what it has on disk, read only, as a value from which views conclude.
+"""Reads the files of a run into one value, from which all views are made.
 
 A run of weeks has a million lines of metrics and a ledger of tens of megabytes, on storage that the
-run needs for itself: of both only the end is read, but for a view of the whole run.
+run itself needs: only the end of both is read, except for a view of the whole run.
 """
 
 from __future__ import annotations
@@ -55,9 +55,8 @@ from kempner.run.record.run_dir import RunDirectory
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank is, as its supervisor last heard. `worked` and `waited` are seconds of its
-    attempt, as in `Report`; `waiting` and `storage` are what it waits for, empty if it does not.
-    """
+    """The last report of a rank to its supervisor. `worked` and `waited` are seconds of its
+    attempt, as in `Report`; `waiting` and `storage` are what it waits for, empty if it does not."""
 
     rank: int
     step: int
@@ -70,24 +69,21 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """The newest checkpoint, committed at `time` (Unix, seconds), None if that is not known.
-
-    `damaged` is how many files a full verification found damaged at `verified_at`.
-    """
+    """The newest checkpoint, committed at `time` (Unix seconds, None if unknown). A full
+    verification at `verified_at` found `damaged` damaged files."""
 
     step: int
     time: float | None = None
     verified_at: float | None = None
     damaged: int = 0
     loaded: bool = False
-    """Whether the run went on from it: then every byte that the ranks needed was checked."""
+    """Whether the run resumed from it, which checked every byte that the ranks needed."""
 
 
 @dataclass(frozen=True)
 class LiveState:
-    """Whether a run has an owner (`alive`, None if that cannot be seen), the number of the live
-    `attempt`, the last one that was begun, and where its ranks are.
-    """
+    """Whether a run has an owner (`alive`, None if unknown), the number of the last `attempt`
+    begun, and the state of its ranks."""
 
     alive: bool | None = None
     attempt: int | None = None
@@ -102,11 +98,9 @@ class Metrics:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run at `now`, in seconds since the epoch; what is not known is None.
-
-    `history` may begin in the middle of the run, in the order of the ledger. `job` is what Slurm
-    says. `unread` are sentences on what could not be read now.
-    """
+    """A run at `now`, in seconds since the epoch; None where unknown. `history` may begin in the
+    middle of the run. `job` is Slurm's state of the job, `unread` are sentences on what could not
+    be read now."""
 
     now: float
     history: RunHistory = field(default_factory=RunHistory)
@@ -119,23 +113,21 @@ class RunFacts:
 
     @cached_property
     def attempts(self) -> tuple[AttemptFacts, ...]:
-        """Those that the history tells of, by their numbers: by their times, a clock that was set
-        back would put the last one earlier."""
+        """The attempts in the history, by number: by time, a clock that was set back would change
+        the order."""
         return tuple(sorted(attempts_of(self.history, {}), key=lambda attempt: attempt.number))
 
 
-MISSED = 3  # renewals without which an owner is taken for dead, as by `is_owned`
+MISSED = 3  # missed renewals after which an owner counts as dead, as in `is_owned`
 
 LONG_AGO = 3600.0
-"""Seconds since the last renewal after which a run has no owner, however wrong a clock may be."""
+"""Seconds since the last renewal after which a run has no owner, even if the clocks differ."""
 
 
 def judge_lease(seen: LeaseReading, age: float, unchanged_for: float) -> bool | None:
-    """Whether the owner on another machine lives; None if that takes a longer look.
-
-    `age` is how long ago the lease was renewed, in seconds by two clocks; `unchanged_for` for how
-    long it has been seen to stand still, by one.
-    """
+    """Whether the owner on another machine is alive; None if that takes a longer look. `age` is the
+    seconds since the lease was renewed, by the clocks of two machines; `unchanged_for` the seconds
+    for which this one has seen no change."""
     if seen.beat == RELEASED or seen.holder is None:
         return False
     patience = MISSED * seen.holder.lasts / RENEWALS
@@ -147,7 +139,7 @@ def judge_lease(seen: LeaseReading, age: float, unchanged_for: float) -> bool | 
 
 
 class OwnerWatch:
-    """Looks at the lease of a run now and then, and remembers since when it has stood still."""
+    """Looks at the lease of a run now and then, and remembers when it last changed."""
 
     def __init__(self, folder: Path, now: Callable[[], float] = time.time) -> None:
         self._folder, self._now, self._clock = folder, now, AwakeClock()
@@ -155,7 +147,8 @@ class OwnerWatch:
         self._since = 0.0
 
     def glance(self) -> bool | None:
-        """What is known without waiting. Raises `OSError` if the lease cannot be read now."""
+        """Whether the owner is alive, as far as known without waiting. Raises `OSError` if the
+        lease cannot be read now."""
         try:
             seen = look(self._folder)
         except (FileNotFoundError, NotADirectoryError):
@@ -175,7 +168,7 @@ class OwnerWatch:
         return judge_lease(seen, age, self._clock.now() - self._since)
 
     def look(self) -> bool | None:
-        """The same, looking twice where that is needed: it takes seconds."""
+        """As `glance`, but watch the lease for seconds if needed."""
         found = self.glance()
         return is_owned(self._folder) if found is None else found
 
@@ -183,9 +176,9 @@ class OwnerWatch:
 T = TypeVar("T")
 U = TypeVar("U")
 
-ATTEMPTS = 6  # attempts that are read of the ledger, from its end
+ATTEMPTS = 6  # attempts to read from the end of the ledger
 METRICS = 500  # lines of the metrics that are kept
-KEPT = 200  # events that come in numbers, such as commits, that are read of them
+KEPT = 200  # events of the kinds in `_MANY` to keep
 
 _EVENT = re.compile(rb'"event": "(\w+)"')
 _MANY = frozenset(
@@ -195,11 +188,8 @@ _MANY = frozenset(
 
 
 class RunReader:
-    """Reads a run again and again, each time only what is new: the end of its ledger, or the
-    `whole` one.
-
-    `patient` is whether to look twice at a lease of another machine, which takes seconds.
-    """
+    """Follows a run: each `read` reads only new data, at first the end of its ledger, or the
+    `whole` one. `patient` allows watching the lease of another machine for seconds."""
 
     def __init__(self, run: RunDirectory, *, patient: bool = False, whole: bool = False) -> None:
         self.run, self._patient = run, patient
@@ -214,11 +204,8 @@ class RunReader:
         self._unread: list[str] = []
 
     def read(self) -> RunFacts:
-        """What is known now, but for what Slurm says.
-
-        Raises `OSError` if the ledger cannot be read now. Anything else that cannot be is left
-        unknown, and named in `unread`.
-        """
+        """The facts, without Slurm's. Raises `OSError` if the ledger cannot be read now; other
+        files that cannot be read are named in `unread`."""
         self._unread = []
         self.history.read_on()
         attempt = self._try(lambda: live_attempt(self.run), None)
@@ -253,7 +240,8 @@ class RunReader:
         self._lines.extend(parse_lines(b"\n".join(lines)))
 
     def _places(self, attempt: Attempt | None) -> tuple[RankPlace, ...]:
-        """What the supervisor of the live attempt last wrote; nothing between two attempts."""
+        """The last reports that the supervisor of the live attempt wrote; empty between
+        attempts."""
         ended = {entry.attempt for entry in self.history.entries(AttemptEnded)}
         if attempt is None or attempt.number in ended:
             return ()
@@ -269,7 +257,7 @@ class RunReader:
         return self._last_places
 
     def _checkpoint(self, folder: CheckpointFolder) -> CheckpointFacts | None:
-        """By its folder; by the ledger where that cannot be seen from here, or not now."""
+        """The newest checkpoint by its folder; by the ledger if the folder cannot be read here."""
         step = self._try(lambda: newest(folder) if folder.path.exists() else None, None)
         step = self.history.last_step_in("") if step is None else step
         if step is None:
@@ -283,10 +271,10 @@ class RunReader:
         return CheckpointFacts(step, time_, when, damaged, loaded)
 
     def _finding(self, folder: CheckpointFolder, step: int) -> tuple[float, int] | None:
-        """When `kempner checkpoint verify` read it, and how many files were damaged."""
+        """When `kempner checkpoint verify` last read it, and the number of damaged files."""
         findings = read_findings(folder.path)
         if not findings:
-            return None  # which spares reading the manifest of a large world
+            return None  # saves reading the manifest of a large world
         try:
             found = findings.get(digest(read(folder.step(step))))
         except DataError:
@@ -302,7 +290,7 @@ def _changed(folder: CheckpointFolder, step: int) -> float | None:
 
 
 def _keep_few(lines: list[bytes]) -> list[bytes]:
-    """All lines but those that come in numbers, of which the last ones."""
+    """All lines, but of the kinds in `_MANY` only the last `KEPT`."""
     kept, many = [], 0
     for line in reversed(lines):
         name = _EVENT.search(line, 0, 200)

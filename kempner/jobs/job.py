@@ -1,4 +1,4 @@
-"""`Job`: a run that was submitted, seen from Python, and `submissions/<n>/` of its directory."""
+"""`Job`, a submitted run as a Python object, and the folders `submissions/<n>/` of a run."""
 
 from __future__ import annotations
 
@@ -32,11 +32,8 @@ _RECORD = "submitted.json"
 
 @dataclass(frozen=True)
 class Submission:
-    """The `number`th submission of a run, made after `attempts` attempts.
-
-    Either a Slurm `job`, or the process `pid` that began at `started` (clock ticks) on `machine`,
-    as in `Holder`.
-    """
+    """The `number`th submission of a run, made after `attempts` attempts: a Slurm `job`, or the
+    process `pid` that began at `started` (clock ticks) on `machine`, as in `Holder`."""
 
     number: int
     attempts: int
@@ -47,7 +44,7 @@ class Submission:
 
     @classmethod
     def of_process(cls, number: int, attempts: int, pid: int) -> Self:
-        """Of a process that was just started here."""
+        """The submission of a process that was just started here."""
         return cls(number, attempts, "", Holder.here(0.0).machine, pid, start_ticks(pid) or 0)
 
     def process_lives(self) -> bool | None:
@@ -65,7 +62,7 @@ def folder_of(run: RunDirectory, number: int) -> Path:
 
 
 def log_of(run: RunDirectory, number: int) -> Path:
-    """What the supervisor of a submission, and the first rank, print."""
+    """The output of a submission's supervisor and first rank."""
     return folder_of(run, number) / "log.out"
 
 
@@ -75,7 +72,7 @@ def cancelled_mark(run: RunDirectory, number: int) -> Path:
 
 
 def reserve(run: RunDirectory) -> int:
-    """A number that no other submission has, with a folder. Raises `OSError`."""
+    """Reserve a new submission number, with its folder. Raises `OSError`."""
     run.submissions.mkdir(parents=True, exist_ok=True)
     number = max(_numbers(run), default=0) + 1
     while True:
@@ -92,7 +89,7 @@ def last_submission(run: RunDirectory) -> Submission | None:
         try:
             return Submission(**json.loads((folder_of(run, number) / _RECORD).read_bytes()))
         except (FileNotFoundError, TypeError, ValueError):
-            continue  # it failed
+            continue  # this submission failed
     return None
 
 
@@ -104,14 +101,14 @@ def _numbers(run: RunDirectory) -> list[int]:
 
 
 CHILDREN: dict[int, subprocess.Popen[bytes]] = {}
-"""Supervisors that this process started, by process id: a child that ended has to be reaped."""
+"""Supervisors that this process started, by process id, to reap them when they end."""
 
 _OWN_EVERY, _SLURM_EVERY = 0.2, 5.0
 """Seconds between two looks of `Job.wait`."""
 
 
 class Job:
-    """A run that was submitted, here or from another Python session, before or now.
+    """A submitted run, from this or another Python session.
 
     Args:
         run_dir: `<run.dir>/<run.name>`.

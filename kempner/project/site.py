@@ -1,6 +1,5 @@
-"""What is known of the place where a project will train, and the choices that follow from it:
-Slurm's partitions and accounts, this machine's interfaces, the environment that has kempner.
-"""
+"""The site where a project will train (Slurm's partitions and accounts, this machine's interfaces,
+kempner's Python environment), and the choices for batch scripts."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ _MADE_BY_UV = re.compile(r"^uv\s*=", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of the running Python and its shell: its path and `sys.prefix`, the shell's
-    `variables`, the text of `pyvenv.cfg` (empty without), whether the prefix is of conda or
+    """Facts about the running Python and its shell: its path and `sys.prefix`, the shell's
+    `variables`, the text of `pyvenv.cfg` (empty without), and whether the prefix is one of conda or
     mamba."""
 
     python: str
@@ -39,9 +38,8 @@ class Facts:
 
 @dataclass(frozen=True)
 class Environment:
-    """How a job gets the `python` that has kempner (empty if batch scripts cannot start it): what
-    it is (`kinds`), `lines` of bash to run before, and the command of the `container` around
-    kempner."""
+    """How a job gets the `python` with kempner: what it is (`kinds`), `lines` of bash to run
+    before, and the command of the `container` around it."""
 
     python: str
     kinds: Sequence[str] = ()
@@ -56,7 +54,7 @@ class Environment:
 
 
 def recognise(facts: Facts) -> Environment:
-    """Modules, a conda, mamba, uv or plain virtual environment, or a container."""
+    """Recognise modules, a conda, mamba, uv or plain virtual environment, or a container."""
     for variable, program in _CONTAINERS.items():
         if image := facts.variables.get(variable):
             return Environment(
@@ -78,7 +76,8 @@ def recognise(facts: Facts) -> Environment:
 
 
 def _module_lines(modules: Sequence[str], home: str) -> list[str]:
-    """A batch script is no login shell, so that it may not know `module`."""
+    """The lines that load modules; a batch script is not a login shell, and may not know
+    `module`."""
     if not modules:
         return []
     known = (
@@ -88,7 +87,7 @@ def _module_lines(modules: Sequence[str], home: str) -> list[str]:
 
 
 def _conda_lines(facts: Facts) -> list[str]:
-    """By conda where it is known, else by micromamba or mamba alone."""
+    """The lines that activate the environment by conda if found, else by micromamba or mamba."""
     prefix, parent = shlex.quote(facts.prefix), PurePath(facts.prefix).parent
     conda, mamba = (facts.variables.get(name, "") for name in ("CONDA_EXE", "MAMBA_EXE"))
     if mamba and not conda:
@@ -105,15 +104,15 @@ def _conda_lines(facts: Facts) -> list[str]:
 
 
 DAY = 24 * 60 * 60
-"""Seconds that a job asks for where the partition allows it."""
+"""Seconds that a job requests if the partition allows it."""
 
 _DURATION = re.compile(r"(?:(\d+)-)?(\d+):(\d+)(?::(\d+))?")
 
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Equal nodes of a partition: `count` of them, each with the same CPUs and GPUs. `limit` is the
-    longest that a job may take there, as Slurm spells it (`7-00:00:00`, `infinite`)."""
+    """`count` equal nodes of a partition, each with these CPUs and GPUs. `limit` is the partition's
+    time limit in Slurm's form (`7-00:00:00`, `infinite`)."""
 
     partition: str
     default: bool
@@ -137,7 +136,7 @@ class NodeKind:
 
 @dataclass(frozen=True)
 class Account:
-    """A name that a user's jobs are charged to; in one partition only, unless that is empty."""
+    """An account for a user's jobs; for one `partition` only, unless that is empty."""
 
     name: str
     partition: str = ""
@@ -145,9 +144,9 @@ class Account:
 
 @dataclass(frozen=True)
 class Site:
-    """What was found. `trouble` is why nothing was asked of Slurm, or could be; empty if it could.
-    `environment` has kempner. `fabric` is this machine's interface to the compute network, empty
-    without one. `default_account` is Slurm's choice for this user."""
+    """What was found. `environment` has kempner. `fabric` is this machine's interface to the
+    compute network, empty without one. `default_account` is Slurm's default for this user.
+    `trouble` says why Slurm could not be asked; empty if it answered."""
 
     environment: Environment
     fabric: str = ""
@@ -159,7 +158,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Request:
-    """What the scripts ask of Slurm for each job; `others` are kinds of nodes that they do not."""
+    """What the scripts request for each job; `others` are the other kinds of nodes."""
 
     kind: NodeKind
     account: str
@@ -181,9 +180,8 @@ class Request:
 
 
 def choose(site: Site) -> Request | None:
-    """What to ask for: None where nothing is known of any partition. The default partition, unless
-    it has no GPUs while another one has; in it the nodes that have GPUs, and of those the kind that
-    there is most of."""
+    """What to request; None if no partition is known. Prefers partitions that are up, then nodes
+    with GPUs, then the default partition, then the most frequent kind of node."""
     if not site.kinds:
         return None
     kind = max(site.kinds, key=lambda k: (k.up, k.gpus > 0, k.default, k.count))
@@ -201,7 +199,7 @@ def choose(site: Site) -> Request | None:
 
 
 def merged(kinds: Sequence[NodeKind]) -> tuple[NodeKind, ...]:
-    """Each kind once: sinfo has a line for each state that nodes are in, too."""
+    """Merge equal kinds: sinfo prints a line for each state of nodes."""
     counts: dict[NodeKind, int] = {}
     for kind in kinds:
         alike = replace(kind, count=0)
@@ -210,7 +208,7 @@ def merged(kinds: Sequence[NodeKind]) -> tuple[NodeKind, ...]:
 
 
 def parse_limit(text: str) -> int | None:
-    """Seconds of `7-00:00:00`, `24:00:00` or `30:00`; None for what is no limit."""
+    """Seconds of `7-00:00:00`, `24:00:00` or `30:00`; None for anything else."""
     found = _DURATION.fullmatch(text)
     if found is None:
         return None
@@ -226,7 +224,7 @@ _SINFO = ["sinfo", "--noheader", "--exact", "--format=%P|%a|%l|%D|%c|%G"]
 
 
 def find_site() -> Site:
-    """What can be found out here, each thing asked once. Never raises."""
+    """Find out about the site, asking everything once. Never raises."""
     environment, fabric = _environment(), _fabric()
     try:
         kinds = ask(_SINFO, read_kinds)
@@ -262,10 +260,10 @@ def _kind(line: str) -> NodeKind:
 
 
 def _accounts() -> tuple[tuple[Account, ...], str]:
-    """What this user's jobs may be charged to, and Slurm's choice; nothing without accounting."""
+    """This user's accounts, and Slurm's default; empty without accounting."""
     try:
         user = getpass.getuser()
-    except (OSError, KeyError):  # one that the system has no name for
+    except (OSError, KeyError):  # a user without a name
         return (), ""
     common = ["sacctmgr", "--noheader", "--parsable2", "show"]
     given = _ask([*common, "assoc", f"user={user}", "format=Account,Partition"], read_accounts)
@@ -274,7 +272,7 @@ def _accounts() -> tuple[tuple[Account, ...], str]:
 
 
 def read_accounts(text: str) -> tuple[Account, ...] | None:
-    """The accounts in sacctmgr's answer, a line `account|partition` for each."""
+    """The accounts in sacctmgr's answer, lines of `account|partition`."""
     if not text.endswith("\n"):
         return None
     pairs = [line.partition("|") for line in text.splitlines()]
@@ -296,7 +294,7 @@ def _environment() -> Environment:
     prefix = Path(sys.prefix)
     try:
         venv = (prefix / "pyvenv.cfg").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # it is no virtual environment
+    except OSError:  # not a virtual environment
         venv = ""
     conda = (prefix / "conda-meta").is_dir()
     return recognise(Facts(sys.executable, sys.prefix, os.environ, venv, conda))

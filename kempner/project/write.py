@@ -1,7 +1,7 @@
-"""The files of a new project, from what is known of the site, and how they are written.
+"""Fills in and writes the files of a new project.
 
-The templates are the scripts and configurations that kempner's own repository uses, so that they
-are tested as they are. Here the lines are set that differ from site to site.
+The templates are the scripts and configurations of kempner's own repository, so that they are
+tested as they are. This module sets the lines that depend on the site.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def _walk(folder: Traversable, at: str) -> list[tuple[str, str]]:
 
 
 def write_project(folder: Path, texts: Mapping[str, str]) -> list[str]:
-    """Write the files into a folder that is new, or holds nothing but hidden files. Returns the
-    names of those that were there before, which are left as they are. What was written is taken
-    away again if not all can be. Raises `UsageError` and as `cannot_write`."""
+    """Write the files into a folder that is new, or has only hidden files. Returns the names of
+    files that existed before, which stay unchanged. If one cannot be written, all are removed
+    again. Raises `UsageError`, and as `cannot_write`."""
     written: list[Path] = []
     kept: list[str] = []
     made: list[Path] = []
@@ -69,7 +69,7 @@ def write_project(folder: Path, texts: Mapping[str, str]) -> list[str]:
             if path.suffix == _EXECUTABLE:
                 path.chmod(path.stat().st_mode | 0o111)
     except OSError as error:
-        _take_back(written, made)
+        _remove(written, made)
         raise cannot_write(error.filename or folder, error) from error
     return kept
 
@@ -85,7 +85,7 @@ def _refuse_if_used(folder: Path) -> None:
 
 
 def _make_folder(folder: Path, made: list[Path]) -> None:
-    """Make a folder and those above it; `made` gets what was not there before."""
+    """Make a folder and its parents; new ones are added to `made`."""
     if folder.is_dir():
         return
     if folder.exists():
@@ -95,7 +95,7 @@ def _make_folder(folder: Path, made: list[Path]) -> None:
     made.append(folder)
 
 
-def _take_back(written: list[Path], made: list[Path]) -> None:
+def _remove(written: list[Path], made: list[Path]) -> None:
     for path in reversed(written):
         path.unlink(missing_ok=True)
     for folder in reversed(made):
@@ -103,26 +103,27 @@ def _take_back(written: list[Path], made: list[Path]) -> None:
 
 
 CONFIG = "train.toml"
-"""The configuration that a new project begins with."""
+"""The configuration of a new project."""
 
-_IN_THE_REPOSITORY = "configs/train/7b.toml"
+_TEMPLATE_CONFIG = "configs/train/7b.toml"
 _EDIT = re.compile(r"^# Edit the lines below for your cluster.*\n", re.MULTILINE)
 _ENVIRONMENT = re.compile(r"^# begin\n.*?^# end\n", re.MULTILINE | re.DOTALL)
 _NODES = re.compile(r"^#SBATCH --nodes=(\d+)$", re.MULTILINE)
 
 
 def project_files(site: Site, templates: Mapping[str, str]) -> dict[str, str]:
-    """The text of each file of a project, by its path in it; so are `templates`, as they come."""
+    """The text of each file of a project by its path, from `templates`. Batch scripts stay general
+    if nothing is known of the site's partitions."""
     request = choose(site)
     files = {}
     for name, text in templates.items():
         if name.endswith("environment.sh"):
             text = with_environment(text, site.environment)
         elif name.endswith(".sh"):
-            text = text.replace(_IN_THE_REPOSITORY, CONFIG)
+            text = text.replace(_TEMPLATE_CONFIG, CONFIG)
             text = text if request is None else with_request(text, request)
         elif name == CONFIG:
-            if site.fabric:  # in place of the commented example
+            if site.fabric:  # replaces the commented example
                 text = text.replace('# interface = "ib0"', f'# interface = "{site.fabric}"')
             text += container_section(site.environment)
         files[".gitignore" if name == "gitignore" else name] = text
@@ -130,8 +131,8 @@ def project_files(site: Site, templates: Mapping[str, str]) -> dict[str, str]:
 
 
 def with_environment(script: str, environment: Environment) -> str:
-    """environment.sh with the lines that lead to the Python that has kempner. One inside of a
-    container is no Python of the job's: the script then looks for another."""
+    """environment.sh with the lines that set up kempner's Python. In a container it stays
+    unchanged: a job cannot use that Python, and the script looks for another."""
     if environment.container:
         return script
     written = f"# begin\n{environment.script()}# end\n"
@@ -147,10 +148,10 @@ def container_section(environment: Environment) -> str:
 
 
 def with_request(script: str, request: Request) -> str:
-    """A batch script that asks for what the site has; one that is no batch script stays so."""
+    """A batch script with this request; other scripts stay unchanged."""
     if "#SBATCH" not in script:
         return script
-    one_task = "--ntasks-per-node=1\n" in script  # which has all CPUs and GPUs of its node
+    one_task = "--ntasks-per-node=1\n" in script  # a task that has all CPUs and GPUs of its node
     cpus = request.kind.cpus if one_task else request.cpus_per_rank
     script = _EDIT.sub(lambda _: _found(request), script)
     script = _set(script, "ntasks-per-node", "1" if one_task else str(request.ranks_per_node))
@@ -177,6 +178,6 @@ def _found(request: Request) -> str:
 
 
 def _set(script: str, option: str, value: str | None) -> str:
-    """The script with another value of an option that it has, or without that option."""
+    """Change the value of an option in the script, or (None) remove it."""
     line = "" if value is None else f"#SBATCH --{option}={value}\n"
     return re.sub(rf"^#SBATCH --{option}=.*\n", lambda _: line, script, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""`kempner checkpoint compare`: what differs between two checkpoints, of whatever kind."""
+"""`kempner checkpoint compare`: differences between two checkpoints of any kinds."""
 
 from __future__ import annotations
 
@@ -66,17 +66,17 @@ def _open(path: Path) -> Iterator[Side]:
         from kempner.checkpoint import compare
 
     if has_weights(path):
-        yield compare.safetensors(path)
+        yield compare.open_safetensors(path)
     elif (path / METADATA).is_file() and not (path / MANIFEST).is_file():
-        yield compare.stock(path)
+        yield compare.open_dcp(path)
     else:
         checkpoint = pick(*locate(path), None)
         with reading_at(checkpoint, inspect.warn_unmarked):
-            yield compare.own(checkpoint)
+            yield compare.open_kempner(checkpoint)
 
 
 def _matched(a: Side, b: Side, model_only: bool) -> tuple[Side, Side]:
-    """Both sides with the tensors that the other can have, under names that it can have."""
+    """Both sides, reduced to the tensors and renamed to the names that the other side can have."""
     from kempner.checkpoint.compare import SAFETENSORS, model_of, renamed, without
 
     if a.kind == b.kind == SAFETENSORS:

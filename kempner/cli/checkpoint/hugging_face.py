@@ -1,4 +1,4 @@
-"""What `kempner checkpoint export` and `import` have to do with Hugging Face's files."""
+"""Hugging Face's files in `kempner checkpoint export` and `import`."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ TOKENIZER_FILES = (
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
     "generation_config.json",
 )
-"""What a folder of Hugging Face may have for its text."""
+"""Files of a Hugging Face folder that belong to its tokenizer."""
 
 _OF_TEXT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
-"""What its config.json says of the text."""
+"""Keys of config.json that belong to the tokenizer."""
 
 
 def is_hugging_face(folder: Path) -> bool:
@@ -52,10 +52,8 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def read_model(folder: Path, vocab_multiple: int) -> tuple[ModelSection, Weights]:
-    """The configuration and the weights of a model of Hugging Face.
-
-    Raises `DataError` if it is another model than kempner's, or its files do not fit each other.
-    """
+    """The configuration and the weights of a Hugging Face model. Raises `DataError` if kempner does
+    not have this model, or its files do not fit together."""
     from kempner.checkpoint.convert.import_safetensors import Weights, find_tensors
 
     try:
@@ -71,7 +69,7 @@ def read_model(folder: Path, vocab_multiple: int) -> tuple[ModelSection, Weights
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has safetensors under the names of Hugging Face, and is no checkpoint."""
+    """Whether a folder has safetensors in Hugging Face's files, and is not a checkpoint."""
     from kempner.checkpoint.convert.tensor_copy import INDEX, WHOLE
 
     named = any((folder / name).is_file() for name in (WHOLE, INDEX))
@@ -79,10 +77,8 @@ def has_weights(folder: Path) -> bool:
 
 
 def matching_names(theirs: Collection[str], ours: Collection[str]) -> dict[str, str]:
-    """The key in a checkpoint for the names of Hugging Face of which `ours` has the tensor.
-
-    A model that is not kempner's own has its own names in both.
-    """
+    """Map names of Hugging Face to keys of the checkpoint, for tensors that `ours` has. A user's
+    own model has the same names in both."""
     from kempner.checkpoint.convert.export import MODEL
 
     names: dict[str, str] = {}
@@ -95,7 +91,7 @@ def matching_names(theirs: Collection[str], ours: Collection[str]) -> dict[str, 
 
 
 def needless(folder: Path, theirs: Collection[str]) -> set[str]:
-    """The tensors of a folder that follow from others, as far as its `config.json` tells."""
+    """The tensors of a folder that follow from others, according to its `config.json`."""
     if not (folder / CONFIG).is_file():
         return set()
     try:
@@ -114,11 +110,9 @@ def described(section: ModelSection) -> str:
 def exported_form(
     source: Source, directory: Path, dtype: str | None, data: Path | None, tokenizer: Path | None
 ) -> tuple[Form, str]:
-    """All that Hugging Face needs if the model is kempner's own, otherwise its own names.
-
-    With what is missing, in a clause. Raises `DataError` if `data` or `tokenizer` is given and
-    cannot be used.
-    """
+    """Dtypes, names and files of an export, and what is missing, in a clause. kempner's own model
+    gets Hugging Face's names and files, another model keeps its names. Raises `DataError` if `data`
+    or `tokenizer` is given and cannot be used."""
     from kempner.checkpoint.convert.export import MODEL, Form, model_tensors
 
     saved = model_tensors(source)
@@ -140,7 +134,7 @@ def exported_form(
         return Form(written, own, {}), "config.json: it is not kempner's own model"
     rows = record["vocab_size"]
     for key in (f"{MODEL}embed.weight", f"{MODEL}output.weight"):
-        if key in written:  # without rows of no token
+        if key in written:  # without padding rows
             written[key] = replace(written[key], shape=(rows, *written[key].shape[1:]))
     files, missing = _text_files(source, directory, config, data, tokenizer)
     return Form(written, theirs, files), missing
@@ -153,7 +147,7 @@ def _text_files(
     data: Path | None,
     tokenizer: Path | None,
 ) -> tuple[dict[str, bytes], str]:
-    """`config.json`, and the tokenizer's files; with what is missing."""
+    """`config.json` and the tokenizer's files, and what is missing."""
     if tokenizer is not None:
         return _copied(tokenizer, config), ""
     try:
@@ -172,7 +166,7 @@ def _text_files(
 
 
 def _copied(tokenizer: Path, config: dict[str, Any]) -> dict[str, bytes]:
-    """The files of another folder, as they are. Raises `DataError` if it has no tokenizer."""
+    """The tokenizer's files of another folder. Raises `DataError` if it has no tokenizer."""
     there = _read_config(tokenizer)
     if there.get("vocab_size") != config["vocab_size"]:
         raise DataError(
@@ -206,7 +200,7 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
 def _pick(
     folder: Path, shape: Shape, found: Mapping[str, TensorLocation]
 ) -> dict[str, TensorLocation]:
-    """The tensors of a model of this shape, by our names; refuses what is missing or too much."""
+    """The tensors of a model of this shape, by our names; refuses missing and unknown ones."""
     from kempner.checkpoint.convert.import_safetensors import EXACT
 
     picked: dict[str, TensorLocation] = {}

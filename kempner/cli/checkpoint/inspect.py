@@ -89,7 +89,7 @@ def verify(
         try:
             size = _bytes(read(path))
         except DataError:
-            size = 0  # it is not read either
+            size = 0  # without a manifest, no file is read
         with counter(f"reading {path.name}", size) as on_read, reading_at(path, unwritable.append):
             damages = find_damage(path, on_read)
         damaged += bool(damages)
@@ -152,7 +152,7 @@ def warn_unmarked(error: OSError) -> None:
 
 
 def _latest_is_missing(folder: CheckpointFolder) -> str:
-    """What is wrong where `latest` names a checkpoint that is not there; empty if nothing is."""
+    """A sentence if `latest` names a checkpoint that does not exist; empty if all is well."""
     latest = folder.latest()
     if latest is None or latest in folder.committed():
         return ""
@@ -185,11 +185,11 @@ def _report(path: Path, damages: list[Damage]) -> None:
 
 
 def _keep(path: Path, damages: list[Damage], failures: list[OSError]) -> None:
-    """Keep a finding for `list`; where that cannot be, the reason is added to `failures`."""
+    """Store a finding for `list`; if that fails, add the error to `failures`."""
     try:
         record(path.parent, read(path), damages, time.time())
     except DataError:
-        return  # `list` sees by itself what is wrong with a manifest
+        return  # `list` checks the manifest itself
     except OSError as error:
         failures.append(error)
 

@@ -1,6 +1,5 @@
-"""The model of a checkpoint: its text (`kempner sample`), its loss (`kempner eval`), and the data
-that it was trained on.
-"""
+"""`kempner sample` and `kempner eval`: text and loss of a checkpoint's model, and the data that it
+was trained on."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ Step = Annotated[int | None, typer.Option(help="Which checkpoint; `latest` by de
 
 @dataclass(frozen=True)
 class TrainedOn:
-    """`seq_len` is the number of tokens in a sequence; `dtype` is the run's `train.dtype`."""
+    """A run's tokenizer, `train.seq_len` and `train.dtype`."""
 
     tokenizer: TextTokenizer
     seq_len: int
@@ -59,11 +58,9 @@ class TrainedOn:
 def find_text(
     directory: Path, checkpoint: Path, manifest: Manifest, data: Path | None
 ) -> TrainedOn:
-    """What the checkpoint's run says of its text; `directory` is what the user called the run.
-
-    Raises `DataError` if that is not there, or does not fit the model; warns if it is not what the
-    checkpoint was trained on.
-    """
+    """The tokenizer and settings of a checkpoint's run; `directory` is the user's argument. Raises
+    `DataError` if they are missing, or do not fit the model; warns if the data is not what the
+    checkpoint was trained on."""
     run = run_of_checkpoint(directory, checkpoint)
     config = recorded_config(run, manifest.attempt)
     try:
@@ -98,16 +95,19 @@ def find_text(
 
 
 def run_of_checkpoint(directory: Path, checkpoint: Path) -> RunDirectory:
-    """The directory of the run: as the user called it, or where the checkpoint lies by default."""
+    """The run's directory: the user's argument, or the default place above the checkpoint."""
     named, around = RunDirectory(directory), RunDirectory(checkpoint.resolve().parent.parent)
     return around if around.config.is_file() and not named.config.is_file() else named
 
 
 @contextmanager
 def _described(directory: Path, step: int | None) -> Iterator[tuple[Path, Manifest]]:
-    """A checkpoint that is read here. Raises `DataError` if it does not say what its model is."""
+    """Yield a checkpoint, marked as being read. Raises `DataError` if it does not describe its
+    model."""
     chosen = pick(*locate(directory), step)
-    with reading_at(chosen, lambda error: None):  # it is read once: a vanished file will be named
+    with reading_at(
+        chosen, lambda error: None
+    ):  # read once: an error will name a file that is gone
         manifest = read(chosen)
         if not manifest.identity.model:
             raise DataError(
@@ -118,7 +118,7 @@ def _described(directory: Path, step: int | None) -> Iterator[tuple[Path, Manife
 
 
 def recorded_shape(checkpoint: Path, manifest: Manifest, seq_len: int) -> Shape:
-    """The model of a checkpoint that is described. Raises `DataError` if it is of no known kind."""
+    """The shape of a checkpoint's model. Raises `DataError` if this kempner does not know it."""
     from kempner.model.spec.shape import Shape
 
     known: dict[str, Any] = dict(manifest.identity.model)
@@ -220,8 +220,8 @@ def _encoded(prompt: str | None, text: TrainedOn) -> list[int]:
 
 
 def _asked(message: str, text: TrainedOn) -> list[int]:
-    """The tokens of a chat in which a user has said this. Raises `UsageError` if the run's data has
-    no chat template, or there are too many."""
+    """The tokens of a chat with this user message. Raises `UsageError` if the run's data has no
+    chat template, or there are too many tokens."""
     template = text.tokenizer.chat
     if template is None:
         raise UsageError(
@@ -238,7 +238,7 @@ def _asked(message: str, text: TrainedOn) -> list[int]:
 def _valid(option: str, text: str) -> str:
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # bytes of the command line that are no text
+    except UnicodeEncodeError as error:  # undecodable bytes on the command line
         raise UsageError(f"{option} is not valid UTF-8") from error
     return text
 
@@ -253,7 +253,7 @@ def _not_too_long(option: str, ids: list[int], text: TrainedOn) -> list[int]:
 
 
 def _pieces(text: TrainedOn, ids: list[int], tokens: Iterator[int]) -> Iterator[str]:
-    """The text that the tokens add, as soon as each is whole, up to the end of the document."""
+    """Yield the tokens' text, in complete characters, up to the end of the document."""
     decoder = text.tokenizer.decoder(ids)
     for token in tokens:
         if token == text.tokenizer.eot:
@@ -263,10 +263,13 @@ def _pieces(text: TrainedOn, ids: list[int], tokens: Iterator[int]) -> Iterator[
 
 
 def _print(prompt: str, pieces: Iterator[str]) -> None:
-    """Print as it comes. On a terminal nothing may steer it: a young model writes any byte."""
+    """Print pieces as they come; on a terminal without control characters, which a model may
+    emit."""
     on_terminal = sys.stdout.isatty()
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # what the terminal's encoding does not have
+        sys.stdout.reconfigure(
+            errors="replace"
+        )  # for characters that the terminal's encoding lacks
     print(prompt, end="", flush=True)
     for piece in pieces:
         print(_harmless(piece) if on_terminal else piece, end="", flush=True)
@@ -279,9 +282,8 @@ def _harmless(text: str) -> str:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What a run is evaluated on, by the names of its sets (empty for the one of
-    eval.dataset_path, or of --data), and how much of each at once, in sequences of `seq_len`
-    tokens."""
+    """Held-out data by the names of its sets (empty for `eval.dataset_path` and `--data`), and
+    batch sizes in sequences of `seq_len` tokens."""
 
     data: Mapping[str, Path]
     seq_len: int
@@ -348,7 +350,7 @@ def _eval(
 def _held_out(
     directory: Path, checkpoint: Path, manifest: Manifest, data: Path | None, limit: int | None
 ) -> HeldOut:
-    """By the run's configuration. Raises `UsageError` if it names no held-out data."""
+    """Held-out data by the run's configuration. Raises `UsageError` if it names none."""
     run = run_of_checkpoint(directory, checkpoint)
     config = recorded_config(run, manifest.attempt)
     section, train = config.get("eval", {}), config.get("train", {})
@@ -379,7 +381,7 @@ def _held_out(
 def _evaluate(
     checkpoint: Path, manifest: Manifest, held_out: HeldOut
 ) -> dict[str, tuple[Scores, int]]:
-    """By the name of the set: what it came to, and on how many tokens."""
+    """The scores of each set, and its number of tokens, by name."""
     shape = recorded_shape(checkpoint, manifest, held_out.seq_len)
     known = manifest.identity.model["vocab_size"]
     for folder in held_out.data.values():

@@ -31,7 +31,7 @@ from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.save_times import Durations, SaveSeconds
 from kempner.supervisor.policy.stop import exit_margin, stop_lead
 from kempner.supervisor.readiness import check_ready, check_run_directory
-from kempner.supervisor.slurm.setup import enter, find_job
+from kempner.supervisor.slurm.setup import find_job, inspect_job
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -90,7 +90,7 @@ def doctor(
         check_ready(config, run)
 
     def lead(save: float) -> float:
-        """Before the end of a long job; steps are not counted."""
+        """The lead in a long job, without the time of steps."""
         durations = Durations((SaveSeconds(0.0, save, 0.0),))
         return stop_lead(durations, 0.0, None, exit_margin((), None))
 
@@ -101,7 +101,7 @@ def doctor(
 
 @contextmanager
 def _tidy_when_ended() -> Iterator[None]:
-    """SIGTERM is as Ctrl-C: what was written to be found by other nodes is removed."""
+    """Treat SIGTERM like Ctrl-C, so that files written for other nodes are removed."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -115,7 +115,9 @@ def _in_allocation(
     job = find_job(os.environ, jobid)
     plan = job_plan(job) if script is None else _plan(script)
     torchrun = config.slurm.launcher == "torchrun" or (plan is not None and plan.nodes.torchrun)
-    allocation, _ = enter(job, os.environ, config, given=jobid is not None, per_task=not torchrun)
+    allocation, _ = inspect_job(
+        job, os.environ, config, given=jobid is not None, per_task=not torchrun
+    )
     gpus, source = allocation.gpus_per_node or None, f"job {allocation.job}"
     nodes, tasks = len(allocation.nodes), allocation.tasks_per_node
     world = PlannedWorld(nodes, tasks, gpus, source, in_job=True)

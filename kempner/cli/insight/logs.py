@@ -1,4 +1,4 @@
-"""`kempner logs`: what the processes of a run have logged and printed."""
+"""`kempner logs`: the logs and the printed output of a run's processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ app = typer.Typer(rich_markup_mode=None)
 _LOOK = 0.5  # seconds between two looks at the files
 
 _GOES_ON = (Activity.QUEUED, Activity.UNKNOWN, Activity.NOT_STARTED)
-"""What a run that is not live may come back from."""
+"""Activities of a run that is not live, but may be again."""
 
 
 @app.command()
@@ -87,7 +87,7 @@ def _follow(run: RunDirectory, rank: int | None) -> None:
 
 
 def _show(lines: AttemptLines | None) -> bool:
-    """Print what is new; whether there is anything."""
+    """Print new lines; returns whether there are any."""
     said = False
     for text in () if lines is None else shown(lines.read()):
         typer.echo(text)

@@ -1,4 +1,4 @@
-"""`kempner metrics`: a run's metrics, where people already look."""
+"""`kempner metrics`: export a run's metrics to other tools."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def metrics(
     opentelemetry: OpentelemetryOption = None,
     following: FollowingOption = False,
 ) -> None:
-    """Hand a run's metrics on to TensorBoard, Weights & Biases, Prometheus or OpenTelemetry.
+    """Export a run's metrics to TensorBoard, Weights & Biases, Prometheus or OpenTelemetry.
 
-    It reads metrics.jsonl only, and goes on where it was. Works for a run that goes on, too.
+    Reads metrics.jsonl only, and continues where it stopped. Works during a run, too.
     """
     run = RunDirectory(usable_path(run_dir))
     openers: dict[str, Opener] = {}
@@ -69,7 +69,7 @@ def metrics(
             "name one of --tensorboard, --wandb PROJECT, --prometheus FILE and --opentelemetry URL"
         )
     if not run.path.is_dir():
-        raise UsageError(f"{run.path} is no directory of a run")
+        raise UsageError(f"{run.path} is not a run's directory")
     ((kind, open_exporter),) = openers.items()
     told = threading.Event()
     if following:
@@ -78,12 +78,12 @@ def metrics(
         told.set()
     if not follow(run, kind, open_exporter, told.wait) and not following:
         raise CannotWriteError(
-            f"not all metrics of {run.path} were handed on; the same command goes on from there"
+            f"not all metrics of {run.path} were exported; the same command goes on from there"
         )
 
 
 def _set_when_told(told: threading.Event) -> None:
-    """Set the event when a signal asks for an end, or the supervisor that this is for is gone."""
+    """Set the event on a stop signal, or when the supervisor that started this is gone."""
     inbox().install()
     inbox().react_with(lambda _: told.set())
     if supervisor := os.environ.get(EXPORT_FOR):

@@ -1,7 +1,5 @@
-"""`kempner plan`: what a run will need, and how fast it will be, before it is queued.
-
-How a mixture of experts can be spread, and what a rank then needs: `kempner plan MODEL`.
-"""
+"""`kempner plan`: memory and speed of a run before it is queued; `kempner plan MODEL`: memory of a
+mixture of experts by the degree of expert parallelism."""
 
 from __future__ import annotations
 
@@ -30,11 +28,9 @@ app = typer.Typer(rich_markup_mode=None)
 
 
 def divide(model: Path, world: int, gpu: str, as_json: bool, refused: Sequence[str] = ()) -> int:
-    """Print what memory a rank needs, by the degree of expert parallelism; the exit code.
-
+    """Print the memory of a rank by the degree of expert parallelism; returns the exit code.
     `model` is the config.json of a Hugging Face model, or its folder; `refused` are options that
-    only a configuration takes.
-    """
+    only a configuration takes."""
     if refused:
         raise UsageError(f"{refused[0]} has no effect on a MODEL: --world and --gpu do")
     card = find_gpu(gpu)
@@ -131,7 +127,7 @@ def plan(
     if file.is_dir() or file.suffix == ".json":
         return divide(file, world, gpu, as_json, refused=context.args)
     config = load(file, overrides(context, file))
-    find_gpu(gpu)  # what cannot be is refused before torch is imported
+    find_gpu(gpu)  # refuse a wrong name before importing torch
     vocab_size = _check(config, world, nodes)
     # Nothing is computed: more threads would only take memory.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -152,8 +148,8 @@ def plan(
 
 
 def _check(config: Config, world: int, nodes: int | None) -> int:
-    """The size of the vocabulary: as configured, else that of the data. Raises `DataError` if
-    neither says it, `UsageError` if the ranks make no mesh."""
+    """The size of the vocabulary: as configured, else of the data. Raises `DataError` if neither
+    has it, `UsageError` if the ranks make no mesh."""
     resolve_mesh(config, world)
     ranks_on_a_node(config, world, nodes)
     if config.model.vocab_size is not None:

@@ -61,7 +61,8 @@ def profile(
 
 
 def _live_attempt(reader: RunReader, rank: int) -> int:
-    """Raises `UsageError` if the run does not train, or has no such rank; `OSError`."""
+    """The live attempt. Raises `UsageError` if the run does not train, or has no such rank, and
+    `OSError`."""
     status = summarise(reader.read())
     if status.attempt is None or not status.doing.activity.is_live:
         raise UsageError(f"{reader.run.path} does not train now ({status.state}): nothing to trace")

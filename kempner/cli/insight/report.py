@@ -60,7 +60,7 @@ def report(
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no other numbers."""
+    """Replace NaN and infinities, which JSON does not have, by None."""
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -19,9 +19,9 @@ from kempner.run.process.exit_codes import UsageError
 
 app = typer.Typer(rich_markup_mode=None)
 
-Read: TypeAlias = Callable[[], Sequence[tuple[str, Status]]]  # names and status, read now
+Read: TypeAlias = Callable[[], Sequence[tuple[str, Status]]]  # name and current status of each run
 
-PATIENCE = 5.0  # seconds for which Slurm is asked again where it does not answer
+PATIENCE = 5.0  # seconds for which Slurm is asked again while it does not answer
 
 
 @app.command()
@@ -91,7 +91,7 @@ def _one(target: str, *, patient: bool) -> Read:
 
 
 def _of_job(job: str, *, patient: bool) -> Read:
-    """The run of a job, as soon as it has one."""
+    """A reader of a job's run; of the job alone until it has a run."""
     asked = JobWatch(job, accounting=patient, within=PATIENCE, wait=patient)
     follower: RunFollower | None = None
 

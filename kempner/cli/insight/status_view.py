@@ -1,7 +1,4 @@
-"""The status of a run, or of many, as a view for a terminal.
-
-`kempner status --watch`: a view that stays up to date until Ctrl-C.
-"""
+"""The status of one run or many on a terminal, once or (`kempner status --watch`) live."""
 
 from __future__ import annotations
 
@@ -37,11 +34,12 @@ from kempner.run.process.threads import keep_running
 WIDEST = 110  # columns beyond which a line is hard to read
 
 NARROW, WIDE = 70, 95
-"""Columns from which a table of runs has speed and time left, and from which attempt and job."""
+"""Columns needed for a table of runs with time left, and for one with speed, attempt and job,
+too."""
 
-NAMES = 17  # columns of the names, so that all values begin in the same one
+NAMES = 17  # width of the names, so that all values are aligned
 LONGEST_CURVE = 40  # columns of a curve
-STEADY = 0.85  # the least share of its highest value at which a speed counts as steady
+STEADY = 0.85  # share of its highest value above which a speed always counts as steady
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -85,9 +83,8 @@ def view(found: Sequence[tuple[str, Status]], *, together: bool, columns: int) -
 def panel(
     name: str, status: Status, columns: int, note: str = "", lists: int = 2
 ) -> RenderableType:
-    """One run. `note` is what the bottom says beside the time; `lists` is how many are shown: the
-    interruptions, then the ranks.
-    """
+    """A panel for one run, with `note` beside the time at the bottom. `lists` is how many lists to
+    show: 1 the interruptions, 2 also the ranks."""
     width = min(columns, WIDEST)
     style = _style(status)
     parts: list[RenderableType] = [_headline(status), *_bar(status, width - 6), Text()]
@@ -178,11 +175,8 @@ def _emphasis(name: str, value: str, status: Status) -> str:
 
 
 def sparkline(values: Sequence[float], columns: int, *, from_zero: bool = False) -> str:
-    """The course of a number, in as many columns; each shows the mean of its share of them.
-
-    From the lowest of these means to the highest. With `from_zero` from there, and nothing for what
-    stays the same.
-    """
+    """A curve of bars; each column shows the mean of its part of the values, scaled from the lowest
+    mean to the highest. With `from_zero` the scale begins at 0, and a steady curve is empty."""
     many = min(columns, len(values))
     edges = [round(n * len(values) / many) for n in range(many + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
@@ -209,7 +203,7 @@ def _list(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def table(found: Sequence[tuple[str, Status]], columns: int, note: str = "") -> RenderableType:
-    """All runs, one line each, and below why those that do not just train are as they are."""
+    """All runs, one line each, and the reasons of their states below."""
     if not found:
         return Text("no run yet", style="dim")
     shown = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False)
@@ -237,17 +231,17 @@ def table(found: Sequence[tuple[str, Status]], columns: int, note: str = "") -> 
     return Group(*parts, Padding(Text(bottom, style="dim"), (0, 0, 0, 1)))
 
 
-EVERY = 2.0  # seconds between two looks: as often as a supervisor says where its ranks are
+EVERY = 2.0  # seconds between two reads: as often as a supervisor writes ranks.json
 
 OLD_AFTER = 10.0
-"""Seconds without an answer of the file system after which the view says how old it is."""
+"""Seconds without an answer of the file system after which the view shows its age."""
 
 Found: TypeAlias = Sequence[tuple[str, Status]]
 
 
 @dataclass(frozen=True)
 class Look:
-    """What was read last, at `at` (`time.monotonic`, seconds), and what went wrong since."""
+    """The last successful read, `at` (`time.monotonic`, seconds), and an error since."""
 
     found: Found = ()
     at: float = 0.0
@@ -255,7 +249,7 @@ class Look:
 
 
 class Watcher:
-    """Reads in a thread: storage that hangs must hold up neither the view nor Ctrl-C."""
+    """Reads in a thread, so that hanging storage holds up neither the view nor Ctrl-C."""
 
     def __init__(self, read: Callable[[], Found]) -> None:
         self._read, self._new = read, threading.Event()
@@ -263,7 +257,7 @@ class Watcher:
         keep_running("status", self._follow)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the next look; whether there was one within `seconds`."""
+        """Wait for the next read; False after `seconds`."""
         there = self._new.wait(seconds)
         self._new.clear()
         return there
@@ -279,10 +273,8 @@ class Watcher:
 
 
 class View:
-    """What a watcher saw last, drawn for the terminal as it is at this moment.
-
-    What a low terminal has no room for is left out: `whole` is whether it is drawn all the same.
-    """
+    """A watcher's last status, drawn for the terminal's current size. Parts that do not fit into
+    its height are left out, unless `whole`."""
 
     def __init__(self, watcher: Watcher, *, together: bool, whole: bool = False) -> None:
         self._watcher, self._together, self._whole = watcher, together, whole
@@ -308,10 +300,8 @@ class View:
 
 
 def show_until_ctrl_c(read: Callable[[], Found], *, together: bool) -> None:
-    """Show what `read` finds, again and again; as plain lines where nothing can be redrawn.
-
-    There it ends when the runs do. Raises `RunError` if even the first look fails.
-    """
+    """Show what `read` returns until Ctrl-C; where the terminal cannot redraw, as plain lines until
+    all runs are over. Raises `RunError` if the first read fails."""
     first = read()
     watcher = Watcher(read)
     watcher.last = Look(first, time.monotonic())
@@ -329,9 +319,9 @@ def _draw(watcher: Watcher, console: Console, *, together: bool) -> None:
     shown = View(watcher, together=together)
     try:
         with Live(shown, console=console, screen=True, refresh_per_second=2):
-            while True:  # the view is drawn by a thread: also when the terminal changes its size
+            while True:  # `Live` draws in a thread, also after a change of size
                 watcher.wait(3600.0)
-    finally:  # what was seen last stays, as the screen goes back
+    finally:  # the last view stays after the screen is restored
         console.print(View(watcher, together=together, whole=True))
 
 

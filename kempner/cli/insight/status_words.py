@@ -1,4 +1,4 @@
-"""The status of a run in words: names and values, and one line."""
+"""The status of a run as text: rows of names and values, and one line."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kempner.run.output.units import count, name_or_count
 
 UNKNOWN = "-"
 
-SHOWN_GROUPS = 8  # places of ranks that are shown
+SHOWN_GROUPS = 8  # most groups of ranks shown
 
 _DAY = 86400.0
 
 
 def rows(name: str, status: Status) -> Iterator[tuple[str, str]]:
-    """All that is to be shown of a run, by name; a name may come again."""
+    """Name and value of each row; names may repeat."""
     yield "run", name or "none yet"
     if status.job is not None:
         yield from job_rows(status.job)
@@ -46,7 +46,7 @@ def facts(status: Status) -> Iterator[tuple[str, str]]:
     if (allocation := allocation_left(status)) is not None:
         yield "allocation", allocation
     deadline, job = status.outlook.deadline, status.job
-    end_of_job = None if job is None or job.preempted else job.ends_at  # "allocation" tells of it
+    end_of_job = None if job is None or job.preempted else job.ends_at  # shown as "allocation"
     if deadline is not None and deadline.time != end_of_job:
         left = deadline.time - status.now
         when = f"in {duration(round(left))}" if left > 0 else f"{duration(round(-left))} ago"
@@ -100,13 +100,13 @@ def speed(progress: RunProgress) -> str:
     return ", ".join(said)
 
 
-_WORTH_TELLING = 0.05  # share of the time of steps that goes into waiting, from which on it is told
+_WORTH_TELLING = 0.05  # share of time spent waiting above which it is shown
 
 _WAITED = {"others": "other ranks"}
 
 
 def allocation_left(status: Status) -> str | None:
-    """When the job ends, against the end of the run; None where there is no such end."""
+    """The time until the job ends, compared with the end of the run; None if unknown."""
     ends_at = None if status.job is None else status.job.ends_at
     if ends_at is None:
         return None
@@ -145,7 +145,7 @@ def describe_end(end: EndOfAttempt) -> str:
 
 
 def moment(time: float, now: float) -> str:
-    """A time of day here, with its date if that is not today's."""
+    """A local time of day, with its date if that is not today."""
     there, today = datetime.fromtimestamp(time), datetime.fromtimestamp(now)
     if there.date() == today.date():
         return f"{there:%H:%M:%S}" if abs(now - time) < 3600 else f"{there:%H:%M}"
@@ -153,7 +153,7 @@ def moment(time: float, now: float) -> str:
 
 
 def numbers(status: Status) -> dict[str, str | None]:
-    """Each as short as can be, by the head of its column; None for what is not known."""
+    """Short values by the head of their column; None where unknown."""
     progress, done_at = status.progress, status.outlook.done_at
     rate = progress.pace.tokens_per_second if status.doing.activity.is_live else None
     return {

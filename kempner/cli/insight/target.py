@@ -1,4 +1,4 @@
-"""What a person calls a run: its directory, its name, or the Slurm job that it is in."""
+"""Finds the run that a user names by its directory, its name, or its Slurm job."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kempner.insight.status.runs import find_runs, places
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.run_dir import RunDirectory
 
-RUN = "A run's directory or name, or its Slurm job."  # the help of an argument that `run_of` takes
+RUN = "A run's directory or name, or its Slurm job."  # help of an argument for `run_of`
 
 RUN_METAVAR = "RUN_DIR|JOBID"
 
 
 def is_job(target: str) -> bool:
-    """Whether this is a Slurm job, or an element of an array, and not a file of that name."""
+    """Whether this is the id of a Slurm job or array element, and not a path."""
     return bool(re.fullmatch(r"\d+(_\d+)?", target)) and not Path(target).exists()
 
 
@@ -38,7 +38,7 @@ def named_run(target: str) -> RunDirectory:
 
 
 def run_of(target: str, within: float = SHORTLY) -> RunDirectory:
-    """The run with this directory, name or job, which has begun. Raises `UsageError`."""
+    """The run with this directory, name or job. Raises `UsageError` if there is none yet."""
     if not is_job(target):
         return named_run(target)
     run = find_run(target, find_runs(places(Path())), within)

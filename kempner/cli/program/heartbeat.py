@@ -1,4 +1,4 @@
-"""`kempner heartbeat`: a program in any language says how far it is."""
+"""`kempner heartbeat`: a program in any language reports its progress."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ def heartbeat(
         bool, typer.Option("--complete", help="The run is complete: it is not requeued.")
     ] = False,
 ) -> None:
-    """Say from within a supervised program how far it is, so that a hang is noticed.
-
-    It is enough if one rank says so, every minute or so. `echo STEP > "$KEMPNER_HEARTBEAT_FILE"`
-    does the same. Outside of `kempner supervise` it does nothing.
-    """
+    """Report the progress of a supervised program, so that a hang is noticed. One rank, about once
+    a minute, is enough. `echo STEP > "$KEMPNER_HEARTBEAT_FILE"` does the same. Outside of `kempner
+    supervise` it does nothing."""
     if step is None and not complete:
         raise UsageError("say something: --step N, --complete, or both")
     if (path := path_in(os.environ)) is None:
@@ -34,6 +32,6 @@ def heartbeat(
     try:
         write(path, Heartbeat(step, complete))
     except OSError as error:
-        # Whatever calls this, perhaps under `set -e`, must not fail for want of it.
+        # The calling script, perhaps under `set -e`, must not fail because of this.
         reason = f"{HEARTBEAT_FILE}={path} cannot be written: {error.strerror}"
         typer.echo(f"kempner: {reason}", err=True)

@@ -146,7 +146,7 @@ def limit(
 
 @fault.command()
 def lose(node: Node, folder: Folder = None) -> None:
-    """NODE loses its power: its processes end without a word to the controller."""
+    """NODE loses its power: its processes end, and the controller hears nothing."""
     lab = _with_node(folder, node)
     lab.power_off(node)
     typer.echo(
@@ -192,7 +192,7 @@ def _option(folder: Path | None) -> str:
 
 
 def _shown(words: str, folder: Path | None) -> str:
-    """The command line that says `words` to this lab."""
+    """The command line for `words` in this lab."""
     first, _, rest = words.partition(" ")
     if first == "fault":
         return f"kempner lab {words}{_option(folder)}"

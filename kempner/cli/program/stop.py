@@ -1,4 +1,4 @@
-"""`kempner stop`: a run stops with a checkpoint, and does not come back by itself."""
+"""`kempner stop`: stops a run with a checkpoint, and without a requeue."""
 
 from __future__ import annotations
 
@@ -62,10 +62,8 @@ def _works(activity: Activity) -> bool:
 
 
 def _is_cancelled_in_queue(job: str, *, began: bool) -> bool:
-    """Cancel a job that waits for its first start or, if it `began` before, for another one.
-
-    Returns whether it does. Where Slurm says nothing, what is known here decides.
-    """
+    """Cancel a job that waits for its first start or, if it `began` before, for a restart; returns
+    whether it was waiting. False also if Slurm does not answer."""
     try:
         state = scontrol.job_state(job)
         if not state.queued or began is not (state.restarts > 0):
@@ -77,7 +75,7 @@ def _is_cancelled_in_queue(job: str, *, began: bool) -> bool:
 
 
 def _ask(run: RunDirectory) -> bool:
-    """Whether it was not asked before. Raises `RunError`."""
+    """Ask the run to stop; False if it was asked before. Raises `RunError`."""
     try:
         return ask_to_stop(run.supervisors)
     except OSError as error:
@@ -97,7 +95,7 @@ def _cancel(run: RunDirectory, status: Status) -> ExitCode:
 
 
 def _wait(run: RunDirectory, follower: RunFollower) -> ExitCode:
-    """Follow the run until it is over; a supervisor that has taken its place is asked, too."""
+    """Wait until the run is over; asks a new supervisor, too."""
     while True:
         time.sleep(_LOOK)
         status = follower.read()

@@ -1,6 +1,6 @@
-"""A program of one's own: `kempner wrap` makes its batch script survive time limits, preemption and
-crashes; `kempner rehearse` shows whether it comes back exactly after a stop and a kill.
-"""
+"""Commands for a user's own program: `kempner wrap` makes its batch script survive time limits,
+preemption and crashes; `kempner rehearse` shows whether it resumes exactly after a stop and a
+kill."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _wrap(
 
 
 def _carry_out(script: Path, output: Path | None, text: bytes) -> str:
-    """Write the new script to `output`, or in the place of the old one; what was done."""
+    """Write the new script to `output`, or replace the old one; returns what was done."""
     kept = script.with_name(f"{script.name}.bak")
     target, new = (script, kept) if output is None else (output, output)
     if new.exists():
@@ -89,10 +89,8 @@ def _carry_out(script: Path, output: Path | None, text: bytes) -> str:
 
 
 def _check(script: Path, found: Wrapped) -> str:
-    """What sbatch says of the new script, submitted from where the old one would be.
-
-    Raises `UsageError` if it would refuse it.
-    """
+    """Have `sbatch --test-only` check the new script; returns the result in words. Raises
+    `UsageError` if sbatch would refuse it."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / script.name
         copy.write_bytes(found.text)

@@ -1,4 +1,4 @@
-"""Gathers the facts about a run that is to be, and has each of them judged."""
+"""Gathers the facts about a planned run, and checks each."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from kempner.run.process.exit_codes import RunError
 from kempner.run.record.run_dir import RunDirectory
 
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
-"""By which the libraries of Hugging Face are told that there is no network."""
+"""Variables that make Hugging Face's libraries work without a network."""
 
 
 @dataclass(frozen=True)
 class Supervisor:
     """What only the supervisor knows: whether it would start a run (`ready` raises `RunError` with
-    a sentence), and how long before a job's end it stops, by the seconds that a save takes."""
+    a sentence), and how long before a job's end it stops (`lead`)."""
 
     ready: Callable[[], object]
     lead: fit.Lead
@@ -49,8 +49,8 @@ class Supervisor:
 
 @dataclass(frozen=True)
 class Examination:
-    """What to examine: a configuration, its ranks, and its `allocation` (None before a launch);
-    `plan` is the batch script's."""
+    """What to examine: a configuration, its ranks, its `allocation` (None outside of the job), and
+    the `plan` of its batch script."""
 
     config: Config
     run: RunDirectory
@@ -64,21 +64,21 @@ class Examination:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """All nodes that are asked; none before a launch, where this machine is."""
+        """All nodes that are probed; empty without an allocation, when only this machine is."""
         allocation = self.allocation
         return () if allocation is None else (*allocation.nodes, *allocation.spare)
 
     @property
     def elsewhere(self) -> bool:
-        """Whether it is to run on other machines than those that are asked: a login node may have
-        other limits, interfaces and GPUs."""
+        """Whether it will run on other machines than the probed one: a login node may have other
+        limits, interfaces and GPUs."""
         return self.plan is not None and self.allocation is None
 
 
 @dataclass(frozen=True)
 class _Folders:
-    """What is known before the nodes are asked: of the run's directory and of its data; a model's
-    `vocab_size` is None where it is not known."""
+    """Facts about the run's directory and data, known before the nodes are probed; `vocab_size` is
+    the model's, None if unknown."""
 
     state: RunState
     disk: Disk
@@ -99,7 +99,7 @@ class _Facts(_Folders):
 
 
 Looking = Callable[[str], AbstractContextManager[None]]
-"""Says what is looked at, for as long as that takes."""
+"""Shows what is being examined, for the duration of the block."""
 
 
 def examine(
@@ -108,7 +108,7 @@ def examine(
     environ: Mapping[str, str] = os.environ,
     looking: Looking = lambda _: nullcontext(),
 ) -> Iterator[Finding]:
-    """All findings, each as soon as it is known, in the order in which one reads them."""
+    """Yield all findings, each as soon as it is known, in reading order."""
     yield finding("configuration", passed("it is valid"))
     with looking("looking at the run's directory and its data"):
         folders = _look_at_folders(examination)
@@ -149,7 +149,7 @@ def _ask(
         except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
             asking.set_exception(error)
 
-    # Not of a pool, whose threads are waited for at the end, also after a Ctrl-C.
+    # Not a pool: Python joins a pool's threads at exit, even after a Ctrl-C.
     threading.Thread(target=ask_slurm, name="slurm", daemon=True).start()
     with looking(f"asking {who} about storage, network, GPUs and the import of torch"):
         survey = survey_here(wanted) if allocation is None else survey_nodes(wanted, allocation)
@@ -161,7 +161,7 @@ def _ask(
 def _wanted(
     examination: Examination, folders: _Folders, environ: Mapping[str, str]
 ) -> NodeQuestions:
-    """What to ask the nodes. Where a run is going on its storage is left in peace."""
+    """What to ask the nodes; without a write test if the run may be running."""
     config = examination.config
     shared = dict.fromkeys((folders.disk.existing, str(nearest(examination.run.path))))
     details = DetailQuestion(
@@ -178,7 +178,7 @@ def offline(environ: Mapping[str, str]) -> list[str]:
 
 
 def _cache(environ: Mapping[str, str]) -> str:
-    """Where the libraries of Hugging Face keep what they have: HF_HUB_CACHE, HF_HOME, and so on."""
+    """The cache of Hugging Face's libraries: HF_HUB_CACHE, HF_HOME, and so on."""
     home = environ.get("XDG_CACHE_HOME") or str(Path(environ.get("HOME") or "/") / ".cache")
     base = environ.get("HF_HOME") or str(Path(home) / "huggingface")
     return environ.get("HF_HUB_CACHE") or str(Path(base) / "hub")
@@ -197,7 +197,7 @@ def _ask_slurm(examination: Examination) -> tuple[SlurmFacts | None, fit.JobFact
             return SlurmFacts(controller=str(error)), job
         partition = state.nodes.partition
         job = fit.JobFacts(state.may_requeue, state.times.limit, state.batch)
-    # A run that needs no Slurm does not wait for one that is not there.
+    # A run without Slurm does not wait for one that does not answer.
     return look_at_slurm(partition, SHORTLY if examination.uses_slurm else 0.0), job
 
 
@@ -273,7 +273,7 @@ def _about_nodes(examination: Examination, facts: _Facts) -> Iterator[Finding]:
         yield finding("nodes", skipped(where))
         return
     yield from nodes.check_interfaces(survey.answers)
-    if facts.state.running is False:  # or the run itself has them
+    if facts.state.running is False:  # otherwise the run itself may use them
         section = config.supervise
         free = 0 if section.ports is None else sum(map(_is_free, section.ports))
         wanted = None if section.ports is None else section.control_ports
@@ -286,7 +286,8 @@ def _about_nodes(examination: Examination, facts: _Facts) -> Iterator[Finding]:
 
 
 def _size(examination: Examination, facts: _Facts) -> int | None:
-    """By the model's sizes; of a model of the user's own, as large as the newest one there."""
+    """The size of a checkpoint by the model's sizes; for a user's own model that of the newest
+    one."""
     size = None
     if facts.vocab_size is not None:
         size = checkpoint_bytes(examination.config, facts.vocab_size)
@@ -294,7 +295,7 @@ def _size(examination: Examination, facts: _Facts) -> int | None:
 
 
 def _is_free(port: int) -> bool:
-    """It is bound for a moment, as the supervisor would bind it."""
+    """Bind the port for a moment, as the supervisor would."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

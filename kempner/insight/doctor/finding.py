@@ -1,7 +1,5 @@
-"""What a check has found: a level and one sentence.
-
-Findings as a table: in colours at a terminal, in plain lines elsewhere.
-"""
+"""The findings of checks, each a level and a sentence, and their output: a coloured table on a
+terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ T = TypeVar("T")
 
 
 class Level(StrEnum):
-    """How bad it is; only FAIL keeps a run from starting, or from coming back."""
+    """Severity; only FAIL keeps a run from starting or resuming."""
 
     PASS = "pass"
     SKIPPED = "skipped"
@@ -29,7 +27,7 @@ class Level(StrEnum):
 
 
 class CheckOutcome(NamedTuple):
-    """What one look at one thing says: `sentence` names what, where, and what to do."""
+    """The result of a check; `sentence` says what, where, and what to do."""
 
     level: Level
     sentence: str
@@ -37,8 +35,7 @@ class CheckOutcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """An outcome of the check called `check`; `nodes` are those that it is true of, none where it
-    is not about nodes."""
+    """An outcome of the check called `check`; `nodes` are the nodes concerned, if any."""
 
     check: str
     level: Level
@@ -54,17 +51,17 @@ def passed(sentence: str) -> CheckOutcome:
 
 
 def skipped(sentence: str) -> CheckOutcome:
-    """The check could not be made, or need not be."""
+    """The check was impossible or unnecessary."""
     return CheckOutcome(Level.SKIPPED, sentence)
 
 
 def warn(sentence: str) -> CheckOutcome:
-    """A run can start, and may suffer."""
+    """A run can start, but may have problems."""
     return CheckOutcome(Level.WARN, sentence)
 
 
 def fail(sentence: str) -> CheckOutcome:
-    """A run cannot start, or cannot go on after an interruption."""
+    """A run cannot start, or cannot resume after an interruption."""
     return CheckOutcome(Level.FAIL, sentence)
 
 
@@ -78,10 +75,8 @@ def per_node(
     judge: Callable[[T], CheckOutcome],
     name: Callable[[T], str] = attrgetter("node"),
 ) -> list[Finding]:
-    """Judge each node's answer; nodes of which the same is true share a finding.
-
-    So do all that are well, whatever their numbers: the first of them speaks for them.
-    """
+    """Judge each node's answer. Nodes with the same outcome share a finding, and so do all that
+    pass, with the first one's sentence."""
     found: dict[CheckOutcome, list[str]] = {}
     well: CheckOutcome | None = None
     for answer in answers:
@@ -98,14 +93,14 @@ def worst(findings: Iterable[Finding | CheckOutcome]) -> Level:
 
 _STYLES = {Level.PASS: "green", Level.SKIPPED: "dim", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
-_SHOWN_NODES = 4  # nodes that are named; of more, how many
+_SHOWN_NODES = 4  # nodes that are named; the others are counted
 
 
 _WIDTH = 15  # characters of the longest name of a check
 
 
 def where(finding: Finding, asked: Collection[str]) -> str:
-    """The nodes that a finding is about, before its sentence; empty if all that were `asked`."""
+    """The prefix with a finding's nodes; empty if they are all that were `asked`."""
     nodes = finding.nodes
     if not nodes or len(asked) < 2 or {*asked} == {*nodes}:
         return ""
@@ -114,7 +109,7 @@ def where(finding: Finding, asked: Collection[str]) -> str:
 
 
 def lines(findings: Iterable[Finding], asked: Collection[str]) -> Iterator[str]:
-    """One line for each finding, as it comes, and one for all; `asked` are all nodes."""
+    """Yield a line for each finding as it comes, and a summary; `asked` are all nodes."""
     told = []
     for each in findings:
         told.append(each)

@@ -1,6 +1,6 @@
-"""Where metrics can go: TensorBoard, Weights & Biases, a file for Prometheus, OpenTelemetry.
+"""Exporters of metrics: TensorBoard, Weights & Biases, a file for Prometheus, OpenTelemetry.
 
-Each is imported when it is opened, so that only what is used has to be installed.
+Each imports its library when it is opened, so that only those in use must be installed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class TensorBoard:
-    """An event file in `folder`. Steps that an attempt takes back disappear from the curves.
+    """An event file in `folder`. Steps that a later attempt repeats disappear from the curves.
 
-    TensorBoard drops what it has read of a step and later ones when it meets a session that starts
-    with that step, as after the `purge_step` of its writers.
+    TensorBoard drops a step and later ones when it reads a session that starts with that step, as
+    with `purge_step` of its writers.
     """
 
     at_once = MOST_AT_ONCE
@@ -42,7 +42,7 @@ class TensorBoard:
         except ImportError:
             raise missing("tensorboard") from None
         self._file = EventFileWriter(str(folder))
-        if since.step:  # what was written after the last `write` that returned comes again
+        if since.step:  # points after the last completed `write` come again
             self._purge(since.step + 1, time.time())
 
     def write(self, points: Sequence[Point]) -> None:
@@ -70,8 +70,8 @@ class TensorBoard:
 class WandB:
     """One run of Weights & Biases, however often the training restarts.
 
-    Its steps only grow: a step that an attempt makes again is not logged a second time. Without
-    WANDB_MODE it is offline; `wandb sync` sends it from where there is a network.
+    Its steps only increase: a step that is repeated is not logged again. Without WANDB_MODE it is
+    offline; `wandb sync` uploads it from a machine with a network.
     """
 
     at_once = MOST_AT_ONCE
@@ -86,7 +86,7 @@ class WandB:
         folder.mkdir(parents=True, exist_ok=True)
         self._highest = since.step
         while list(folder.glob(f"wandb/*{time.strftime('%Y%m%d_%H%M%S')}*")):
-            time.sleep(0.1)  # a session of the same second would have the same folder
+            time.sleep(0.1)  # a session that began in the same second would share the folder
         self._run: Any = wandb.init(
             project=project,
             name=run.path.resolve().name,
@@ -108,7 +108,7 @@ class WandB:
 
 
 class Prometheus:
-    """A text file with the last numbers, for a node exporter's textfile collector."""
+    """A text file with the last values, for node exporter's textfile collector."""
 
     at_once = MOST_AT_ONCE
 
@@ -126,7 +126,7 @@ class Prometheus:
         replace_durable(self._file, text.encode(), unique="kempner")
 
     def close(self) -> None:
-        """The last numbers stay, and the time in them tells their age."""
+        """The file stays; its time shows its age."""
 
 
 _GAUGES = {
@@ -146,7 +146,7 @@ _GAUGES = {
 
 
 def prometheus_text(run: str, values: dict[str, float], given_up: bool) -> str:
-    """The exposition format of Prometheus, version 0.0.4; `given_up` is 1 when a person is needed.
+    """Prometheus's exposition format, version 0.0.4; its `given_up` is 1 if a person must act.
 
     See https://prometheus.io/docs/instrumenting/exposition_formats/.
     """
@@ -173,7 +173,7 @@ def split_set(name: str) -> tuple[str, str]:
 
 
 def _kept_id(path: Path) -> str:
-    """The run's id, made once: later exporters read it."""
+    """The run's id, created once and then read from `path`."""
     with suppress(FileExistsError), path.open("x") as file:
         file.write(secrets.token_hex(4))
     return path.read_text().strip() or secrets.token_hex(4)
@@ -184,7 +184,7 @@ def missing(package: str) -> UsageError:
 
 
 FROM_ENVIRONMENT = "env"
-"""In the place of a URL: the standard variables, OTEL_EXPORTER_OTLP_ENDPOINT for one, say it."""
+"""Instead of a URL: use the standard variables, such as OTEL_EXPORTER_OTLP_ENDPOINT."""
 
 _PATH = "/v1/metrics"
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -207,13 +207,10 @@ _OTEL_GAUGES = {
 
 
 class OpenTelemetry:
-    """Gauges with the time of each step.
+    """Gauges with the time of each step. A request that fails is sent again with the same times, so
+    that a collector which has stored it overwrites the same points."""
 
-    A request is taken as a whole or comes again, with the same times: a collector that has taken it
-    before overwrites the same points.
-    """
-
-    at_once = 256 * 1024  # about a megabyte of a request; collectors refuse large ones
+    at_once = 256 * 1024  # makes requests of about 1 MB; collectors refuse large ones
 
     def __init__(self, url: str, run: RunDirectory) -> None:
         try:
@@ -247,7 +244,7 @@ class OpenTelemetry:
 
 
 def endpoint_of(url: str) -> str | None:
-    """Where metrics go, for the base URL of a collector; None where the environment says it."""
+    """The endpoint for a collector's base URL; None if the environment has it."""
     if not re.match(COLLECTOR, url):
         raise UsageError(f"{url}, a collector of OpenTelemetry, {PATTERNS[COLLECTOR]}")
     if url != FROM_ENVIRONMENT:
@@ -263,7 +260,7 @@ def endpoint_of(url: str) -> str | None:
 
 
 def _resource(run: str) -> Resource:
-    """What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say comes first."""
+    """The resource; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
     ours = Resource.create({"service.name": "kempner", "service.instance.id": run})

@@ -1,6 +1,5 @@
-"""Follows metrics.jsonl: what is new in it, and what a later attempt has taken back, is handed on
-to an exporter, until told to stop.
-"""
+"""Follows metrics.jsonl, and passes new points to an exporter; marks where a later attempt repeats
+steps."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from kempner.run.process.durable_io import replace_durable
 from kempner.run.record.run_dir import RunDirectory
 
 MOST_AT_ONCE = 4 * 2**20
-"""Bytes that are read at once: a run of weeks must not fill the memory of who follows it."""
+"""Most bytes that are read at once, so that a run of weeks does not fill the memory."""
 
 _NAMES = {
     "loss": "train/loss",
@@ -33,12 +32,12 @@ _NAMES = {
     "eval_perplexity": "eval/perplexity",
     "eval_bits_per_byte": "eval/bits_per_byte",
 }
-"""Fields of a line, and what they are called where people look at them."""
+"""Fields of a line, and their names in exporters."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far a reader is: `offset` in bytes, the last step, and that of the last evaluation."""
+    """A reader's position: `offset` in bytes, last step, and step of the last evaluation."""
 
     offset: int = 0
     step: int = 0
@@ -47,12 +46,9 @@ class Position:
 
 @dataclass(frozen=True)
 class Point:
-    """The numbers of a step, or of an evaluation after it, by name. Those of a set of eval.sets are
-    `eval/SET/loss` and so on. `time` is in seconds since the epoch.
-
-    With `cut`, what was told of this step and later ones no longer holds: an attempt has gone back
-    before it.
-    """
+    """The values of a step, or of an evaluation after it, by name (`eval/SET/loss` for a set of
+    `eval.sets`). `time` is in seconds since the epoch. `cut`: this step repeats an earlier one, and
+    points of this step and later ones no longer count."""
 
     step: int
     time: float
@@ -63,10 +59,10 @@ class Point:
 
 
 def read_new(path: Path, since: Position, most: int = MOST_AT_ONCE) -> tuple[list[Point], Position]:
-    """The points of the whole lines after `since`, at most `most` bytes of them.
+    """The points of the complete lines after `since`, at most `most` bytes, and the new position.
 
-    Nothing if the file is not there. A file that is shorter than before is another one, and read
-    from its beginning. Raises `OSError` if it cannot be read.
+    Empty if the file is missing. A file that is shorter than before is a new one, and read from its
+    beginning. Raises `OSError` if it cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -78,13 +74,13 @@ def read_new(path: Path, since: Position, most: int = MOST_AT_ONCE) -> tuple[lis
     except FileNotFoundError:
         return [], since
     end = block.rfind(b"\n") + 1
-    whole = block[: end or (len(block) if len(block) == most else 0)]  # none is so long
+    whole = block[: end or (len(block) if len(block) == most else 0)]  # no line is so long
     points, step, evaluated = list[Point](), since.step, since.evaluated
     for line in whole.splitlines():
         if (point := _point(line)) is None:
             continue
         if point.evaluation:
-            if point.step > evaluated:  # one that is made up for after a resume is told once
+            if point.step > evaluated:  # an evaluation repeated after a resume is exported once
                 evaluated = point.step
                 points.append(point)
             continue
@@ -95,7 +91,7 @@ def read_new(path: Path, since: Position, most: int = MOST_AT_ONCE) -> tuple[lis
 
 
 def _point(line: bytes) -> Point | None:
-    """None for a line that is torn, or is not as kempner writes them."""
+    """Parse a line; None if it is torn, or not a line of kempner."""
     try:
         entry = from_json(line)
     except ValueError:
@@ -133,11 +129,11 @@ def _number(value: Any) -> float | None:
 
 
 class Exporter(Protocol):
-    """Takes the points of a run in their order.
+    """Takes the points of a run in order.
 
-    `write` returns when they are kept: an exporter that is opened again goes on after the last
-    `write` that returned. Each method may raise whatever the library behind it raises. `at_once`
-    are the bytes of metrics.jsonl that one `write` gets at most.
+    `write` returns when they are stored: an exporter that is opened again continues after the last
+    `write` that returned. Methods may raise any error of the library behind them. `at_once` is the
+    most bytes of metrics.jsonl for one `write`.
     """
 
     at_once: int
@@ -148,7 +144,7 @@ class Exporter(Protocol):
 
 
 PAUSE, LONGEST_PAUSE = 2.0, 60.0
-"""Seconds between two looks at the file, and at most between two tries while storage fails."""
+"""Seconds between two looks at the file, and the most between two attempts while it fails."""
 
 Opener = Callable[[Position], Exporter]
 
@@ -158,7 +154,7 @@ def kept_position(run: RunDirectory, kind: str) -> Path:
 
 
 def load_position(path: Path) -> Position:
-    """From the beginning if nothing is kept, or nothing that makes sense."""
+    """The stored position; the beginning if there is none, or it cannot be parsed."""
     try:
         return Position(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
@@ -168,11 +164,11 @@ def load_position(path: Path) -> Position:
 def follow(
     run: RunDirectory, kind: str, open_exporter: Opener, wait: Callable[[float], bool]
 ) -> bool:
-    """Export all that is there and, as long as `wait` returns False, what comes; whether the last
-    time did it.
+    """Export all points, and new ones until `wait` returns True; returns whether the last export
+    worked.
 
-    `wait` takes the seconds to wait and returns whether this was the last time. A failure is told
-    once, and the exporter is opened anew until it works: nothing is skipped.
+    `wait` takes the seconds to wait, and returns True if only one more export is wanted. A failure
+    is logged once, and the exporter is opened again until it works: nothing is skipped.
     """
     path = kept_position(run, kind)
     exporter: Exporter | None = None
@@ -192,14 +188,14 @@ def follow(
             pause = min(2 * pause, LONGEST_PAUSE)
         if last:
             break
-        last = wait(pause)  # what was written until now is handed on once more
+        last = wait(pause)  # points written until now are still exported
     if exporter is not None:
         exporter.close()
     return exporter is not None
 
 
 def hand_on(run: RunDirectory, exporter: Exporter, since: Position, kept: Path) -> Position:
-    """Export what is new; returns how far that is, which is kept, too."""
+    """Export new points; stores and returns the position after them."""
     while True:
         points, position = read_new(run.metrics, since, exporter.at_once)
         if position == since:

@@ -1,4 +1,4 @@
-"""The numbers of `metrics.jsonl`, read line by line into arrays: a million lines take 60 MB."""
+"""The values of `metrics.jsonl` as arrays, read line by line: a million lines take 60 MB."""
 
 from __future__ import annotations
 
@@ -28,15 +28,13 @@ _STEP_FIELDS = (
 
 
 _NUMBERS = frozenset((int, float))
-"""A million lines: that a bool is an int must not cost time."""
+"""For an exact type test, which is faster than `isinstance` and excludes bool."""
 
 
 @dataclass(frozen=True)
 class StepSeries:
-    """One entry per logged step, in the order of the file; NaN is what a line does not say.
-
-    `time` is in seconds since the epoch, `save_seconds` since the entry before.
-    """
+    """One entry per logged step, in the order of the file; NaN where a line has no value. `time` is
+    in seconds since the epoch, `save_seconds` counts from the entry before."""
 
     time: Numbers
     step: Numbers
@@ -48,17 +46,17 @@ class StepSeries:
     mfu: Numbers
 
     def of_attempt(self, number: int) -> Self:
-        """Those of one attempt, by time."""
+        """The entries of one attempt, by time."""
         chosen = np.flatnonzero(self.attempt == number)
         return self._take(chosen[np.argsort(self.time[chosen], kind="stable")])
 
     def last_times(self) -> dict[int, float]:
-        """When each attempt logged a step last."""
+        """The time of each attempt's last logged step."""
         numbers = np.unique(self.attempt[~np.isnan(self.attempt)])
         return {int(n): float(self.time[self.attempt == n].max()) for n in numbers}
 
     def last_of_each_step(self) -> Self:
-        """One entry a step, by step: of a step that was made twice the last one counts."""
+        """One entry for each step, sorted; for a repeated step the last one counts."""
         backwards = self.step[::-1]
         _, first = np.unique(backwards, return_index=True)
         return self._take(len(backwards) - 1 - first)
@@ -69,22 +67,20 @@ class StepSeries:
 
 @dataclass(frozen=True)
 class EvalSeries:
-    """Held-out losses in nats per token, by step; the last of each counts."""
+    """Held-out losses in nats per token, by step; the last one of each step counts."""
 
     step: Numbers
     loss: Numbers
 
 
 Evaluations = Mapping[str, EvalSeries]
-"""By the name of the held-out set; that of eval.dataset_path is empty, and always there."""
+"""By the name of the held-out set, which is empty for `eval.dataset_path`; that one always
+exists."""
 
 
 def read_series(path: Path) -> tuple[StepSeries, Evaluations]:
-    """The series of a file of metrics; empty ones if it is not there.
-
-    Lines that are torn, or are not as kempner writes them, are passed over. Raises `OSError` if the
-    file cannot be read.
-    """
+    """The series of a metrics file; empty if it is missing. Skips lines that are torn or not
+    kempner's. Raises `OSError` if the file cannot be read."""
     try:
         with path.open("rb") as file:
             return collect(file)
@@ -93,7 +89,7 @@ def read_series(path: Path) -> tuple[StepSeries, Evaluations]:
 
 
 def collect(lines: Iterable[bytes]) -> tuple[StepSeries, Evaluations]:
-    """The same from lines of JSON."""
+    """As `read_series`, from lines of JSON."""
     rows = array("d")
     evaluated: dict[str, dict[float, float]] = {"": {}}
     for line in lines:
@@ -104,7 +100,7 @@ def collect(lines: Iterable[bytes]) -> tuple[StepSeries, Evaluations]:
             if "loss" in entry and type(entry.get("time")) in _NUMBERS:
                 values: Iterable[Any] = map(entry.get, _STEP_FIELDS)
                 found = [value if type(value) in _NUMBERS else nan for value in values]
-                rows.extend(array("d", found))  # all of it, or nothing where one is too large
+                rows.extend(array("d", found))  # no partial row if one is too large
             else:
                 for name, loss in _losses(entry).items():
                     evaluated.setdefault(name, {})[float(entry["step"])] = loss

@@ -1,8 +1,5 @@
-"""The report of one run, as data: what the page shows and `--json` prints.
-
-What interrupted the run and what that cost, how long checkpoints took, which nodes failed, and what
-to change.
-"""
+"""The report of one run, as data for the page and `--json`: interruptions and their cost, save
+times, node failures, and advice."""
 
 from __future__ import annotations
 
@@ -39,10 +36,10 @@ from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.save_times import nearest_rank, young_interval
 
 MARGIN = 15.0
-"""Seconds that a stop needs beyond saves and steps: docs/slurm.md, "How early to warn"."""
+"""Seconds that a stop needs besides saves and steps: docs/slurm.md, "How early to warn"."""
 
 LEAST_HELD = 3600.0
-"""Seconds of machines held before the failures among them say how often one is to be expected."""
+"""Seconds that machines must be held before a failure rate is computed."""
 
 _WARNED = (StopReason.TIME_LIMIT, StopReason.PREEMPTION, StopReason.DEADLINE, StopReason.REQUEUE)
 
@@ -52,11 +49,9 @@ HOUR = 3600.0
 
 @dataclass(frozen=True)
 class InterruptionPlace:
-    """Where a run was interrupted. `rank` failed first, on `node`, if one did.
-
-    `step` is the last one that was made; `steps_lost` had to be made again, None where that is not
-    known: of a program that does not report, or before the run has gone on.
-    """
+    """Where a run was interrupted. `rank` failed first, on `node`, if one did. `step` is the last
+    completed one; `steps_lost` had to be repeated, None if unknown: the program does not report, or
+    the run has not resumed yet."""
 
     rank: int | None
     node: str
@@ -66,15 +61,15 @@ class InterruptionPlace:
 
 @dataclass(frozen=True)
 class Cost:
-    """What an interruption cost, in seconds of wall time, and in GPU hours on all ranks.
+    """The cost of an interruption, in seconds of wall time and in GPU hours on all ranks.
 
     It is the end of the attempt (`hung_seconds`, `stop_seconds`), the start of the next one
-    (`restart_seconds`), and the steps that were cut off or made again. In `away_seconds` (queued,
-    or not started) no machine was held.
+    (`restart_seconds`), and the steps that were cut off or repeated (`made_again_seconds`). During
+    `away_seconds` (queued, or not started) no machine was held.
 
-    `hung_seconds` begin with the last step. At their end are `still_seconds`, in which the
-    supervisor saw no rank move, and at the end of those `evidence_seconds`, in which it knew that
-    this is a hang and collected evidence; None if that is not known.
+    `hung_seconds` count from the last step. They end with `still_seconds`, in which the supervisor
+    saw no progress, and those with `evidence_seconds`, in which it collected evidence of the hang;
+    None if unknown.
     """
 
     hung_seconds: float
@@ -102,7 +97,7 @@ class Interruption:
 
 
 def interruptions_of(timeline: Timeline, dead: bool = False) -> list[Interruption]:
-    """Those of a run, in their order; of one that is `dead`, its last attempt has ended, too."""
+    """The interruptions of a run, in order; if it is `dead`, its last attempt has ended, too."""
     found: list[Interruption] = []
     front = 0
     for place, time in enumerate(timeline.attempts):
@@ -119,7 +114,7 @@ def _interruption(
 ) -> Interruption:
     following = later[0] if later else None
     facts, ready = time.facts, time.facts.ready_at is not None
-    # The next attempt that came to a step makes again what was lost.
+    # The next attempt that reached a step repeats what was lost.
     came = [each for each in later if each.facts.ready_at is not None]
     resumed = came[0] if came and ready else None
     kind, cause, detail, rank, node = cause_of(facts)
@@ -138,7 +133,7 @@ def _interruption(
 
 
 def _steps_lost(time: AttemptTime, resumed: AttemptTime | None) -> int | None:
-    if time.facts.ready_at is None:  # it had no step to lose, if it would have said so
+    if time.facts.ready_at is None:  # no step to lose, if it reports steps at all
         return None if time.facts.reports_nothing else 0
     again = None if resumed is None else resumed.facts.first_step
     if again is not None:
@@ -174,7 +169,7 @@ def _seconds(*pieces: Pieces) -> list[float]:
 
 
 def _after(following: AttemptTime | None) -> list[float]:
-    """Seconds of the next attempt that the interruption before it is to blame for."""
+    """Seconds of the next attempt that count as a cost of the interruption before it."""
     if following is None:
         return [0.0] * len(Category)
     seconds = _seconds(following.body)
@@ -185,7 +180,7 @@ def _after(following: AttemptTime | None) -> list[float]:
 
 @dataclass(frozen=True)
 class SaveDuration:
-    """Seconds from the call of a save to a durable checkpoint; None without a single one."""
+    """Seconds from the call of a save to a durable checkpoint; None without saves."""
 
     median: float | None
     p95: float | None
@@ -194,12 +189,9 @@ class SaveDuration:
 
 @dataclass(frozen=True)
 class SaveStatistics:
-    """The checkpoints of a run.
-
-    `held_up_seconds` is how long one held up training, in the mean. `window_seconds` is the
-    shortest time that was left when a stop with a deadline was asked for; `needed_seconds` what
-    such a stop takes at worst: a save under way, the last one, two steps, and a margin.
-    """
+    """The checkpoints of a run. `held_up_seconds` is the mean time that a save held up training,
+    `window_seconds` the shortest time that a stop with a deadline had, `needed_seconds` the longest
+    that such a stop takes: a save under way, the last one, two steps, and a margin."""
 
     committed: int
     failed: int
@@ -213,7 +205,7 @@ class SaveStatistics:
 
 @dataclass
 class Node:
-    """What happened on one node; `remarks` are sentences of the ledger, each once."""
+    """The events of one node; `remarks` are sentences of the ledger, without duplicates."""
 
     name: str
     failures: int = 0
@@ -223,7 +215,7 @@ class Node:
 
 @dataclass(frozen=True)
 class NodeUse:
-    """How many nodes were used, and those of which there is something to tell, the worst first."""
+    """The number of nodes used, and those with failures or remarks, the worst first."""
 
     used: int
     noted: Sequence[Node]
@@ -310,7 +302,7 @@ def _names(nodes: str | None) -> set[str]:
 def advise(
     timeline: Timeline, saves: SaveStatistics, interruptions: Sequence[Interruption], nodes: NodeUse
 ) -> list[Advice]:
-    """What the measurements of this run suggest; nothing that was not measured."""
+    """Advice from the measurements of this run alone."""
     seconds = timeline.seconds()
     held = sum(float(seconds[c]) for c in Category if c.holds_machines)
     failures = sum(i.kind.is_failure for i in interruptions)
@@ -370,12 +362,12 @@ def _spare_nodes(timeline: Timeline, nodes: NodeUse, held: float) -> Advice | No
 
 
 _UNSEEN = "in progress, or ended without a message"
-"""Where it cannot be seen whether a supervisor works on the run."""
+"""The state if it is unknown whether a supervisor is alive."""
 
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """How far a run came, and how it stands; what is not known is None."""
+    """A run's progress and state; None where unknown."""
 
     state: str
     step: int
@@ -390,7 +382,7 @@ class TrainingSummary:
 
 @dataclass(frozen=True)
 class Machines:
-    """The most ranks and nodes that an attempt had, `nodes` None if the ledger does not say."""
+    """The most ranks and nodes of an attempt; `nodes` is None if the ledger does not say."""
 
     ranks: int
     nodes: int | None
@@ -398,18 +390,16 @@ class Machines:
 
     @property
     def counted(self) -> str:
-        """Whose time is added up: that of GPUs, or of ranks without one."""
+        """What time is counted for: GPUs, or ranks without one."""
         return "rank" if self.device.startswith("cpu") else "GPU"
 
 
 @dataclass(frozen=True)
 class TimeSpent:
-    """Where the time went. `begin` and `end` are seconds since the epoch.
-
-    `seconds` and `gpu_hours` are by category; a rank counts as one GPU. `goodput` is the effective
-    training time ratio: training by the whole wall time. `while_held` is the same by the time in
-    which the job held its machines.
-    """
+    """Where the time went. `begin` and `end` are seconds since the epoch; `seconds` and `gpu_hours`
+    are by category, and a rank counts as one GPU. `goodput` is the effective training time ratio:
+    training time by wall time. `while_held` is training time by the time in which the job held its
+    machines."""
 
     begin: float
     end: float
@@ -445,7 +435,7 @@ class RunReport:
 
 @dataclass(frozen=True)
 class RunData:
-    """A run's report, and what its plots are drawn from."""
+    """A run's report, and the data of its plots."""
 
     report: RunReport
     timeline: Timeline
@@ -457,7 +447,7 @@ class RunData:
 def read_run(run: RunDirectory) -> RunData:
     """Read a run and account for its time.
 
-    Raises `UsageError` if there is none, `DataError` if a file of it cannot be read now.
+    Raises `UsageError` if there is none, `DataError` if one of its files cannot be read now.
     """
     if not run.ledger.is_file():
         raise UsageError(
@@ -486,7 +476,7 @@ def summarise(
     total: int | None,
     alive: bool | None = None,
 ) -> RunReport:
-    """The report of a run with at least one attempt; `alive` is whether anything works on it."""
+    """The report of a run with at least one attempt; `alive`: its supervisor is alive."""
     interruptions = interruptions_of(timeline, dead=alive is False)
     saves = saves_of(attempts, timeline)
     nodes = nodes_of(attempts)
@@ -527,7 +517,7 @@ def _time_spent(attempts: Sequence[AttemptFacts], timeline: Timeline) -> TimeSpe
 
 
 def _gpu_hours(timeline: Timeline) -> dict[str, float]:
-    """By category, on all ranks; none while no machine is held."""
+    """GPU hours by category, over all ranks; 0 while no machine is held."""
     total = dict.fromkeys((c.key for c in Category), 0.0)
     for time in timeline.attempts:
         ranks = time.facts.started.ranks

@@ -1,12 +1,7 @@
-"""Where the wall time went: a partition of it, each part by the records that tell of it.
+"""Where a run's wall time went: a partition into categories, from the run's records.
 
-Begin and end of an attempt, of a load, an evaluation, a hang or a wait come from the ledger; each
-step's time, and how long saves held it up, from the metrics. What no record explains stays
-unaccounted: nothing is made to fit.
-
-What a run's wall time went into: the categories, in the order in which they are shown.
-
-Pieces of time: arrays of begin, end and category, that do not overlap.
+The begin and end of attempts, loads, evaluations, hangs and waits come from the ledger; the time of
+steps, and how long saves held them up, from the metrics. Time without a record is unaccounted.
 """
 
 from __future__ import annotations
@@ -27,10 +22,8 @@ from kempner.run.record.save_times import nearest_rank
 
 
 class Category(IntEnum):
-    """One category, as a person reads it, and what it counts, from which records.
-
-    Each second of the wall time is in one at most. The rest is `UNACCOUNTED`.
-    """
+    """The categories in the order of the report, each with its label and meaning. Each second of
+    the wall time is in one at most; the rest is `UNACCOUNTED`."""
 
     label: str
     meaning: str
@@ -67,7 +60,7 @@ class Category(IntEnum):
 
     @property
     def key(self) -> str:
-        """As `--json` and the page's style sheet spell it."""
+        """The name in `--json` and in the page's style sheet."""
         return self.name.lower()
 
     @property
@@ -75,17 +68,17 @@ class Category(IntEnum):
         return self not in (Category.QUEUE, Category.IDLE)
 
 
-Span: TypeAlias = tuple[float, float, Category]  # begin, end and category of a piece of time
+Span: TypeAlias = tuple[float, float, Category]  # begin, end and category of a piece
 
 Part: TypeAlias = tuple[Category | NDArray[np.int64], Numbers]
 """A category, or one per interval, and its seconds in each interval."""
 
-LEAST = 1e-9  # pieces that are shorter, in seconds, are none
+LEAST = 1e-9  # seconds; shorter pieces are dropped
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Pieces by time. `begin` and `end` are seconds since the epoch."""
+    """Pieces of time that do not overlap, sorted. `begin` and `end` are seconds since the epoch."""
 
     begin: Numbers
     end: Numbers
@@ -93,7 +86,7 @@ class Pieces:
 
     @classmethod
     def of(cls, pieces: Iterable[Span]) -> Pieces:
-        """From (begin, end, category); what is empty is left out, neighbours become one."""
+        """Make pieces of spans; drops empty ones, and merges neighbours of one category."""
         kept = [(b, e, c) for b, e, c in pieces if e - b > LEAST]
         return cls(
             np.array([b for b, _, _ in kept], np.float64),
@@ -103,7 +96,7 @@ class Pieces:
 
     @classmethod
     def in_intervals(cls, bounds: Numbers, parts: Sequence[Part]) -> Pieces:
-        """Each interval between two of `bounds` is filled, from its begin, with `parts`."""
+        """Fill each interval between two of `bounds`, from its begin, with `parts`."""
         count = len(bounds) - 1
         seconds = np.stack([lengths for _, lengths in parts], axis=1)
         ends = bounds[:-1, None] + np.cumsum(seconds, axis=1)
@@ -131,7 +124,7 @@ class Pieces:
         return Pieces(self.begin[first], self.end[last], self.category[first])
 
     def seconds(self) -> Numbers:
-        """Of each category, by its number."""
+        """The seconds of each category, by its number."""
         return np.bincount(self.category, self.end - self.begin, len(Category)).astype(np.float64)
 
     def shares(self, bounds: Numbers) -> Numbers:
@@ -144,7 +137,7 @@ class Pieces:
 
 
 def _covered(begin: Numbers, end: Numbers, until: Numbers) -> Numbers:
-    """How many seconds before each time in `until` lie in one of these pieces, which are sorted."""
+    """For each time in `until`, the seconds before it that lie in one of these sorted pieces."""
     if not len(begin):
         return np.zeros(len(until))
     whole = np.concatenate(([0.0], np.cumsum(end - begin)))
@@ -166,13 +159,13 @@ def overlaps(bounds: Numbers, spans: Sequence[tuple[float, float]]) -> Numbers:
 
 
 STANDSTILL_STEPS, STANDSTILL_SECONDS = 10.0, 5.0
-"""The time of a step beyond this multiple of the usual, and beyond these seconds, is counted as a
-standstill. The same of a save: its storage stood still."""
+"""A step that takes more than this multiple of the usual time, and these seconds, counts as a
+standstill; a save that does, as a standstill of storage."""
 
 
 class _Medians(NamedTuple):
-    """The medians of the whole run, in seconds: of a step, and of a save until it is durable; NaN
-    if there is none."""
+    """The medians of the run, in seconds: of a step, and of a save until it is durable; NaN if
+    there is none."""
 
     step: float
     save: float
@@ -180,11 +173,10 @@ class _Medians(NamedTuple):
 
 @dataclass(frozen=True)
 class AttemptTime:
-    """The time of one attempt: until its last step, from there to its end, and to the next one.
-
-    `reached` is the last step that it made itself, 0 if it made none, and `made_again` how many it
-    made for the second time. `unit` is the median of a step, in seconds; NaN if none is known.
-    """
+    """The time of one attempt: until its last step (`body`), from there to its end (`tail`), and to
+    the next attempt (`gap`). `reached` is the last step that it made itself, 0 if none,
+    `made_again` the number of steps that it repeated, `unit` the median of a step in seconds, NaN
+    if unknown."""
 
     facts: AttemptFacts
     body: Pieces
@@ -213,7 +205,7 @@ class Timeline:
         return Pieces.chain([p for a in self.attempts for p in (a.body, a.tail, a.gap)])
 
     def seconds(self) -> Numbers:
-        """Of each category; what is left over is unaccounted."""
+        """The seconds of each category; the rest is unaccounted."""
         found = self.pieces.seconds()
         rest = self.end - self.begin - found.sum()
         found[Category.UNACCOUNTED] += max(0.0, rest)
@@ -250,7 +242,7 @@ def _account_attempt(
     usual: _Medians,
     unready: Category,
 ) -> AttemptTime:
-    """`unready` is what the time is of an attempt that does not say when its steps begin."""
+    """`unready` is the category of an attempt that does not report its first step."""
     end = facts.end if following is None else min(facts.end, following.begin)
     ready = facts.ready_at
     if ready is None or ready > end:
@@ -279,13 +271,13 @@ def _account_attempt(
 
 
 def _with_storage(facts: AttemptFacts, begin: float, end: float, category: Category) -> list[Span]:
-    """This time, but for what of it was spent waiting for storage, which comes last here."""
+    """This time as `category`, followed by the part of it that was spent waiting for storage."""
     waited = min(end - begin, float(overlaps(np.array([begin, end]), facts.storage_waits())[0]))
     return [(begin, end - waited, category), (end - waited, end, Category.STORAGE)]
 
 
 def _never_ready(facts: AttemptFacts, end: float, what: Category) -> list[Span]:
-    """An attempt that has not said that it began with a step; `what` it was until it ended."""
+    """The spans of an attempt without a reported step; `what` is the category until it ended."""
     if (hang := facts.hang()) is not None:
         found = min(hang.time, end)
         since = max(facts.begin, found - (hang.event.seconds or 0.0))
@@ -307,7 +299,7 @@ def _steps(
     front: int,
     usual: _Medians,
 ) -> tuple[Pieces, int, float]:
-    """The time between two logged steps, how many steps were made again, and what one takes."""
+    """The time between logged steps, the number of repeated steps, and the seconds of a step."""
     if len(times) < 2:
         return Pieces.of(()), 0, usual.step
     took = np.diff(times)
@@ -338,8 +330,8 @@ def _steps(
 
 
 def _stalled(facts: AttemptFacts, times: Numbers, saved: Numbers, usual: float) -> Numbers:
-    """Seconds, of those `saved` at the begin of each interval, in which storage stood still: what
-    saves took beyond the `usual`, of those that took far longer."""
+    """For each interval, the seconds of `saved` in which storage stood still: the time beyond the
+    `usual` of saves that took far longer."""
     found = []
     for entry in facts.all(CheckpointCommitted):
         if (took := entry.event.took) is None or entry.event.suspended:
@@ -363,10 +355,8 @@ def _evaluating(facts: AttemptFacts, times: Numbers) -> Numbers:
 def _explain(
     facts: AttemptFacts, times: Numbers, beyond: Numbers, normal: Numbers
 ) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], Numbers]:
-    """What the time is, between two logged steps, that goes `beyond` the usual; and how much.
-
-    Of an interval that is merely slow nothing: that is a step's time.
-    """
+    """The category and the seconds of the time `beyond` the usual between two logged steps. An
+    interval that is merely slow has none: that is the step's own time."""
     cause = np.full(len(beyond), int(Category.UNACCOUNTED), np.int64)
     far = beyond > np.maximum((STANDSTILL_STEPS - 1) * normal, STANDSTILL_SECONDS)
     extra = np.where(far, beyond, 0.0)
@@ -387,7 +377,7 @@ def _tail(
 ) -> list[Span]:
     """From the last logged step to the end of the attempt.
 
-    `unlogged` steps were made after it; it is `behind` if they had been made before.
+    `unlogged` steps were made after it; with `behind` they repeat earlier ones.
     """
     took = unit if np.isfinite(unit) else 0.0
     last = min(end, begin + unlogged * took)
@@ -417,7 +407,7 @@ def _ending(facts: AttemptFacts, begin: float, end: float, step_takes: float) ->
 
 
 def _gap(facts: AttemptFacts, end: float, following: AttemptFacts | None) -> list[Span]:
-    """From the end of an attempt to the begin of the next, or to the last that is known."""
+    """From the end of an attempt to the begin of the next, or to the last known event."""
     if following is None:
         last = max(end, *(entry.time for entry in facts.entries))
         return [(end, last, Category.STOP)]
@@ -428,13 +418,13 @@ def _gap(facts: AttemptFacts, end: float, following: AttemptFacts | None) -> lis
         return _with_storage(facts, end, following.begin, Category.START)
     before, after = facts.started, following.started
     same_job = before.job is not None and before.job == after.job
-    # Slurm puts a job back by itself, too, as after the loss of its first node.
+    # Slurm requeues jobs by itself, too, as after the loss of the first node.
     requeued = same_job and (after.restarts or 0) > (before.restarts or 0)
     return [(end, following.begin, Category.QUEUE if requeued else Category.IDLE)]
 
 
 def _unit(times: Numbers, steps: Numbers, saving: Numbers) -> float:
-    """The median of a step of the whole run, in seconds; NaN if there are not two."""
+    """The median seconds of a step of the whole run; NaN with fewer than two."""
     if len(times) < 2:
         return float("nan")
     made = np.diff(steps)

@@ -1,4 +1,4 @@
-"""What a run is doing now: one word, and how that is known."""
+"""What a run is doing now, decided from its facts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kempner.run.process.exit_codes import ExitCode
 from kempner.run.record.events import StopRequested
 
 SILENT_AFTER = 120.0
-"""Seconds after which a rank has called its supervisor, or never will: some programs do not."""
+"""Seconds within which a rank reports to its supervisor, unless its program never does."""
 
 
 class Activity(StrEnum):
@@ -27,21 +27,21 @@ class Activity(StrEnum):
     EVALUATING = "evaluating"
     SAVING = "saving"
     WAITING_FOR_STORAGE = "waiting for storage"
-    RUNNING = "running"  # its program does not say what it does
+    RUNNING = "running"  # its program does not report its phase
     STOPPING = "stopping"
     RESTARTING = "restarting"
     STOPPED = "stopped"
     FAILED = "failed"
     DEAD = "ended without a message"
-    """It has no owner: its supervisor was killed, or its machine is gone."""
+    """Its supervisor was killed, or its machine is gone."""
     GIVEN_UP = "given up"
     DONE = "completed"
     UNKNOWN = "running, or ended without a message"
-    """The ledger says no more, and whether the run has an owner cannot be seen."""
+    """The ledger has no end, and it is unknown whether the run has an owner."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more happens unless a person does something."""
+        """Whether nothing more happens until a person acts."""
         return self in (Activity.GIVEN_UP, Activity.DONE)
 
     @property
@@ -66,7 +66,7 @@ _LIVE = frozenset(
 
 
 class ActivityNote(NamedTuple):
-    """An activity, and a few words on why, or on how far it is; empty if nothing more is known."""
+    """An activity, with a reason or progress in a few words; empty if unknown."""
 
     activity: Activity
     reason: str = ""
@@ -174,7 +174,7 @@ def _by_phase(facts: RunFacts, last: AttemptFacts) -> ActivityNote:
 
 
 def _on_the_way(facts: RunFacts, last: AttemptFacts, phases: Collection[str]) -> ActivityNote:
-    """No rank has said that it begins with a step."""
+    """The activity before any rank has reported its first step."""
     if not phases:
         if facts.now - last.begin > SILENT_AFTER:
             return ActivityNote(Activity.RUNNING, "its program does not report steps")
@@ -197,7 +197,7 @@ _FIRST_PHASES = (
     (Phase.LOAD, Activity.LOADING, ""),
     (Phase.COMPILE, Activity.STARTING, ": the first step"),
 )
-"""What a rank goes through before it trains; the run is where its last rank is."""
+"""The phases before training; the run is in the phase of its last rank."""
 
 
 def _first_of(
@@ -210,7 +210,7 @@ def _first_of(
 
 
 def _describe_ranks(some: Sequence[RankPlace], ranks: Sequence[RankPlace]) -> str:
-    """Those ranks, or how many they are."""
+    """Name the ranks, or count them if the names are too long."""
     if len(some) == len(ranks):
         return "all ranks"
     return name_or_count(sorted(place.rank for place in some))

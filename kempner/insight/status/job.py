@@ -30,19 +30,17 @@ from kempner.run.record.run_dir import RUN_LINE, RunDirectory
 
 @dataclass(frozen=True)
 class Restarts:
-    """How often a job was put back into the queue, by each that counts; None where it is silent.
-
-    `launch` is what SLURM_RESTART_COUNT said to the last launch, `controller` the field Restarts of
-    `scontrol show job`, `accounting` the records of `sacct -D` but the first.
-    """
+    """How often a job was requeued, by three sources; None if unknown: `launch` is
+    SLURM_RESTART_COUNT at the last launch, `controller` the field Restarts of `scontrol show job`,
+    `accounting` the number of records of `sacct -D` minus one."""
 
     launch: int | None = None
     controller: int | None = None
     accounting: int | None = None
 
     def agree(self, waiting: bool) -> bool:
-        """Whether none contradicts another. A launch of a job that is `waiting` again came before
-        its last restart."""
+        """Whether the sources agree. If the job is `waiting` again, its last launch came before its
+        last restart."""
         launch = self.launch if self.launch is None else self.launch + waiting
         return len({launch, self.controller, self.accounting} - {None}) < 2
 
@@ -57,11 +55,9 @@ NO_ANSWER, FORGOTTEN = "Slurm does not answer", "unknown to Slurm"  # in place o
 
 @dataclass(frozen=True)
 class JobStatus:
-    """A job at a glance. `state`, `nodes` and `reason` are Slurm's words; times are seconds since
-    the epoch by the controller's clock, None for what is not set.
-
-    `begins_at` is when a job that waits is expected to start, `ends_at` the end of a running one.
-    """
+    """The state of a job. `state`, `nodes` and `reason` are Slurm's words; times are seconds since
+    the epoch by the controller's clock, None if not set: `begins_at` is the expected start of a
+    waiting job, `ends_at` the end of a running one."""
 
     job: str
     state: str
@@ -82,7 +78,7 @@ class JobStatus:
 
     @property
     def over(self) -> bool:
-        """Whether Slurm does nothing more with it; sacct says who has CANCELLED it."""
+        """Whether the job has ended; sacct adds a user to CANCELLED."""
         return self.state == FORGOTTEN or self.state.partition(" ")[0] in FINAL
 
     @property
@@ -99,7 +95,7 @@ class JobStatus:
 
     @property
     def why_waiting(self) -> str:
-        """What a job in the queue waits for, in Slurm's words, explained where they are short."""
+        """What a queued job waits for: Slurm's reason, with an explanation."""
         if self.held:
             return how_to_release(self.job, self.state, self.reason)
         words = _REASONS.get(self.reason, "")
@@ -115,17 +111,15 @@ _REASONS = {
     "PartitionDown": "the partition is down",
     "ReqNodeNotAvail": "a node that it needs is not available",
 }
-"""Slurm's reasons for which a job is pending: "JOB REASON CODES" in squeue(1)."""
+"""Slurm's reasons for a pending job: "JOB REASON CODES" in squeue(1)."""
 
 
 def find_run(
     job: str, runs: Sequence[RunDirectory], within: float = SHORTLY
 ) -> RunDirectory | None:
-    """The run of a job: the one of `runs` whose ledger knows it, or what the job's output names.
-
-    Slurm is asked for `within` seconds while it has no answer. None while the job is yet to begin
-    with a run. Raises `UsageError` if there is none.
-    """
+    """The run of a job: the one of `runs` whose ledger names the job, or the one that the job's
+    output names. Slurm is asked again for `within` seconds while it does not answer. None if the
+    job has not begun its run yet. Raises `UsageError` if there is none."""
     for run in runs:
         if knows_job(run, job):
             return run
@@ -153,10 +147,8 @@ def find_run(
 
 
 def knows_job(run: RunDirectory, job: str) -> bool:
-    """Whether a run's ledger says that this job has run it, or was submitted to go on with it.
-
-    Only its bytes are looked at, from its end.
-    """
+    """Whether a run's ledger names this job, as one that ran it or was submitted to resume it.
+    Searches the bytes from the end."""
     try:
         with run.ledger.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
             return content.rfind(f'job": "{job}"'.encode()) >= 0
@@ -165,7 +157,7 @@ def knows_job(run: RunDirectory, job: str) -> bool:
 
 
 def job_of(history: RunHistory) -> str | None:
-    """The job that runs, or will go on with, a run; None outside of Slurm."""
+    """The job that runs a run, or will resume it; None outside of Slurm."""
     job = None
     for event in history.events(AttemptStarted, Resubmitted):
         job = event.as_job if isinstance(event, Resubmitted) else event.job
@@ -175,16 +167,16 @@ def job_of(history: RunHistory) -> str | None:
 def read_job(
     job: str, history: RunHistory, accounting: bool = True, within: float = SHORTLY
 ) -> JobStatus:
-    """Ask Slurm, which forgets a job minutes after its end, and its accounting, which does not.
+    """Ask Slurm's controller, which forgets a job minutes after its end, and its accounting.
 
     The controller serves the whole cluster: it is asked once, and again only for `within` seconds
-    while it has no answer. `accounting` is whether that is asked not only of a job that the
-    controller has forgotten.
+    while it does not answer. Without `accounting`, the accounting is asked only about a job that
+    the controller has forgotten.
     """
     now, begins, forgotten = _controller(job, within)
     records: list[str] = []
     if accounting or forgotten:
-        with suppress(SlurmError):  # no accounts are kept
+        with suppress(SlurmError):  # no accounting
             records = scontrol.launches(job)
     launches = [event.restarts for event in history.events(AttemptStarted) if event.job == job]
     counts = Restarts(
@@ -208,13 +200,13 @@ def read_job(
 
 
 def _controller(job: str, within: float) -> tuple[JobState | None, float | None, bool]:
-    """The job and its StartTime; whether it is forgotten, where there is none."""
+    """The job and its StartTime, or None, and whether the controller has forgotten it."""
     try:
         fields = scontrol.show_job(job, within)
         return parse_job(fields), parse_time(fields.get("StartTime", "")), False
     except SlurmRefusedError:
         return None, None, True
-    except (SlurmError, ValueError):  # it cannot be asked from here, or not now
+    except (SlurmError, ValueError):  # no answer here, or not now
         return None, None, False
 
 
@@ -223,11 +215,8 @@ ASK_EVERY = 10.0
 
 
 class JobWatch:
-    """Asks Slurm about a run's job, now and then.
-
-    With `wait` its answer is waited for, and asked for again for `within` seconds; otherwise a
-    controller that is away holds nothing up.
-    """
+    """Asks Slurm about a run's job, now and then. With `wait`, `look` waits for the answer, and
+    asks again for `within` seconds; otherwise a controller that is away holds nothing up."""
 
     def __init__(
         self, job: str | None, *, accounting: bool = False, within: float = 0.0, wait: bool
@@ -238,7 +227,8 @@ class JobWatch:
         self._asking: threading.Thread | None = None
 
     def look(self, history: RunHistory) -> JobStatus | None:
-        """What Slurm has said, ten seconds ago at most; None outside of Slurm, or not yet."""
+        """Slurm's last answer, at most about `ASK_EVERY` seconds old; None outside of Slurm, or
+        before the first."""
         job = self.named or job_of(history)
         if job is None:
             return None

@@ -1,4 +1,4 @@
-"""Finds the user's runs here, and reads them all at once."""
+"""Finds the runs of a project, and reads them in parallel."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from kempner.run.process.exit_codes import RunError, cannot_read
 from kempner.run.record.run_dir import RunDirectory
 
 USUAL = "runs"  # the default of `run.dir`
-AT_ONCE = 8  # runs that are read at the same time
+AT_ONCE = 8  # runs read at the same time
 
 _CONFIGS = ("*.toml", "configs/*.toml", "configs/*/*.toml")
 
 
 def places(folder: Path) -> list[Path]:
-    """Where the runs of a project may be: `runs`, and each `run.dir` of its configurations."""
+    """The folders that may hold a project's runs: `runs`, and each `run.dir` of its
+    configurations."""
     found = [folder / USUAL]
     for pattern in _CONFIGS:
         for config in sorted(folder.glob(pattern)):
@@ -47,21 +48,21 @@ def find_runs(where: Iterable[Path]) -> list[RunDirectory]:
 
 
 class RunFollower:
-    """Reads one run again and again, and asks Slurm about `job`, or that which the run names."""
+    """Follows one run, and asks Slurm about its job."""
 
     def __init__(self, run: RunDirectory, job: JobWatch, *, patient: bool) -> None:
         self.run, self._job = run, job
         self._reader = RunReader(run, patient=patient)
 
     def read(self) -> Status:
-        """Its status now. Raises `RunError` if it cannot be read now."""
+        """The status now. Raises `RunError` if the run cannot be read now."""
         try:
             facts = self._reader.read()
         except OSError as error:
             raise cannot_read(self.run.ledger, error) from error
         status = summarise(facts)
         waits = status.doing.activity in (Activity.QUEUED, Activity.DEAD)
-        # Slurm may know more, but is not asked about the jobs of all runs that have ended.
+        # Slurm is asked only where it can add something, not about every run that has ended.
         if not (self._job.named or waits or facts.live.alive is not False):
             return status
         job = self._job.look(facts.history)
@@ -69,14 +70,14 @@ class RunFollower:
 
 
 class AllRuns:
-    """Reads all runs again and again; those that are new are found."""
+    """Follows all runs, including new ones."""
 
     def __init__(self, where: Sequence[Path], *, patient: bool) -> None:
         self._where, self._patient = where, patient
         self._followed: dict[Path, RunFollower] = {}
 
     def read(self) -> list[tuple[str, Status]]:
-        """Name and status of each: those that are live first, then by when they last moved."""
+        """Name and status of each run: live ones first, then by their last progress."""
         runs = find_runs(self._where)
         for run in runs:
             if run.path not in self._followed:
@@ -91,7 +92,7 @@ class AllRuns:
 def _read(follower: RunFollower) -> Status:
     try:
         return follower.read()
-    except RunError as error:  # the others can be
+    except RunError as error:  # others can still be read
         return summarise(RunFacts(now=time.time(), unread=(str(error),)))
 
 
@@ -102,6 +103,6 @@ def _order(named: tuple[str, Status]) -> tuple[bool, float, str]:
 
 
 def pending(job: JobWatch) -> Status:
-    """The status of a job that waits for its first start, and so has no run yet."""
+    """The status of a job that waits for its first start, before it has a run."""
     facts = RunFacts(now=time.time())
     return summarise(replace(facts, job=job.look(facts.history)))

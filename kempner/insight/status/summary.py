@@ -1,9 +1,5 @@
-"""The status of a run: what its facts come to.
-
-Where the ranks are, which of them is slow, and whom the others wait for.
-
-How far a run is and how fast it goes, from the last lines of its metrics.
-"""
+"""The status of a run, from its facts: what its ranks do, which one is slow or awaited by the
+others, its progress and speed by the last lines of its metrics, and what comes next."""
 
 from __future__ import annotations
 
@@ -31,14 +27,14 @@ from kempner.run.record.events import (
 from kempner.run.record.save_times import nearest_rank
 
 STANDS_OUT = 0.05
-"""By how much a rank's share of time at work must exceed the others' for it to be called slow."""
+"""How far a rank's share of time at work must exceed the others' to be called slow."""
 
 ENOUGH = 10.0  # seconds of work below which no rank is compared with another
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks, in ascending order, in the same place."""
+    """Ranks, in ascending order, with the same step, phase and storage problem."""
 
     ranks: tuple[int, ...]
     step: int
@@ -58,7 +54,7 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class SlowRank:
-    """The rank that works longest while the others wait for it; `node` where that is known."""
+    """The rank that the others wait for; `node` if known."""
 
     rank: int
     node: str | None
@@ -66,7 +62,7 @@ class SlowRank:
 
 
 def gather(places: Iterable[RankPlace]) -> tuple[RankGroup, ...]:
-    """Ranks in the same place together: thousands of them must fit on a screen."""
+    """Group ranks in the same place, so that thousands fit on a screen."""
     together: dict[tuple[int, str, str], list[int]] = {}
     for rank in places:
         together.setdefault((rank.step, rank.phase, rank.storage), []).append(rank.rank)
@@ -76,9 +72,8 @@ def gather(places: Iterable[RankPlace]) -> tuple[RankGroup, ...]:
 
 
 def slowest(places: Sequence[RankPlace], attempt: AttemptFacts | None) -> SlowRank | None:
-    """The slowest rank, if one stands out: by what the supervisor found, or by the time that each
-    rank has worked, and waited for others, since it began with its attempt.
-    """
+    """The slowest rank, if one stands out: the supervisor's straggler, or by the share of time that
+    each rank of the attempt has worked rather than waited for others."""
     if attempt is not None and (found := _straggler(attempt)) is not None:
         return SlowRank(found.rank, found.node, found.reason)
     shares = {p.rank: p.worked / (p.worked + p.waited) for p in places if p.worked >= ENOUGH}
@@ -93,7 +88,7 @@ def slowest(places: Sequence[RankPlace], attempt: AttemptFacts | None) -> SlowRa
 
 
 def _straggler(attempt: AttemptFacts) -> StragglerFound | None:
-    """The rank that the supervisor last named, unless it has said that it is as fast again."""
+    """The last straggler that the supervisor found, unless it has recovered."""
     found = None
     for entry in attempt.entries:
         match entry.event:
@@ -105,7 +100,7 @@ def _straggler(attempt: AttemptFacts) -> StragglerFound | None:
 
 
 def describe_waiting(places: Sequence[RankPlace]) -> str:
-    """What most ranks wait for others in, and for whom, while nothing moves; empty if none does."""
+    """What most ranks wait in, and for which ranks, during a standstill; empty if none waits."""
     waiting = Counter(place.waiting for place in places if place.waiting)
     if not waiting:
         return ""
@@ -120,17 +115,15 @@ def describe_waiting(places: Sequence[RankPlace]) -> str:
     return f"{told} for {name_or_count(behind)} (step {first.step}, {first.phase})"
 
 
-RECENT = 50  # logged steps of which the speed is the mean
+RECENT = 50  # logged steps over which speed is averaged
 
 
 @dataclass(frozen=True)
 class StepPace:
-    """How fast the last steps of the last attempt were made; what is not known is None.
-
-    `mfu` is the model FLOPs utilization (0 to 1), and `logged_every` the seconds from one logged
-    step to the next: medians, the others are means. `seconds_left` is until the last step. `waited`
-    has the shares (0 to 1) of their time that rank 0 waited, for `data`, `others` and `saves`.
-    """
+    """The speed of the last attempt's last steps; None where unknown. `mfu` is the model FLOPs
+    utilization (0 to 1) and `logged_every` the seconds between two logged steps, both medians; the
+    others are means. `seconds_left` counts to the last step. `waited` has the shares (0 to 1) of
+    time that rank 0 waited for `data`, `others` and `saves`."""
 
     tokens_per_second: float | None = None
     mfu: float | None = None
@@ -142,11 +135,9 @@ class StepPace:
 
 @dataclass(frozen=True)
 class RunProgress:
-    """The last logged step, of how many, and its loss; what is not known is None.
-
-    `logged_at` is in seconds since the epoch; losses are in nats per token. `eval_sets` has the
-    numbers of each set of eval.sets.
-    """
+    """The last logged step, the total number, and the loss; None where unknown. `logged_at` is in
+    seconds since the epoch; losses are in nats per token. `eval_sets` has the values of each set of
+    `eval.sets`."""
 
     step: int | None = None
     total: int | None = None
@@ -158,10 +149,8 @@ class RunProgress:
 
 
 def measure(lines: Iterable[Mapping[str, Any]], total: int | None) -> RunProgress:
-    """What the lines of the metrics come to; `total` is the number of steps of the whole run.
-
-    Lines that are not as kempner writes them are passed over.
-    """
+    """The progress by lines of metrics; `total` is the number of steps of the whole run. Skips
+    lines that are not kempner's."""
     told = [line for line in lines if _is_number(line.get("step"))]
     steps = [line for line in told if "loss" in line]
     held_out = [line["eval_loss"] for line in told if _is_number(line.get("eval_loss"))]
@@ -215,7 +204,7 @@ _WAITS = {"data": "data_seconds", "others": "wait_seconds", "saves": "save_secon
 
 
 def _waited(lines: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float]:
-    """What was waited for, as shares of the `seconds` in which the lines were written."""
+    """The times that rank 0 waited, as shares of the `seconds` that the lines cover."""
     found = {}
     for name, key in _WAITS.items():
         told = [line[key] for line in lines if _is_number(line.get(key))]
@@ -235,18 +224,17 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-SHOWN_ENDS = 5  # interruptions that are shown: the last ones
+SHOWN_ENDS = 5  # how many of the last interruptions are shown
 
 STILL_AFTER, STILL_FACTOR = 10.0, 5.0
-"""Seconds, and times the usual, without a new step after which waiting ranks are shown."""
+"""Waiting ranks are shown after these seconds, and this multiple of the usual time, without a
+step."""
 
 
 @dataclass(frozen=True)
 class EndOfAttempt:
-    """How an attempt ended before the run's last step: at `time` (Unix, seconds), and why.
-
-    `rank` failed first, on `node`, if one did.
-    """
+    """The end of an attempt before the run's last step, at `time` (Unix seconds). `rank` failed
+    first, on `node`, if one did."""
 
     attempt: int
     time: float
@@ -269,7 +257,7 @@ class AttemptStatus:
 
 @dataclass(frozen=True)
 class UpcomingEvent:
-    """What happens at `time` (Unix, seconds)."""
+    """`time` is in Unix seconds."""
 
     time: float
     what: str
@@ -277,9 +265,8 @@ class UpcomingEvent:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What comes next: `done_at` (Unix, seconds) is when the last step is made at the speed of the
-    last ones, `fits` whether that is before the job's end, and `deadline` the next one.
-    """
+    """What comes next: `done_at` (Unix seconds) is when the run completes at its current speed,
+    `fits` whether that is before the job's end, `deadline` the next deadline."""
 
     done_at: float | None
     fits: bool | None
@@ -288,9 +275,8 @@ class Outlook:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Ranks in the same place together, the slowest one if one stands out, and what has to happen
-    before they go on; empty while they do.
-    """
+    """The ranks in groups, the slowest one if one stands out, and what they wait for; empty if they
+    do not."""
 
     groups: tuple[RankGroup, ...]
     slowest: SlowRank | None
@@ -299,7 +285,7 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """A run by its facts. `ends` are the last interruptions, oldest first."""
+    """The status of a run. `ends` are the last interruptions, oldest first."""
 
     facts: RunFacts
     doing: ActivityNote
@@ -326,12 +312,12 @@ class Status:
         return curve(self.facts.metrics.lines, key)
 
     def later(self, seconds: float, *wrong: str) -> Status:
-        """The same, `seconds` after it was read, with what has gone wrong since."""
+        """The status `seconds` later, with sentences on what could not be read since (`wrong`)."""
         unread = (*self.facts.unread, *wrong)
         return replace(self, facts=replace(self.facts, now=self.now + seconds, unread=unread))
 
     def to_json(self) -> dict[str, Any]:
-        """As `--json` prints it; docs/status.md lists the keys."""
+        """The output of `--json`; docs/status.md lists the keys."""
         facts, progress, outlook = self.facts, self.progress, self.outlook
         found, pace = facts.checkpoint, progress.pace
         return {
@@ -384,7 +370,7 @@ def summarise(facts: RunFacts) -> Status:
     attempts = facts.attempts
     last = attempts[-1] if attempts else None
     progress = measure(facts.metrics.lines, facts.metrics.total_steps)
-    if progress.step is None:  # a program that writes no metrics may say how far it is
+    if progress.step is None:  # a program without metrics may report its step
         told = [p.step for p in facts.live.ranks] + [a.known_step for a in attempts]
         progress = replace(progress, step=max(told, default=0) or None)
     doing = decide(facts)
@@ -419,7 +405,7 @@ def _attempt(last: AttemptFacts) -> AttemptStatus:
 
 
 def _ends(attempts: Sequence[AttemptFacts], live: bool) -> tuple[EndOfAttempt, ...]:
-    """How attempts ended, but the last one as long as it goes on."""
+    """The ends of attempts, except a last one that still runs."""
     found = []
     for attempt in attempts:
         unfinished = attempt is attempts[-1] and not attempt.over and (live or not attempt.stopped)
@@ -448,13 +434,13 @@ def _outlook(
 
 _MOVING = (Activity.TRAINING, Activity.SAVING, Activity.EVALUATING)
 _BETWEEN_STEPS = (Activity.TRAINING, Activity.SAVING)
-"""What should not keep a run long from its next step; how long an evaluation takes is not known."""
+"""Activities that should soon lead to the next step; an evaluation may take any time."""
 
 
 def _deadline(
     facts: RunFacts, activity: Activity, last: AttemptFacts | None
 ) -> UpcomingEvent | None:
-    """The next moment at which something ends, whatever the ranks do."""
+    """The next event that does not depend on the ranks."""
     found = []
     if activity is Activity.STOPPING and last is not None and not last.over:
         asked = [e.time + e.event.seconds_left for e in last.all(StopRequested)]
@@ -469,7 +455,7 @@ def _deadline(
 
 
 def _waits_for(facts: RunFacts, activity: Activity, still: str) -> str:
-    """What has to happen before the run goes on; empty while it does."""
+    """What the run waits for; empty if it does not."""
     match activity:
         case Activity.QUEUED:
             return "" if facts.job is None else facts.job.why_waiting
@@ -485,7 +471,7 @@ def _waits_for(facts: RunFacts, activity: Activity, still: str) -> str:
 
 
 def _stands_still(facts: RunFacts, progress: RunProgress, last: AttemptFacts | None) -> str:
-    """For how long no step was logged, if that is long; empty if not."""
+    """How long no step was logged, in a sentence; empty if that is normal."""
     ready = 0.0 if last is None or last.ready_at is None else last.ready_at
     since = max(ready, progress.logged_at or 0.0)
     usual = progress.pace.logged_every
@@ -503,7 +489,7 @@ def _slow_storage(facts: RunFacts) -> str:
 
 
 def _last_ones(places: Sequence[RankPlace]) -> str:
-    """The ranks that are behind the others on their way in or out; empty if none is."""
+    """The ranks that are behind the others while starting or stopping; empty if none is."""
     order = {phase.value: number for number, phase in enumerate(Phase)}
     groups = sorted(gather(places), key=lambda group: (order.get(group.phase, 0), group.step))
     if len(groups) < 2 or len(groups[0].ranks) > len(places) // 2:

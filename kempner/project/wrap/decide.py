@@ -1,4 +1,4 @@
-"""Decides how a batch script becomes one that survives: edits with reasons, or why it is left."""
+"""Decides how a batch script is changed to survive: edits with reasons, or a refusal."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kempner.project.wrap.launchers import Kind, Start, kind_of, take_apart
 from kempner.project.wrap.shell import BACKGROUND, CannotWrapError, Command, Script, Word, parse
 
 WARNING = "B:SIGTERM@120"
-"""`--signal` where the script has none: to the batch process, two minutes before the end."""
+"""`--signal` for a script without one: to the batch process, two minutes before the end."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Bytes `start` to `end` of the script become `text`, because of `reason`."""
+    """Replace bytes `start` to `end` of the script by `text`, for this `reason`."""
 
     start: int
     end: int
@@ -29,7 +29,7 @@ class Change:
 
 
 def complete(directives: Directives) -> list[Change]:
-    """What the head of a script lacks for its job to be warned and to come back."""
+    """The options that a script's head lacks for its job to be warned and requeued."""
     changes, missing = list[Change](), list[tuple[str, str]]()
     told = "the job's log goes on where it was; it would be emptied at each start"
     wanted: Mapping[str, tuple[str, str]] = {
@@ -56,7 +56,7 @@ def complete(directives: Directives) -> list[Change]:
 
 
 def _to_batch(given: Option) -> list[Change]:
-    """Have a warning for the tasks reach the supervisor, which is the batch process."""
+    """Send a warning for the tasks to the batch process, the supervisor."""
     flags, colon, rest = given.value.rpartition(":")
     if colon and "B" in flags:
         return []
@@ -66,11 +66,11 @@ def _to_batch(given: Option) -> list[Change]:
 
 
 STOPS = ("TERM", "INT", "HUP", "USR1", "USR2")
-"""Signals, without `SIG`, that ask kempner for a stop."""
+"""Signals, without `SIG`, that make kempner stop."""
 
 
 def unknown_signal(directives: Directives) -> Option | None:
-    """A `--signal` that would not ask kempner for a stop."""
+    """A `--signal` that would not make kempner stop."""
     given = directives.last("signal")
     if given is None:
         return None
@@ -89,15 +89,15 @@ class Refused:
 
 @dataclass(frozen=True)
 class Wrapped:
-    """The script as it is to be; `reasons` are the lines that change in it, with why."""
+    """The new script; `reasons` are the lines that change, with the reason."""
 
     text: bytes
     reasons: tuple[tuple[int, str], ...]
 
 
 def wrap(text: bytes, python: str, file: str, line: int = 0) -> Wrapped | Refused:
-    """What becomes of a batch script, whose file is called `file`. `python` is the interpreter with
-    kempner. `line` is that of the training command, 0 to look for it."""
+    """Change the batch script `text`, whose file is called `file`. `python` is the interpreter with
+    kempner, `line` the line of the training command, 0 to find it."""
     try:
         return _wrap(text, python, file, line)
     except CannotWrapError as error:
@@ -172,7 +172,7 @@ def _check_job(asked: Directives) -> None:
 
 
 def _check_commands(commands: Sequence[Command]) -> None:
-    """Refuse what would come between kempner and the job."""
+    """Refuse commands that would interfere with kempner."""
     for command in commands:
         values = [word.value or word.source for word in command.words]
         if command.name == "trap" and (trapped := _trapped(values)):
@@ -196,7 +196,7 @@ def _check_commands(commands: Sequence[Command]) -> None:
 
 
 def _trapped(values: Sequence[str]) -> str:
-    """A stop signal that `trap` gives to a handler of the script's own; empty if it does not."""
+    """A stop signal for which `trap` sets a handler; empty if none."""
     if len(values) < 3 or values[1] in ("", "''", '""', "-"):
         return ""
     names = (value.upper().removeprefix("SIG") for value in values[2:])
@@ -205,7 +205,7 @@ def _trapped(values: Sequence[str]) -> str:
 
 
 def _training(script: Script, line: int) -> Command:
-    """The command to be supervised: the one in `line`, or the one that is likely to train."""
+    """The command to supervise: the one in `line`, or the one that probably trains."""
     if line:
         on_line = [c for c in script.commands if c.line == line]
         if not on_line:
@@ -230,7 +230,7 @@ def _training(script: Script, line: int) -> Command:
 
 
 def _check_place(command: Command) -> None:
-    """Refuse a command that cannot be the one that the job ends with."""
+    """Refuse a command in a place where it cannot be supervised."""
     where = f"line {command.line}"
     inside = command.within[-1] if command.within else ""
     if inside == "a pipe":
@@ -263,7 +263,7 @@ def _check_place(command: Command) -> None:
 
 
 def _check_arguments(command: Command, script: Script) -> None:
-    """Refuse what makes the command another one at each start: kempner knows a run by it."""
+    """Refuse arguments that change with each start: kempner identifies a run by its command."""
     for word in _program(command):
         if script.changes(word.source):
             raise CannotWrapError(
@@ -274,7 +274,7 @@ def _check_arguments(command: Command, script: Script) -> None:
 
 
 def _program(command: Command) -> Sequence[Word]:
-    """The words behind the script or module that the command starts."""
+    """The words after the script or module that the command starts."""
     for at, word in enumerate(command.words):
         if (word.value or "").endswith(".py") or word.value == "-m":
             return command.words[at + 1 :]
@@ -282,7 +282,7 @@ def _program(command: Command) -> Sequence[Word]:
 
 
 def _run_name(command: Command, start: Start, asked: Directives, file: str) -> str:
-    """What the run must be called, since its command has no script to name it after."""
+    """A name for the run if its command has no script to name it after; else empty."""
     kept = [word.value or "" for word in command.words if word.start >= start.kept]
     if any(word.endswith(".py") for word in kept):
         return ""
@@ -291,7 +291,7 @@ def _run_name(command: Command, start: Start, asked: Directives, file: str) -> s
 
 
 def _supervise(python: str, name: str, start: Start) -> str:
-    """kempner's own words, with a line for options that are long."""
+    """kempner's part of the command line, with long options on a line of their own."""
     words = [shlex.quote(python), "-m kempner supervise --launcher srun"]
     if name:
         words.append(f"--run.name={name}")
@@ -309,8 +309,8 @@ WAITING = """) &
 kempner=0; wait $! || kempner=$?
 while [ $kempner -gt 128 ] && kill -0 $! 2>/dev/null; do kempner=0; wait $! || kempner=$?; done
 [ $kempner -eq 0 ] || exit $kempner"""
-"""What follows a program that the script waits for. Each signal ends a `wait`; if the script ended
-before kempner, Slurm would kill it while it has the job requeued."""
+"""Waits for a program after which the script continues. Each signal ends a `wait`; if the script
+ended before kempner, Slurm would kill kempner while it requeues the job."""
 
 EXPLAINED = "kempner starts the ranks, stops them with a checkpoint and has the job requeued"
 
@@ -318,7 +318,8 @@ EXPLAINED = "kempner starts the ranks, stops them with a checkpoint and has the 
 def _supervised(
     command: Command, start: Start, supervise: str, script: Script, text: bytes
 ) -> list[Change]:
-    """Put kempner before the program, as the batch process or as one that hears its warnings."""
+    """Put kempner before the program: as the batch process, or as a child that gets its
+    warnings."""
     traps_exit = any(c.name == "trap" and len(c.words) > 2 for c in script.commands)
     own = "".join(f"{word} " for word in start.command)
     first = command.words[0].start
@@ -346,7 +347,7 @@ def _supervised(
 
 
 def _appending(command: Command) -> list[Change]:
-    """A file that the program's output goes to must keep what it said before a requeue."""
+    """Make redirections append, so that output from before a requeue stays."""
     longer = {">": ">>", "&>": "&>>", ">|": ">>"}
     return [
         Change(
@@ -361,7 +362,7 @@ def _appending(command: Command) -> list[Change]:
 
 
 def _apply(text: bytes, changes: Sequence[Change]) -> bytes:
-    """The script after all of them. Those at the same place are made in their order."""
+    """The script after all changes; those at the same place are applied in order."""
     made, at = b"", 0
     for change in sorted(changes, key=lambda each: (each.start, each.end)):
         made += text[at : change.start] + change.text.encode(errors="surrogateescape")

@@ -1,8 +1,7 @@
-"""What a batch script starts its ranks with: srun, torchrun, accelerate, or nothing but Python.
+"""Parses how a batch script starts its ranks: srun, torchrun, accelerate, or Python alone.
 
-Each is taken apart into the ranks that it starts on a node and the command that each of them is.
-What it is not certain of it refuses: a job that runs with other ranks than before is worse than one
-that is left alone.
+The result is the number of ranks per node and the command of each. Anything uncertain is refused: a
+job with other ranks than before is worse than an unchanged one.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _NEEDLESS = frozenset(
         *("overcommit", "disable-status", "constraint", "open-mode", "immediate"),
     )
 )
-"""Options of srun that kempner gives itself, or that the job has given already."""
+"""Options of srun that kempner sets itself, or that the job has already."""
 
 _BINDING = frozenset(
     (
@@ -42,7 +41,7 @@ _BINDING = frozenset(
         *("threads-per-core", "cpu-freq", "network", "switches"),
     )
 )
-"""Options that go on to the srun that kempner calls."""
+"""Options that are passed on to kempner's srun."""
 
 _FLAGS = frozenset(
     (
@@ -56,8 +55,8 @@ _VALUES = frozenset("-" + letter for letter, name in _SHORT.items() if name not 
 
 @dataclass(frozen=True)
 class Srun:
-    """`options` of srun by their long names, in the shell's words; `kept` are to be passed on; its
-    part of the command has `length` words."""
+    """An srun command: `options` by long name, in shell syntax, `kept` ones to pass on, and the
+    `length` of its part of the command in words."""
 
     options: Mapping[str, str]
     kept: tuple[str, ...]
@@ -65,7 +64,7 @@ class Srun:
 
 
 def after_options(values: Sequence[str | None]) -> int:
-    """How many of the words after `srun` are its options and their values."""
+    """The number of words after `srun` that are options and their values."""
     at = 0
     while at < len(values) and (word := values[at] or "").startswith("-"):
         long = word.startswith("--") and "=" not in word and word[2:] not in _FLAGS
@@ -103,8 +102,8 @@ def read_srun(words: Sequence[Word], values: Sequence[str | None]) -> Srun:
 
 
 def _option(source: str, following: Sequence[Word]) -> tuple[str, str, int]:
-    """Long name and value of an option, in the shell's words; how many of the `following` words
-    are its value."""
+    """Long name and value of an option, in shell syntax, and how many of the `following` words are
+    its value."""
     if source.startswith("--"):
         name, equals, value = source[2:].partition("=")
         if equals or name in _FLAGS:
@@ -128,7 +127,7 @@ _OF_JOB = re.compile(r'"?\$\{?SLURM_(NTASKS|NPROCS|NNODES|JOB_NUM_NODES|NTASKS_P
 
 
 def tasks(options: Mapping[str, str], asked: Directives) -> tuple[str, str]:
-    """Tasks that srun starts on each node, and nodes where those are not all of the job's."""
+    """The number of tasks per node, and of nodes (empty for all of the job's), that srun uses."""
     given = {name: value for name, value in options.items() if not _OF_JOB.fullmatch(value)}
     for name, value in given.items():
         if not value.isdecimal():
@@ -160,7 +159,7 @@ def tasks(options: Mapping[str, str], asked: Directives) -> tuple[str, str]:
 
 
 def one_process(asked: Directives) -> tuple[str, str]:
-    """A command of the batch script itself is one process, on the job's first node."""
+    """As `tasks`, for a command without launcher: one process, on the job's first node."""
     nodes = asked.number("nodes")
     if nodes is not None and nodes > 1:
         raise CannotWrapError(
@@ -172,7 +171,7 @@ def one_process(asked: Directives) -> tuple[str, str]:
 
 
 class Kind(IntEnum):
-    """What a command is; the greater ones are more likely to be the training."""
+    """The kind of a command; greater ones are more likely to be the training."""
 
     OTHER = 0
     PYTHON = 1
@@ -181,11 +180,10 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Start:
-    """How kempner is to start what a command starts. `command` are the words of a rank, in the
-    shell's words; `kept` is the byte of the script from which on they are as they were, after
-    `command`. `procs` are ranks per node, in the shell's words, empty for one on each GPU; `hosts`
-    are nodes, empty for all of the job's; `srun_args` are options for the srun that starts the
-    ranks."""
+    """How kempner starts the ranks of a command. `command` are the first words of a rank, in shell
+    syntax; they are followed by the script's own words from byte `kept` on. `procs` is the number
+    of ranks per node in shell syntax, empty for one per GPU, `hosts` the number of nodes, empty for
+    all of the job's; `srun_args` are options for the srun that starts the ranks."""
 
     command: tuple[str, ...]
     kept: int
@@ -195,7 +193,7 @@ class Start:
 
 
 _SKIPPED = ("exec", "time", "command")
-"""Words before a command that need not stay."""
+"""Words before a command that can be dropped."""
 
 _CARRIERS = frozenset(
     (
@@ -204,7 +202,7 @@ _CARRIERS = frozenset(
         *("nsys", "ncu", "strace", "nohup", "catchsegv", "shifter", "podman-hpc"),
     )
 )
-"""Commands that run another one, which is among their words."""
+"""Commands that run another one, given in their arguments."""
 
 _UTILITIES = frozenset(
     (
@@ -217,7 +215,7 @@ _UTILITIES = frozenset(
 """Commands that srun starts on the nodes before the training."""
 
 _MPI = ("mpirun", "mpiexec", "orterun", "horovodrun", "deepspeed", "jsrun", "aprun", "ibrun")
-"""Launchers whose ranks do not meet by torch's variables, or are started in a way of their own."""
+"""Launchers whose ranks do not use torch's variables, or are started in another way."""
 
 _NOT_TRAINING = ("pip", "venv", "ipykernel", "compileall", "http.server", "zipfile", "tarfile")
 _LAUNCHING = ("torch.distributed.run", "torch.distributed.launch", "torch.distributed.elastic")
@@ -271,7 +269,7 @@ def _ranks(
     *,
     by_srun: bool,
 ) -> Start:
-    """The ranks that these words start where `start` starts each of them once."""
+    """Complete `start` with the ranks that these words start, once for each of its tasks."""
     if not words:
         raise CannotWrapError("starts nothing")
     _check_mpi(values)
@@ -312,7 +310,7 @@ def _check_mpi(values: Sequence[str | None]) -> None:
 
 
 def _values(words: Sequence[Word], variables: Mapping[str, str]) -> list[str | None]:
-    """What the shell makes of words, where that is known."""
+    """The words' values in the shell, None where unknown."""
     return [w.value if w.value is not None else _of_variable(w, variables) for w in words]
 
 
@@ -327,7 +325,7 @@ def _base(word: str | None) -> str:
 
 
 def _core(values: Sequence[str | None]) -> int | None:
-    """The place of the command that is meant, behind those that only carry it."""
+    """The index of the actual command, after those that only run it."""
     for at, value in enumerate(values):
         name = _base(value)
         known = name in ("torchrun", "accelerate", *_MPI) or name.endswith(".py")
@@ -348,7 +346,7 @@ def _module(rest: Sequence[str | None]) -> str | None:
 
 
 def _launcher(values: Sequence[str | None]) -> tuple[str, int] | None:
-    """Which launcher of ranks these words begin with, and how many words name it."""
+    """The launcher with which these words begin, and the number of words for it."""
     name = _base(values[0])
     if name == "torchrun":
         return "torchrun", 1
@@ -387,7 +385,7 @@ _ACCELERATE_VALUES = frozenset(
 
 @dataclass(frozen=True)
 class _Read:
-    """The options of a launcher, by their long names, in the shell's words; `flags` have none."""
+    """The options of a launcher by long name, in shell syntax, and its `flags`."""
 
     options: Mapping[str, str]
     flags: frozenset[str]
@@ -426,7 +424,7 @@ def _read_options(
 
 
 def _program(read: _Read) -> tuple[str, ...]:
-    """What takes the launcher's place before the program."""
+    """The words that replace the launcher before the program."""
     if "no-python" in read.flags:
         return ()
     return ("python", "-m") if read.flags & {"m", "module"} else ("python",)
@@ -435,7 +433,7 @@ def _program(read: _Read) -> tuple[str, ...]:
 def _torchrun(
     words: Sequence[Word], values: Sequence[str | None], named: int, asked: Directives
 ) -> tuple[tuple[str, ...], str, int]:
-    """A rank's command, ranks per node, and how many words this was."""
+    """A rank's command, ranks per node, and the number of words parsed."""
     read = _read_options(words, values, named, _TORCHRUN_VALUES, "torchrun")
     procs = read.options.get("nproc-per-node", "1")
     if procs in ("gpu", "auto"):
@@ -446,7 +444,7 @@ def _torchrun(
 def _accelerate(
     words: Sequence[Word], values: Sequence[str | None], named: int, asked: Directives
 ) -> tuple[tuple[str, ...], str, int]:
-    """The same; what accelerate would export for its ranks is given to them by env(1)."""
+    """As `_torchrun`; variables that accelerate would export are set by env(1)."""
     read = _read_options(words, values, named, _ACCELERATE_VALUES, "accelerate launch")
     nodes, total = asked.number("nodes") or 1, read.options.get("num-processes", "")
     count = int(total) if total.isdecimal() else 0

@@ -1,7 +1,7 @@
-"""Reads a shell script: its commands, where each stands, and what becomes of its output.
+"""Parses a shell script: its commands, their context, and their redirections.
 
-The grammar is tree-sitter's, which keeps the position of every word and reads what it does not
-know around. It is loaded at the first use.
+The grammar is tree-sitter's, which keeps the position of every word and parses around errors. It is
+loaded at the first use.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _WITHIN = {
 """Constructs around a command, in words."""
 
 BACKGROUND = "the background"
-"""Where a command is that a `&` follows, or what is around it."""
+"""The context of a command that is followed by `&`, itself or with what is around it."""
 
 _ELSEWHERE = ("command_substitution", "process_substitution")
 _HARMLESS_AFTER = ("exit", "true", ":", "return")
 
 
 class CannotWrapError(Exception):
-    """Why a script is left as it is: a clause, to follow `line N` and a space or a colon."""
+    """Why a script is refused: a clause that follows `line N` and a space or a colon."""
 
 
 @dataclass(frozen=True)
 class Word:
-    """A word of a command; `start` and `end` are bytes of the script, `value` is what the shell
-    makes of it, None if that depends on the run."""
+    """A word of a command; `start` and `end` are bytes of the script, `value` is its value in the
+    shell, None if that depends on the run."""
 
     source: str
     start: int
@@ -60,7 +60,7 @@ class Word:
 
 @dataclass(frozen=True)
 class Redirect:
-    """An operator such as `>`, from byte `start` to `end`, and the file that it names."""
+    """An operator such as `>`, from byte `start` to `end`, and its file."""
 
     operator: str
     start: int
@@ -70,11 +70,10 @@ class Redirect:
 
 @dataclass(frozen=True)
 class Command:
-    """A simple command. `start` is the byte at which it begins, assignments before it included;
-    `head` and `tail` bound the statement that it is in, which begins a line of the script or
-    follows a `;`. `within` is what is around it, in words, from the outside in. `alone` says that
-    the statement is this command, `last` that nothing follows it but the end, `guards` that what
-    follows it on its line depends on its exit code."""
+    """A simple command. `start` is its first byte, including assignments; `head` and `tail` bound
+    its statement, which begins a line of the script or follows a `;`. `within` lists the constructs
+    around it, from the outside in. `alone`: the statement is just this command; `last`: only the
+    end of the script follows; `guards`: what follows on its line depends on its exit code."""
 
     words: tuple[Word, ...]
     line: int
@@ -96,8 +95,8 @@ class Command:
 @dataclass(frozen=True)
 class Script:
     """A parsed script: its commands in order, and the variables that it sets once, to a constant.
-    `unsteady` are variables that may have another value at the next start of the same job. `wrong`
-    is the first line that cannot be read, 0 if there is none."""
+    `unsteady` are variables whose value may differ at the next start of the same job. `wrong` is
+    the first line that cannot be parsed, 0 if there is none."""
 
     commands: tuple[Command, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -168,7 +167,7 @@ def _command(node: Node, text: bytes) -> Command | None:
 
 
 def _ancestors(node: Node) -> Iterator[Node]:
-    """What is around a command, from the inside out, without the script itself."""
+    """The nodes around a command, from the inside out, without the script itself."""
     above = node.parent
     while above is not None and above.parent is not None:
         yield above
@@ -195,7 +194,7 @@ def _expands(node: Node) -> bool:
 
 
 def _first_on_line(assigned: list[Node], start: int, text: bytes) -> int:
-    """Where the assignments for a command begin; the grammar counts those of the lines before."""
+    """The first byte of a command's assignments; the grammar includes those of lines before."""
     for node in reversed(assigned):
         if b"\n" in text[node.end_byte : start].replace(b"\\\n", b""):
             break
@@ -204,7 +203,7 @@ def _first_on_line(assigned: list[Node], start: int, text: bytes) -> int:
 
 
 def _redirects(node: Node, chain: list[Node]) -> Iterator[Redirect]:
-    """Those of the command itself and of a statement that it ends."""
+    """The redirections of a command, and of a statement around it."""
     holders = [node, *(above for above in chain if above.type == "redirected_statement")]
     for holder in holders:
         for child in holder.named_children:
@@ -258,7 +257,7 @@ _UNSTEADY = re.compile(
     r"\b(mktemp|uuidgen|hostname|hostnames|date)\b|\$\$|\$\{?(S?RANDOM|EPOCH\w+|SECONDS|HOSTNAME|"
     r"SLURM_(JOB_)?NODELIST|SLURMD_NODENAME|SLURM_RESTART_COUNT)\b"
 )
-"""What has another value at each start, or on other nodes."""
+"""Expansions and commands whose value differs at each start, or on other nodes."""
 
 
 def _is_unsteady(source: str, names: Iterable[str]) -> bool:
@@ -271,7 +270,7 @@ def _is_unsteady(source: str, names: Iterable[str]) -> bool:
 
 def _unsteady(root: Node) -> frozenset[str]:
     found: set[str] = set()
-    for node in _assignments(root):  # in their order: each may be made of those before
+    for node in _assignments(root):  # in order: each may use earlier ones
         name, value = node.child_by_field_name("name"), node.child_by_field_name("value")
         source = "" if value is None else (value.text or b"").decode(errors="replace")
         if name is not None and _is_unsteady(source, found):

@@ -1,13 +1,12 @@
 """A rank's side of the control channel: one thread that keeps the connection to the rank's agent.
 
-The agent takes calls only as long as it has a connection to the supervisor itself. So the line to
-the agent stands for the whole way: it breaks, and is refused, as one to the supervisor would.
+The agent takes calls only as long as it has a connection to the supervisor itself. So a broken or
+refused connection to the agent means the same as one to the supervisor.
 
-It sends the rank's progress once a second, and acts at once on what the supervisor says, even while
-the main thread sits in a collective that will never end: collectives, files and sockets release
-Python's lock. Native code that holds the lock stops this thread, too, and nothing can then be done
-from inside the process; the supervisor sees a connection that stays up and says nothing, and ends
-the process from outside.
+It sends the rank's progress once a second, and obeys the supervisor at once, even while the main
+thread sits in a collective that will never end: collectives, files and sockets release the GIL.
+Native code that holds the GIL stops this thread, too. The supervisor then sees a silent connection,
+and ends the process from outside.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from kempner.run.record.run_dir import RunDirectory
 
 
 def caller_of(launch: Launch, rank: int) -> Caller:
-    """What this process says of itself as a rank."""
+    """How this process introduces itself as a rank."""
     return Caller(Role.RANK, launch.attempt.number, rank, socket.gethostname(), os.getpid())
 
 
@@ -59,18 +58,18 @@ PEER_LOST_GRACE = 1.0
 
 
 class Overdue(Enum):
-    """What has taken too long; each is told once."""
+    """What has taken too long; each is reported once."""
 
     SUPERVISOR = auto()
     """The supervisor has said nothing."""
     STEP = auto()
-    """Nothing moves, and there is no supervisor to say why."""
+    """The rank makes no progress, and there is no supervisor to say why."""
     EXIT = auto()
     """The main thread has not left, though a peer is gone."""
 
 
 class RankDeadlines:
-    """The clocks that a rank's link looks at. `patience` and `grace` are those of `Reactions`."""
+    """The deadlines that a rank's link watches. `patience` and `grace` are those of `Reactions`."""
 
     def __init__(self, progress: Progress, patience: float, grace: float) -> None:
         self.supervisor = SilenceClock(patience)
@@ -79,7 +78,7 @@ class RankDeadlines:
         self._exit_at: float | None = None
 
     def peer_lost(self) -> None:
-        """From now on the main thread has `PEER_LOST_GRACE` seconds to leave."""
+        """Start the `PEER_LOST_GRACE` seconds in which the main thread must leave."""
         self._exit_at = time.monotonic() + PEER_LOST_GRACE
 
     def look(self) -> list[Overdue]:
@@ -101,11 +100,11 @@ class RankDeadlines:
 
 
 USAGE_BEAT = 10.0
-"""Seconds between two measurements of what the process uses of its node."""
+"""Seconds between two measurements of the process's memory and files."""
 
 
 class RankReports:
-    """Knows when the next report is due; each can be lost, for the next one says it again."""
+    """Knows when the next report is due. A report may get lost: the next one repeats it."""
 
     def __init__(self, progress: Progress, measure: Callable[[], Usage | None]) -> None:
         self._progress, self._measure = progress, measure
@@ -117,13 +116,13 @@ class RankReports:
         return self._progress.place()
 
     def hurry(self, usage: bool = False) -> None:
-        """Have a report be due now, with what the process uses if `usage` is asked for."""
+        """Make a report due now, and `usage` too if it is True."""
         self.next_at = 0.0
         if usage:
             self._usage_at = 0.0
 
     def due(self, beat: float, skip: bool = False) -> Iterator[Report | Usage]:
-        """What is due, if anything; the next is `beat` seconds later. With `skip` only that."""
+        """What is due, if anything; the next is `beat` seconds later. `skip` drops this one."""
         now = time.monotonic()
         if now < self.next_at:
             return
@@ -141,11 +140,11 @@ BEAT = 1.0
 """Seconds between two reports."""
 
 LAST_WORDS = 3.0
-"""Seconds that a rank waits, at its end, for its last words to be heard; longer than a try to
-connect takes."""
+"""Seconds that a rank waits, at its end, until the supervisor confirms its last messages; longer
+than an attempt to connect takes."""
 
 STALLED_TOLD = 100
-"""Connections that a rank tells of; a message has its limits."""
+"""Most connections that a rank reports: the length of a message is limited."""
 
 _LISTEN = 0.1
 """Seconds between two looks whether the supervisor has answered."""
@@ -153,14 +152,14 @@ _LISTEN = 0.1
 
 @dataclass(frozen=True)
 class Reactions:
-    """What a rank does when it is told to stop, after `patience` seconds of silence, and when it
-    then makes no progress, with no supervisor to say why. Called from the link's thread, and must
-    not wait.
+    """What a rank does when the supervisor asks it to stop (`stop`), when the supervisor has been
+    silent for `patience` seconds (`silence`), and when the rank then makes no progress
+    (`standstill`). Called from the link's thread, and must not wait.
 
-    `patience` seconds are given to a step, `grace` seconds to what is none, such as the last save.
-    `stalled` tells the near and far address of each connection of this node that delivers nothing,
-    `measure` what this process uses of its node, or None if that cannot be seen. `has_died` is
-    whether the supervisor is known to have died; it is asked when connections to it are refused.
+    A step may take `patience` seconds, another phase, such as the last save, `grace` seconds.
+    `stalled` returns the local and remote address of each connection of this node that delivers
+    nothing, `measure` the memory and files that this process uses, or None if unknown. `has_died`
+    returns whether the supervisor is known to have died; it is called when connections are refused.
     """
 
     stop: Callable[[Stop], None]
@@ -174,7 +173,7 @@ class Reactions:
 
 
 class ControlClient:
-    """The line between this rank and its supervisor. No method fails because the line is down."""
+    """The connection between this rank and its supervisor. No method fails because it is down."""
 
     def __init__(
         self, launch: Launch, run: RunDirectory, rank: int, progress: Progress, react: Reactions
@@ -201,20 +200,20 @@ class ControlClient:
         self._link.post(lambda number: Event(number, event.name, event.to_fields()))
 
     def leave(self, code: int, sentence: str) -> list[Event]:
-        """Say how this process ends, wait until it is heard, and fall silent.
+        """Report how this process ends, wait until that is confirmed, and disconnect.
 
         Waits for at most `LAST_WORDS` seconds.
 
-        Returns the lines for the ledger that are lost unless the caller writes them: those on the
-        way to a supervisor that still holds the connection are not.
+        Returns the ledger events that are lost unless the caller writes them: none while there is a
+        connection to the supervisor.
         """
         self.say_how_it_ends(code, sentence)
         return self.close_link()
 
     def say_how_it_ends(self, code: int, sentence: str) -> None:
-        """The first half of `leave`: the line stays up. Nothing waits for one that has died."""
+        """The first half of `leave`: the connection stays. Does not wait for a dead supervisor."""
         self._heard_before = self._deadlines.supervisor.times_heard
-        self._reports.hurry()  # where it ended, before its last words
+        self._reports.hurry()  # the last position goes before the outcome
         self._link.post(lambda number: Outcome(number, int(code), shorten(sentence)))
         end = time.monotonic() + LAST_WORDS
         while self._outbox.wait_until_heard(_LISTEN) and time.monotonic() < end:
@@ -226,7 +225,8 @@ class ControlClient:
         return self._deadlines.supervisor.refuses and self._react.has_died()
 
     def outlives_supervisor(self) -> bool:
-        """Whether nothing answers to how this process ends; waits until that is sure."""
+        """Whether the supervisor does not confirm how this process ends; waits until that is
+        sure."""
         supervisor = self._deadlines.supervisor
         while supervisor.times_heard == self._heard_before:
             if supervisor.noticed or self.supervisor_has_died():
@@ -235,8 +235,8 @@ class ControlClient:
         return False
 
     def take_back(self) -> list[Event]:
-        """The lines for the ledger that could not be sent, for want of a connection: the caller
-        writes them, and they are not sent any more."""
+        """Remove and return the ledger events that were not sent for want of a connection: the
+        caller writes them."""
         if self._link.alone_since is None:
             return []
         events = _events(self._outbox.wait_until_heard(0.0))
@@ -251,11 +251,11 @@ class ControlClient:
         return [] if held else _events(unheard)
 
     def opened(self) -> None:
-        """There is a connection: say at once where this rank is."""
+        """After connecting, report at once where this rank is."""
         self._reports.hurry()
 
     def due(self, behind: bool) -> Iterator[Report | Usage]:
-        """Reports."""
+
         return self._reports.due(BEAT, skip=behind)
 
     def next_at(self, connected: bool) -> float:
@@ -263,7 +263,7 @@ class ControlClient:
         return self._deadlines.wake_at(self._reports.next_at if connected else inf)
 
     def look(self, connected: bool) -> None:
-        """Look at the clocks."""
+
         for overdue in self._deadlines.look():
             match overdue:
                 case Overdue.SUPERVISOR:
@@ -271,11 +271,11 @@ class ControlClient:
                 case Overdue.STEP:
                     self._react.standstill(self._deadlines.step.seconds)
                 case Overdue.EXIT:
-                    # On a thread of its own: this one has to deliver the last words.
+                    # On another thread: this one has to deliver the outcome.
                     threading.Thread(target=self._give_up, name="exit", daemon=True).start()
 
     def hear(self, message: FromSupervisor) -> None:
-        """Do what the supervisor says."""
+
         match message:
             case Stop():
                 self._react.stop(message)
@@ -317,8 +317,8 @@ class ControlClient:
         return door.open(connect_here(self._launch.socket), self._caller)
 
     def _give_up(self) -> None:
-        """End the process, although the main thread may wait for that peer for ever."""
-        assert self.peer_lost is not None  # or no time would have been set
+        """End the process, although the main thread may be waiting for that peer."""
+        assert self.peer_lost is not None  # only `peer_lost` sets the deadline
         sentence = f"exited, because rank {self.peer_lost.rank} {self.peer_lost.words}"
         # The run was stopped before there was anything to lose: this rank stops for that reason.
         stopped = self.peer_lost.words.startswith(LEFT_EARLY)

@@ -1,6 +1,6 @@
 """A rank's progress (step, phase): written by the loop, sent by another thread.
 
-The loop pays for a few attributes; nothing is locked and nothing is sent from here.
+The loop only sets a few attributes: no lock, no message.
 
 Progress watchdog: whether a process still completes steps or changes phase.
 """
@@ -22,16 +22,16 @@ from kempner.run.process.threads import AwakeClock
 from kempner.run.process.whereabouts import CodePlace, Whereabouts
 
 Waiting: TypeAlias = Callable[[str], AbstractContextManager[None]]
-"""Makes a block in which a rank waits for others, in what it is given."""
+"""Returns a context manager for code in which a rank waits for others; takes what it waits in."""
 
 
 def untimed(what: str) -> AbstractContextManager[None]:
-    """A `Waiting` whose time is not recorded."""
+    """A `Waiting` that records no time."""
     return nullcontext()
 
 
 def describe_places(reports: Mapping[int, Report]) -> str:
-    """Where the ranks are, each by its newest report, as `ranks.json` has it."""
+    """The newest report of each rank, in the format of `ranks.json`."""
     ranks = [
         {
             "rank": rank,
@@ -49,7 +49,7 @@ def describe_places(reports: Mapping[int, Report]) -> str:
 
 @dataclass(frozen=True)
 class StepDelays:
-    """Seconds in which steps did not go on: for saves, for data, and for other ranks."""
+    """Seconds that steps were held up: by saves, by data, and by other ranks."""
 
     saves: float = 0.0
     data: float = 0.0
@@ -57,16 +57,16 @@ class StepDelays:
 
 
 class Progress:
-    """The last step that is done, the phase under way, and the time spent waiting for others.
+    """The last completed step, the current phase, and the time spent waiting for other ranks.
 
-    In a program of the user's own (`own_program`) the stack of the thread that makes this says what
-    it waits in, and whether it moves between two steps.
+    In a user's own program (`own_program`) the stack of the thread that creates this object shows
+    what the rank waits in, and whether it moves between two steps.
     """
 
     def __init__(self, own_program: bool = False) -> None:
         self.phase = Phase.START
         self.reached: dict[str, float] = {}
-        """Seconds from the start of this process's line to each phase that was entered."""
+        """Seconds from the creation of this object to each phase that was entered."""
         self._started = time.monotonic()
         self._waited = self._elsewhere = 0.0
         self._held_up = {"saves": 0.0, "data": 0.0}
@@ -74,19 +74,18 @@ class Progress:
         self._waiting_for = ""
         self._whereabouts = Whereabouts() if own_program else None
         self._seen_moves = 0
-        # One value, replaced as a whole: the thread that reads it must not see half of a step.
-        # The last is the steps of the loops before this one, where a program has several.
+        # Step, seconds worked, seconds waited, steps of the program's earlier loops. One value,
+        # replaced as a whole: the thread that reads it must not see half of a step.
         self._done = (0, 0.0, 0.0, 0)
 
     @property
     def step(self) -> int:
-        """The last step that is done, those of loops before counted."""
+        """The last completed step; steps of earlier loops count."""
         return self._done[0]
 
     def made(self, step: int, *, before: bool = False) -> None:
-        """A step was made, `before` this place was reached or now; the first one that is made now
-        ends the phase in which kernels are compiled.
-        """
+        """Note that `step` is done, either now or `before` this process began. The first step that
+        is done now ends the compile phase."""
         worked = time.monotonic() - self._started - self._elsewhere - self._waited
         others = self._done[3]
         self._done = (others + step, worked, self._waited, others)
@@ -94,21 +93,19 @@ class Progress:
             self.enter(Phase.STEP)
 
     def begin_another(self) -> None:
-        """Another loop of the same program begins, with its step 1."""
+        """Note that another loop of the same program begins, with its step 1."""
         step, worked, waited, _ = self._done
         self._done = (step, worked, waited, step)
 
     def enter(self, phase: Phase) -> None:
-        """From now on it is that phase, on the way to training."""
+        """Enter a phase, on the way to training."""
         self.phase = phase
         self.reached[phase] = round(time.monotonic() - self._started, 2)
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """The block is that phase; afterwards it is what it was, unless the block raises.
-
-        It is no part of a step: neither its work nor its waiting counts.
-        """
+        """Be in `phase` for the block, and then in the former one again, unless the block raises.
+        The block is no part of a step: neither its work nor its waiting counts."""
         before, self.phase = self.phase, phase
         since, waited = time.monotonic(), self._waited
         yield
@@ -119,29 +116,28 @@ class Progress:
         self.phase = before
 
     def take_held_up(self) -> StepDelays:
-        """What held up the steps since this was asked for, evaluations left out."""
+        """What held up the steps since the last call, without evaluations."""
         held_up = StepDelays(**self._held_up, ranks=self._waited - self._told)
         self._held_up, self._told = {"saves": 0.0, "data": 0.0}, self._waited
         return held_up
 
     @contextmanager
     def held_up_by(self, what: str) -> Iterator[None]:
-        """In this block of a step it waits for its `data`, or until a save (`saves`) has its copy
-        of the state."""
+        """Count the block as waiting for `data`, or for a save to copy the state (`saves`)."""
         since = time.monotonic()
         yield
         self._held_up[what] += time.monotonic() - since
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """In this block the rank waits for others, in `what`, and does nothing itself."""
+        """Count the block as waiting for other ranks, in `what`."""
         since, self._waiting_for = time.monotonic(), what
         yield
         self._waited += time.monotonic() - since
         self._waiting_for = ""
 
     def report(self) -> Report:
-        """All of it, at this moment; may be called from any thread."""
+        """A snapshot; may be called from any thread."""
         step, worked, waited, _ = self._done
         storage, place = storage_waits(), self.place()
         moves = 0 if self._whereabouts is None else self._whereabouts.moves
@@ -162,7 +158,7 @@ class Progress:
         )
 
     def place(self) -> CodePlace:
-        """Where the program stands, if it is the user's own; may be called from any thread."""
+        """Where a user's own program is in its code; may be called from any thread."""
         return CodePlace() if self._whereabouts is None else self._whereabouts.look()
 
 
@@ -174,33 +170,29 @@ Place = TypeVar("Place")
 
 @dataclass(frozen=True)
 class Standstill(Generic[Place]):
-    """Something has been in `place` since `since`, in seconds of some clock."""
+    """Since when (`since`, seconds of some clock) something has been in `place`."""
 
     place: Place
     since: float
 
     def seen(self, place: Place, now: float) -> Standstill[Place]:
-        """What it is now that it was seen in a place."""
+        """The standstill after the next look, at `now`."""
         return self if place == self.place else Standstill(place, now)
 
     def seconds(self, now: float) -> float:
-        """For how long it has not moved."""
+
         return now - self.since
 
 
 def patience(floor: float, ceiling: float, long: float | None) -> float:
-    """Seconds for which standing still is no hang, where a `long` time was learned; None: nothing.
-
-    At least `floor`, and at most `ceiling`, which alone counts where nothing was learned.
-    """
+    """Seconds without progress that are not yet a hang: `long`, the longest normal time measured so
+    far, but at least `floor` and at most `ceiling`; `ceiling` where `long` is None."""
     return ceiling if long is None else min(ceiling, max(floor, long))
 
 
 class ProgressWatchdog:
-    """Counts the seconds since the last move, but for those spent suspended.
-
-    Within a step `floor` seconds are never too long, in any other phase `ceiling` seconds.
-    """
+    """Counts the seconds without progress, except while the process was suspended. Up to `floor`
+    seconds in a step, or `ceiling` seconds in another phase, are never too long."""
 
     def __init__(self, progress: Progress, floor: float, ceiling: float) -> None:
         self._progress, self._floor, self._ceiling = progress, floor, ceiling
@@ -210,15 +202,15 @@ class ProgressWatchdog:
 
     @property
     def seconds(self) -> float:
-        """Since the last move, as far as it was looked at."""
+        """Seconds without progress, as of the last look."""
         return self._still.seconds(self._clock.now())
 
     def _place(self) -> tuple[int, Phase, int]:
-        """Where the process is; another try of storage that fails is a move, too."""
+        """Where the process is; a retry of failing storage counts as progress, too."""
         return self._progress.step, self._progress.phase, storage_waits().tries
 
     def too_long(self) -> bool:
-        """Take a look: whether what is under way takes longer than it can."""
+        """Look again: whether the current step or phase takes too long."""
         now, before = self._clock.now(), self._still
         self._still = before.seen(self._place(), now)
         in_step = self._still.place[1] is Phase.STEP

@@ -1,8 +1,8 @@
-"""The file in which a rank that knows nothing of kempner says how far it is.
+"""The file in which a rank that does not import kempner reports its progress.
 
-`120` is a step, `120 complete` says that the run is complete with it, `complete` alone as well. Its
-path is in the environment of the rank, so that any language can write it. A reader sees a whole
-line, or a part of one that is being written, which it ignores until the next look.
+`120` is the last completed step, `120 complete` says that the run is complete after it, `complete`
+alone that the run is complete. The rank finds the path in its environment, so that any language can
+write the file. A reader ignores a line that is only partly written, and looks again later.
 
 Only the standard library is imported here: `kempner heartbeat` must be quick.
 """
@@ -19,29 +19,27 @@ HEARTBEAT_FILE = "KEMPNER_HEARTBEAT_FILE"
 
 
 COMPLETE = "complete"
-"""The word that says that the run is complete."""
 
 
 LONGEST = 64
-"""Bytes of a file that are looked at."""
+"""Bytes of a file that are read."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank has said: the last `step` that is done (None: not said), and whether the run is
-    `complete` with it."""
+    """The last completed `step` (None: not given), and whether the run is `complete` after it."""
 
     step: int | None = None
     complete: bool = False
 
     def text(self) -> str:
-        """As the file has it."""
+        """The content of the file."""
         words = ([] if self.step is None else [str(self.step)]) + [COMPLETE] * self.complete
         return " ".join(words) + "\n"
 
 
 def parse(text: str) -> Heartbeat | None:
-    """What a file says; None if that makes no sense."""
+    """The heartbeat in a file's text; None if there is none."""
     words = text.split()
     complete = words[-1:] == [COMPLETE]
     numbers = words[:-1] if complete else words
@@ -58,13 +56,13 @@ _DIGITS = 15
 
 
 def path_in(environ: Mapping[str, str]) -> Path | None:
-    """The file of the rank that has this environment; None outside of a supervised program."""
+    """The heartbeat file of the rank with this environment; None without a supervisor."""
     path = environ.get(HEARTBEAT_FILE)
     return Path(path) if path else None
 
 
 def write(path: Path, beat: Heartbeat) -> None:
-    """Replace what was said before. Raises `OSError`."""
+    """Replace the file atomically. Raises `OSError`."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         new.write_text(beat.text())

@@ -1,7 +1,6 @@
 """Environment variables with which the supervisor configures its ranks.
 
-The rank's place in the world travels under torch's own names (RANK, WORLD_SIZE, ...); these are
-the rest.
+A rank's position in the world is in torch's variables (RANK, WORLD_SIZE, ...); these are the rest.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ _NETWORK = "KEMPNER_NETWORK"
 _FORKED = "KEMPNER_FORKED"
 
 _IN_MEMORY = "KEMPNER_IN_MEMORY"
-"""Says to a rank that it keeps its last steps in memory."""
+"""Tells a rank to keep its last steps in memory."""
 
 AS_FORKED = {_FORKED: "1"}
 """What a fork server adds to the environment of a rank."""
 
 FORK_SERVER = "KEMPNER_FORK_SERVER"
-"""Is in the environment of a fork server. The kernel shows that as the environment of all that it
-forks, too."""
+"""Set in the environment of a fork server, and so in what the kernel shows as the environment of
+the processes that it forks."""
 EXPORT_FOR = "KEMPNER_EXPORT_FOR"
-"""The process id of the supervisor, for an exporter of metrics that is to end with it."""
+"""The process id of the supervisor, with which a metrics exporter ends."""
 
 
 SUPERVISED = "KEMPNER_SUPERVISED"
-"""Is in the environment of all that a supervisor has started, on every node: which one, and the
-directory of its run, as `mark_of` reads it."""
+"""Set in every process that a supervisor has started, on every node: names the supervisor and its
+run directory. `mark_of` reads it."""
 
 
 @dataclass(frozen=True)
@@ -57,23 +56,22 @@ class SupervisorMark:
     run: Path
 
     def variables(self) -> dict[str, str]:
-        """The variable by which it is handed on."""
+
         return {SUPERVISED: f"{self.supervisor}:{os.path.realpath(self.run)}"}
 
 
 def mark_of(environ: Mapping[str, str]) -> SupervisorMark | None:
-    """Of which supervisor and run a process with this environment is; None if of none."""
+    """The supervisor and run that a process with this environment belongs to; None if to none."""
     supervisor, _, run = environ.get(SUPERVISED, "").partition(":")
     return SupervisorMark(supervisor, Path(run)) if run else None
 
 
 @dataclass(frozen=True)
 class LaunchTerms(Message):
-    """What a rank must know that is not told by a configuration: the run's directory, after how
-    many seconds without a heartbeat it exits, how many it has after a stop request, and how many it
-    waits for storage. `network` is the configuration's section `distributed` in JSON, `trackers`
-    the text of `Trackers`, empty if kempner is not to tell them which run it is.
-    """
+    """What a rank of a program without a configuration must know: the run directory, and three
+    times in seconds: how long it waits for a heartbeat before it exits, how long it may take to
+    stop, and how long it retries storage. `network` is the section `distributed` in JSON,
+    `trackers` the text of `Trackers`, empty if kempner sets no variables for trackers."""
 
     run: Path
     supervisor_timeout: float
@@ -85,9 +83,8 @@ class LaunchTerms(Message):
 
 @dataclass(frozen=True)
 class BuddyTerms:
-    """How nodes keep copies for each other: in which share of the time a node sends, and on which
-    network interface, if one is configured.
-    """
+    """How nodes keep copies for each other: the share of the time in which a node may send, and the
+    network interface, if one is configured."""
 
     share: float
     interface: str | None = None
@@ -95,14 +92,14 @@ class BuddyTerms:
 
 @dataclass(frozen=True)
 class Launch:
-    """The attempt that a rank belongs to, and how to talk to its supervisor: by way of the agent
-    that listens at a `socket`, and believes only those that know the `secret`.
+    """The attempt that a rank belongs to, and how to reach its supervisor: through the agent that
+    listens at `socket` and admits only processes that know the `secret`.
 
-    `parent` is the supervisor's process id where the ranks are its children, or those of its fork
-    server (`forked`); a rank that does not see it, in a container, does without. `job` is the Slurm
-    job whose batch process the supervisor is: if it dies, a rank has to requeue that job. `terms`
-    are there for a program of the user's own. With `in_memory` the process that starts a rank keeps
-    memory for its last steps; `buddy` is for launchers that know of other nodes.
+    `parent` is the supervisor's process id if the ranks are its children, or children of its fork
+    server (`forked`); None for a rank that cannot see it, as in a container. `job` is the Slurm job
+    whose batch process the supervisor is: if that dies, a rank has to requeue the job. `terms` are
+    set for a user's own program. With `in_memory` the process that starts a rank provides memory
+    for its last steps; `buddy` is for launchers with several nodes.
     """
 
     attempt: Attempt
@@ -116,8 +113,8 @@ class Launch:
     buddy: BuddyTerms | None = None
 
     def environment(self) -> dict[str, str]:
-        """The variables to add to a rank's environment. One of them is secret: keep them out of
-        command lines and logs."""
+        """The variables to add to a rank's environment. One is secret: keep them out of command
+        lines and logs."""
         followed = {} if self.parent is None else {_PARENT: f"{self.parent}@{_namespace()}"}
         queued = {} if self.job is None else {_JOB: self.job}
         kept = {_IN_MEMORY: "1"} if self.in_memory else {}
@@ -147,8 +144,8 @@ class Launch:
         }
 
     def of_rank(self, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-        """What to add to the environment of a rank of a program of the user's own: its heartbeat
-        file, and how trackers are to know it."""
+        """The variables to add for one rank of a user's own program: its heartbeat file, and the
+        run ids for trackers."""
         if self.terms is None:
             return {}
         run = RunDirectory(self.terms.run.absolute())
@@ -159,7 +156,7 @@ class Launch:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Launch | None:
-        """What the supervisor said, or None where there is none."""
+        """What the supervisor has set; None without a supervisor."""
         if _ATTEMPT not in environ:
             return None
         return cls(
@@ -174,16 +171,16 @@ class Launch:
 
 
 def _visible(parent: str) -> int | None:
-    """The process id in "PID@NAMESPACE", if that is the namespace of this process."""
+    """The process id in "PID@NAMESPACE"; None if that is not the namespace of this process."""
     pid, _, namespace = parent.partition("@")
     return int(pid) if pid and namespace == _namespace() else None
 
 
 def _namespace() -> str:
-    """Names what process ids mean to this process (pid_namespaces(7))."""
+    """Identifies the PID namespace of this process (pid_namespaces(7))."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
-    except OSError:  # not shown to it: then the others do not see more
+    except OSError:  # hidden from this process, and then from the other side as well
         return ""
 
 
@@ -194,12 +191,12 @@ def _terms(environ: Mapping[str, str]) -> LaunchTerms:
 
 
 def run_of(environ: Mapping[str, str]) -> Path | None:
-    """The run directory that a supervisor has told a process of a program of the user's own."""
+    """The run directory that the supervisor has set for a user's own program."""
     return Path(environ[_RUN]) if _RUN in environ else None
 
 
 def forget_secret(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Take the token out, so that neither a child nor a record of the environment gets it."""
+    """Remove the token, so that neither a child nor a record of the environment gets it."""
     environ.pop(_TOKEN, None)
 
 

@@ -1,9 +1,9 @@
-"""Ends what an attempt before has left on this machine, before the next one begins.
+"""Ends the processes that an earlier attempt has left on this machine.
 
-A supervisor that is killed takes its ranks along, but not what a wrapper has started: the kernel
-signals the wrapper alone. Two programs would then train the same run.
+When a supervisor is killed, the kernel kills its ranks, but not what a rank that is only a wrapper
+has started. Two programs would then train the same run.
 
-Whom to send a SIGTERM that is meant for a program: a wrapper may stand in front of it.
+Also finds the processes to which a SIGTERM for a program must go, past such wrappers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from kempner.run.record.run_dir import RunDirectory
 def processes_to_signal(
     process: psutil.Process, told: Collection[int] = ()
 ) -> list[tuple[psutil.Process, bool]]:
-    """A process, with whether it answers for its children, and those below one that does not. One
-    that traps the signal does, and one that is `told` in another way (a process id)."""
+    """The process and those of its descendants to send SIGTERM, each with whether it handles a stop
+    for its children: it traps the signal, or its id is in `told` (it is asked in another way).
+    Below such a process none is signalled."""
     with suppress(psutil.Error):
         if process.pid in told or _traps(process.pid, signal.SIGTERM):
             return [(process, True)]
@@ -48,18 +49,16 @@ def _traps(pid: int, number: signal.Signals) -> bool:
 
 
 _KILL_TIME = 2.0
-"""Seconds in which a process that was killed is gone, unless it is stuck in the kernel."""
+"""Seconds in which a killed process is gone, unless it is stuck in the kernel."""
 
 _LOOK = 0.2
 """Seconds between two looks whether they are gone."""
 
 
 def end_leftovers(run: RunDirectory, grace: float, hurry: Callable[[], bool] = bool) -> None:
-    """End the processes here that a supervisor of this run has started; its owner is this process.
-
-    They are asked first, and have `grace` seconds to save, less once there is a reason to `hurry`.
-    Raises `UsageError` if some cannot be ended.
-    """
+    """End what earlier supervisors of this run have started here; this process now owns the run.
+    SIGTERM goes first; then they have `grace` seconds to save, less once `hurry` returns True.
+    Raises `UsageError` if some cannot be ended."""
     left = leftovers(run)
     if not left:
         return
@@ -87,7 +86,7 @@ def end_leftovers(run: RunDirectory, grace: float, hurry: Callable[[], bool] = b
 def _wait_until_gone(
     processes: Sequence[psutil.Process], seconds: float, hurry: Callable[[], bool] = bool
 ) -> list[psutil.Process]:
-    """Those that live after that time; one whose parent has not asked how it ended is gone."""
+    """Those still alive after that time; a zombie is not."""
     end, left = monotonic() + seconds, list(processes)
     while (left := list(filter(_lives, left))) and monotonic() < end and not hurry():
         sleep(_LOOK)
@@ -102,8 +101,8 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def leftovers(run: RunDirectory) -> Sequence[psutil.Process]:
-    """The living processes on this machine whose environment names this run, and not the supervisor
-    that this process is of; none that such a process descends from."""
+    """The processes on this machine whose environment names this run, but not this process's own
+    supervisor; without the ancestors of this process and of its siblings."""
     ours, mine, found = mark_of(os.environ), [psutil.Process()], []
     where = os.path.realpath(run.path)
     for process in psutil.process_iter():

@@ -1,5 +1,5 @@
-"""What a rank and its supervisor say to each other (`run.link`), and how the rank's agent, which
-stands between, passes it on."""
+"""The messages between a rank and its supervisor (`run.link`), and those in which the rank's agent
+relays them."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Phase(StrEnum):
 class Moves(Message):
     """Part of `Report`: signs of life besides steps, counted from the start of the process.
 
-    `tries` counts how often storage was tried again, `stacks` how often the main thread of a user's
-    own program was found elsewhere than by the look before, or at work in native code.
+    `tries` counts retries of storage, `stacks` how often the main thread of a user's own program
+    was found elsewhere than at the look before, or at work in native code.
     """
 
     tries: Natural = 0
@@ -65,14 +65,15 @@ class Moves(Message):
 
 @dataclass(frozen=True)
 class Report(Message):
-    """Rank to supervisor, about once a second: the last step done, and the phase under way.
+    """Rank to supervisor, about once a second: the last completed step, and the current phase.
 
-    `worked` and `waited` are seconds from the start of the process to the end of that step, without
-    those in evaluations and saves; `waited` is what it spent waiting for other ranks. `waiting` is
-    what it waits for others in at this moment: a collective, say; empty if it does not.
-    `storage` is the file that it cannot read or write now, and why, empty if there is none. Of a
-    user's own program `line` is where it is, and `collectives` are those that it has begun, if it
-    stands still in one.
+    `worked` and `waited` are the seconds that the process spent on its own work, and waiting for
+    other ranks, until the end of that step, without evaluations and saves. `waiting` is what it
+    waits for others in now, such as a collective; empty if it does not.
+
+    `storage` is the file that it cannot read or write now, and why; empty if there is none. For a
+    user's own program `line` is its position in the code, and `collectives` are those that it has
+    begun, if it stands still in one.
     """
 
     step: Natural
@@ -89,11 +90,11 @@ class Report(Message):
 
 @dataclass(frozen=True)
 class NodeMemory(Message):
-    """Part of `Usage`. Bytes: `available` of `total` is what the node has left, or the control
+    """Part of `Usage`, in bytes: `available` of `total` is free on the node, or in the control
     group that limits the job there.
 
-    `group` is the folder of that group, empty if there is none; `oom_kills` counts the processes in
-    it that were killed for want of memory.
+    `group` is the folder of that group, empty if there is none; `oom_kills` counts its processes
+    that the OOM killer killed.
     """
 
     available: Natural
@@ -104,7 +105,7 @@ class NodeMemory(Message):
 
 @dataclass(frozen=True)
 class Usage(Message):
-    """Rank to supervisor, now and then: what it uses of its node, and what is left. Bytes."""
+    """Rank to supervisor, now and then: memory and files that it uses, and what is left. Bytes."""
 
     rss: Natural
     children: Natural
@@ -126,7 +127,7 @@ class Event(Post):
 
 @dataclass(frozen=True)
 class Outcome(Post):
-    """Rank to supervisor: its last words. `code` is the exit status that follows."""
+    """Rank to supervisor: how the rank ends. `code` is the exit status that follows."""
 
     code: Annotated[int, Field(ge=0, le=255)]
     sentence: Words
@@ -137,7 +138,7 @@ class Outcome(Post):
 class Stop(Message):
     """Supervisor to rank: commit and leave, within `seconds_left` if there is a deadline.
 
-    `reason` travels by its name; `sentence` says more where there is more to say.
+    `reason` is encoded as its name; `sentence` may say more.
     """
 
     reason: Reason
@@ -146,7 +147,7 @@ class Stop(Message):
     kind: Literal["stop"] = "stop"
 
     def aged(self, seconds: float) -> Stop:
-        """With the time that is then left."""
+        """The message with the time left after `seconds`."""
         if self.seconds_left is None:
             return self
         return replace(self, seconds_left=max(0.0, self.seconds_left - seconds))
@@ -154,7 +155,7 @@ class Stop(Message):
 
 @dataclass(frozen=True)
 class PeerLost(Message):
-    """Supervisor to rank: a rank you depend on is gone; `words` say how."""
+    """Supervisor to rank: a rank that you depend on is gone; `words` say how it ended."""
 
     rank: Natural
     words: Words
@@ -178,7 +179,7 @@ decode_from_supervisor: Callable[[bytes], FromSupervisor] = decoder(FromSupervis
 
 @dataclass(frozen=True)
 class Connected(Message):
-    """A rank is there, for the first time or again."""
+    """A rank has connected, for the first time or again."""
 
     rank: Natural
     host: Name
@@ -190,7 +191,8 @@ class Connected(Message):
 class Disconnected(Message):
     """A rank's connection is over. It may come back.
 
-    `hung_up` says that the rank's side closed it, as the end of a process does; a cut does not.
+    `hung_up` says that the rank's side closed it, as when the process ends; a network fault does
+    not.
     """
 
     rank: Natural
@@ -201,7 +203,7 @@ class Disconnected(Message):
 
 @dataclass(frozen=True)
 class RankMessage(Message):
-    """A rank said something that must not be lost."""
+    """A rank's message that must not be lost."""
 
     rank: Natural
     message: Annotated[Event | Outcome, Field(discriminator="kind")]
@@ -213,8 +215,8 @@ News: TypeAlias = Connected | Disconnected | RankMessage
 
 @dataclass(frozen=True)
 class RankNews(Message):
-    """Agent to supervisor: what is new of a rank of an attempt. Of a connection that breaks, ranks
-    say everything again that was not confirmed."""
+    """Agent to supervisor: news of a rank of an attempt. After a broken connection, ranks repeat
+    all that was not confirmed."""
 
     limit: ClassVar[int] = RELAY_LIMIT
 
@@ -225,7 +227,7 @@ class RankNews(Message):
 
 @dataclass(frozen=True)
 class SummedReports(Message):
-    """Agent to supervisor, about once a second: what its ranks have reported last, by rank."""
+    """Agent to supervisor, about once a second: the last report of each of its ranks, by rank."""
 
     attempt: Natural
     reports: dict[Natural, Report]
@@ -244,9 +246,9 @@ class TellRanks(Message):
 
     @property
     def stands(self) -> bool:
-        """Whether ranks that connect later must be told, too."""
+        """Whether ranks that connect later get it, too."""
         return self.rank is None and isinstance(self.message, Stop | PeerLost)
 
     def aged(self, seconds: float) -> TellRanks:
-        """With the time that is then left."""
+        """The message with the time left after `seconds`."""
         return replace(self, message=self.message.aged(seconds))

@@ -1,4 +1,4 @@
-"""What a rank is told that takes part in a rehearsal: `kempner rehearse`."""
+"""How `kempner rehearse` tells a rank that it takes part in a rehearsal."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _VARIABLE = "KEMPNER_REHEARSE"
 class RehearsalPart:
     """One start of a rehearsed program.
 
-    Its ranks write what they see into `folder`, and have their run below `run`. In step `at` rank 0
-    gets a SIGTERM, or a SIGKILL if it `kills`. The program runs in `cwd`.
+    Its ranks write their recordings into `folder`, and have their run below `run`. In step `at`
+    rank 0 gets a SIGTERM, or a SIGKILL if `kills`. The program runs in `cwd`.
     """
 
     folder: str
@@ -27,7 +27,7 @@ class RehearsalPart:
     cwd: str = "."
 
     def environment(self) -> dict[str, str]:
-        """The variable that tells a rank of it."""
+
         return {_VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
@@ -38,7 +38,7 @@ class RehearsalPart:
 
 
 def place_of(path: str | Path, environ: Mapping[str, str] = os.environ) -> Path:
-    """The directory that stands for `path`: itself, or in a rehearsal one that is its own."""
+    """`path`, or in a rehearsal the directory that replaces it."""
     part = RehearsalPart.from_environment(environ)
     if part is None:
         return Path(path)

@@ -1,9 +1,9 @@
-"""One run of Weights & Biases, MLflow or Comet for all starts of a program of the user's own.
+"""One run of Weights & Biases, MLflow or Comet for all starts of a user's own program.
 
 The supervisor keeps an id with the run, and each rank finds it in the variables that these
-libraries read. What is in the environment already stays, and so does what the program says itself.
-Rank 0 has the id; the others, which would write into the same run at once, have one each. A program
-that runs several loops in one process has an id for each. An MLflow run must exist before it can be
+libraries read. Variables that are already set, and what the program sets itself, stay. Rank 0 has
+the id; each other rank, which would write into the same run at once, has its own. A program that
+runs several loops in one process has an id for each. An MLflow run must exist before it can be
 resumed: rank 0 notes the one that is active.
 """
 
@@ -22,7 +22,7 @@ from typing import Self
 from kempner.run.output.logs import logger
 
 TRACKERS = "KEMPNER_TRACKERS"
-"""The variable by which a rank knows what was set for it: `Trackers` in JSON."""
+"""The variable with the `Trackers` of the run in JSON."""
 
 _LOOP = "KEMPNER_TRACKERS_LOOP"
 _RANK = "KEMPNER_TRACKERS_RANK"
@@ -30,14 +30,15 @@ _RANK = "KEMPNER_TRACKERS_RANK"
 
 @dataclass(frozen=True)
 class Trackers:
-    """The `id` from which all others are made, and the MLflow runs of the loops, by number."""
+    """The `id` from which all others are derived, and the MLflow run of each loop, by its
+    number."""
 
     id: str
     mlflow_runs: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """As `text` has it. Raises `ValueError` if it makes no sense."""
+        """Parse `text`. Raises `ValueError` if it is not of this form."""
         said = json.loads(text)
         try:
             return cls(str(said["id"]), {str(k): str(v) for k, v in said["mlflow_runs"].items()})
@@ -46,11 +47,12 @@ class Trackers:
 
     @property
     def text(self) -> str:
-        """For a file, or a variable."""
+        """JSON, for a file or a variable."""
         return json.dumps(asdict(self))
 
     def ids(self, rank: int, loop: int) -> dict[str, dict[str, str]]:
-        """The variables of each library, under the one by which it would be told another run."""
+        """The variables of each library, under the one whose presence means that the user has set a
+        run."""
         name = self.id + (f"-{loop}" if loop > 1 else "") + (f"-rank{rank}" if rank else "")
         key = hashlib.sha256(name.encode()).hexdigest()[:32]  # Comet takes 32 to 50 characters
         found = {
@@ -65,15 +67,15 @@ class Trackers:
         return found
 
     def variables(self, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-        """What to add to the environment of a rank, as its process begins."""
+        """What to add to the environment of a new rank."""
         ids = self.ids(rank, 1).items()
         added = {k: v for name, each in ids if name not in environ for k, v in each.items()}
         return {**added, _LOOP: "1", _RANK: str(rank)}
 
 
 def open_trackers(path: Path) -> str:
-    """The text of what the run keeps in this file, made if it is not there; empty if storage fails,
-    and the program's libraries decide."""
+    """The text of this file, created if missing; empty if storage fails: then the program's
+    libraries choose their runs."""
     try:
         if path.exists():
             return Trackers.parse(path.read_text()).text
@@ -86,14 +88,14 @@ def open_trackers(path: Path) -> str:
 
 
 def begin_next_loop(environ: MutableMapping[str, str] = os.environ) -> None:
-    """A loop of this process is complete: what is started from now on is another run."""
+    """After a completed loop, make the next loop of this process another run."""
     if TRACKERS not in environ or _LOOP not in environ:
         return
     trackers, rank = Trackers.parse(environ[TRACKERS]), int(environ[_RANK])
     loop = int(environ[_LOOP])
     for name, old in trackers.ids(rank, loop).items():
         new = trackers.ids(rank, loop + 1).get(name, {})
-        if environ.get(name, old[name]) == old[name]:  # MLflow takes its own out
+        if environ.get(name, old[name]) == old[name]:  # MLflow removes its own
             for variable in old:
                 environ.pop(variable, None)
             environ.update(new)
@@ -101,7 +103,7 @@ def begin_next_loop(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def note_mlflow_run(path: Path, environ: Mapping[str, str] = os.environ) -> None:
-    """Keep the MLflow run that is active in this thread, if there is one, for the next start."""
+    """Record the MLflow run that is active in this thread, if any, for the next start."""
     mlflow = sys.modules.get("mlflow")
     if TRACKERS not in environ or _LOOP not in environ or mlflow is None:
         return

@@ -4,8 +4,8 @@ The listener speaks first (`Challenge`), the caller proves that it knows the sec
 listener proves the same (`Welcome`); the secret itself is never sent. A proof is HMAC-SHA256 (RFC
 2104) over both sides' nonces, so that none can be used twice, and over both roles, the listener's
 endpoint and all that the caller says of itself. Its key is derived from the secret for the roles,
-in their order, and the endpoint. So a proof made for one listener is worth nothing at another, even
-where both know the same secret: a handshake cannot be relayed between them.
+in their order, and the endpoint. So a proof for one listener is invalid at another, even if both
+know the same secret: a handshake cannot be relayed between them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _Opening = TypeVar("_Opening", bound=Message)
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What a listener is for: the role of its owner, those that it takes calls of, and a name where
-    several listeners have the same secret."""
+    """What a listener is for: the role of its owner, the roles of its callers, and a name that
+    tells listeners with the same secret apart."""
 
     owner: Role
     purpose: str
@@ -48,17 +48,17 @@ class Endpoint:
 
 
 AGENTS = Endpoint(Role.SUPERVISOR, "agents", (Role.AGENT, Role.GUEST))
-"""Where the agents of a supervisor call, those of other jobs, too."""
+"""Where agents call the supervisor, those of other jobs, too."""
 
 
 def ranks_at(socket: str) -> Endpoint:
-    """Where the ranks of one node call their agent, in one attempt, which has a secret of its own;
-    no two sockets have the same name."""
+    """Where the ranks of one node call their agent. Each attempt has its own secret, and no two
+    sockets have the same name."""
     return Endpoint(Role.AGENT, "ranks", (Role.RANK,), socket)
 
 
 def copies_of(node: str) -> Endpoint:
-    """Where the agent of a node takes in copies; all agents of a supervisor have one secret."""
+    """Where the agent of a node receives copies; all agents of a supervisor have one secret."""
     return Endpoint(Role.KEEPER, "copies", (Role.SENDER,), node)
 
 
@@ -66,28 +66,26 @@ def copies_of(node: str) -> Endpoint:
 class Secret:
     """The token that only the two sides of a link know.
 
-    That of an attempt travels in the environment of the ranks, which only the same user can read,
-    and nowhere else.
+    An attempt's is passed only in the environment of its ranks, which no other user can read.
     """
 
     token: str = field(repr=False)
 
     @classmethod
     def new(cls) -> Secret:
-        """A fresh one of 256 random bits."""
+        """A new secret of 256 random bits."""
         return cls(secrets.token_hex(32))
 
     def seal(self, token: str) -> tuple[str, str]:
-        """A token of 256 bits under a pad, and the nonce by which `unseal` makes that again.
+        """Encrypt a token of 256 bits with a one-time pad; returns it and the nonce for `unseal`.
 
-        The pad is HMAC-SHA256 of a nonce that is never used again: without the secret it looks
-        random, so a one-time pad.
+        The pad is HMAC-SHA256 of a nonce that is used once; without the secret it looks random.
         """
         nonce = new_nonce()
         return self._under_pad(token, nonce), nonce
 
     def unseal(self, sealed: tuple[str, str]) -> str:
-        """The token again."""
+
         return self._under_pad(*sealed)
 
     def _under_pad(self, text: str, nonce: str) -> str:
@@ -95,24 +93,24 @@ class Secret:
         return bytes(a ^ b for a, b in zip(bytes.fromhex(text), pad, strict=True)).hex()
 
     def derived(self, *purpose: str) -> bytes:
-        """A key for one purpose; it says nothing about the secret or another key."""
+        """A key for one purpose, which reveals nothing about the secret or another key."""
         return hmac.digest(self.token.encode(), json.dumps(purpose).encode(), "sha256")
 
 
 def new_nonce() -> str:
-    """128 random bits that no proof was ever made for."""
+    """128 random bits, in hexadecimal."""
     return secrets.token_hex(16)
 
 
 @dataclass(frozen=True)
 class Door:
-    """Accepts those that know the secret, in a role that may call here."""
+    """Admits callers that know the secret and have a role that may call here."""
 
     secret: Secret
     endpoint: Endpoint
 
     def refusal(self, hello: Hello, challenge: str) -> str:
-        """Why a caller does not get in; empty if it does."""
+        """Why a caller is refused; empty if it is admitted."""
         if hello.version != PROTOCOL:
             return f"it speaks version {hello.version} of the protocol, this is {PROTOCOL}"
         expected = self._proof(hello.caller, challenge, hello.nonce)
@@ -123,12 +121,12 @@ class Door:
         return ""
 
     def welcome(self, hello: Hello, challenge: str) -> Welcome:
-        """The listener's own proof."""
+
         return Welcome(self._proof(hello.caller, challenge, hello.nonce, of_caller=False))
 
     def admit(self, wire: Connection) -> Caller:
-        """Have a caller prove itself over a connection that has just come. Raises `OSError`, and
-        `MessageError` if it cannot."""
+        """Have a caller prove itself over a new connection. Raises `OSError`, and `MessageError` if
+        it cannot."""
         challenge = Challenge(new_nonce())
         wire.send(challenge)
         hello: Hello = decode_hello(wire.wait_for_line(PATIENCE))
@@ -138,7 +136,7 @@ class Door:
         return hello.caller
 
     def introduce(self, caller: Caller, challenge: str) -> Hello:
-        """What a caller says first; `challenge` is the listener's nonce."""
+        """The caller's first message; `challenge` is the listener's nonce."""
         nonce = new_nonce()
         return Hello(nonce, self._proof(caller, challenge, nonce), caller)
 

@@ -1,7 +1,7 @@
 """The calling side of a link: one thread that keeps the connection, and the outbox.
 
-It sends what is due, acts at once on what the other side says, and connects again whenever the
-connection breaks. Posts are kept until the other side confirms them.
+It sends what is due, acts at once on what it receives, and reconnects whenever the connection
+breaks. Posts are kept until the other side confirms them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Heard = TypeVar("Heard", bound=Message, contravariant=True)
 
 
 class SilenceClock:
-    """Counts the seconds since the other side was last heard, but for those spent suspended."""
+    """Counts the seconds since the other side was last heard, except while suspended."""
 
     def __init__(self, limit: float) -> None:
         self._limit, self._clock = limit, AwakeClock()
@@ -39,16 +39,16 @@ class SilenceClock:
 
     @property
     def seconds(self) -> float:
-        """Since something was last heard."""
+
         return self._clock.now() - self._heard_at
 
     def heard(self) -> None:
-        """Note that the other side was heard."""
+
         self._heard_at, self.noticed, self.refuses = self._clock.now(), False, False
         self.times_heard += 1
 
     def exceeds_limit(self) -> bool:
-        """Look at the clock: whether the limit is passed, told once for each silence."""
+        """Whether the limit is exceeded; True once for each silence."""
         if self.noticed or self.seconds < self._limit:
             return False
         self.noticed = True
@@ -56,10 +56,8 @@ class SilenceClock:
 
 
 class Outbox:
-    """Numbered messages, oldest first, that any thread adds to and one thread sends.
-
-    `decode` is that of the other side.
-    """
+    """Numbered messages, oldest first: any thread adds some, one thread sends them. `decode` is the
+    other side's decoder."""
 
     def __init__(self, decode: Callable[[bytes], object]) -> None:
         self._decode = decode
@@ -70,8 +68,8 @@ class Outbox:
     def add(self, make: Callable[[int], Post]) -> None:
         """Add what `make` returns for its number.
 
-        One that the other side would refuse, too long, say, is left out with a warning: it would
-        cost the connection, again and again. Raises `TypeError` if a field is no JSON value.
+        A message that the other side would refuse (too long, say) is dropped with a warning: it
+        would break each new connection. Raises `TypeError` if a field is no JSON value.
         """
         with self._changed:
             message = make(self._added + 1)
@@ -85,7 +83,7 @@ class Outbox:
             self._unheard.append(message)
 
     def after(self, number: int) -> list[Post]:
-        """The messages with greater numbers that have not been heard."""
+        """The unconfirmed messages with greater numbers."""
         with self._changed:
             return [message for message in self._unheard if message.number > number]
 
@@ -97,43 +95,42 @@ class Outbox:
             self._changed.notify_all()
 
     def drop(self, gone: Iterable[Post]) -> None:
-        """Forget these: their sender sees to them."""
+        """Remove these: the caller delivers them in another way."""
         numbers = {message.number for message in gone}
         with self._changed:
             self._unheard = deque(m for m in self._unheard if m.number not in numbers)
 
     def wait_until_heard(self, seconds: float) -> list[Post]:
-        """Wait, at most so long, until all is heard; returns what is not."""
+        """Wait until all is confirmed, at most `seconds`; returns what is not."""
         with self._changed:
             self._changed.wait_for(lambda: not self._unheard, seconds)
             return list(self._unheard)
 
 
 class CallerOwner(Protocol[Heard]):
-    """What the owner of the calling side says and takes in. Called from the link's thread, and must
-    not wait."""
+    """Callbacks of the calling side's owner. Called from the link's thread, and must not wait."""
 
     def hear(self, message: Heard) -> None:
-        """The other side has said something."""
+        """Take in a message of the other side."""
 
     def opened(self) -> None:
-        """There is a connection, over which nothing was sent yet."""
+        """Called for each new connection, before anything is sent."""
 
     def due(self, behind: bool) -> Iterable[Message]:
-        """What is to be said now and can be lost; the other side may be `behind` in reading."""
+        """Messages to send now that may get lost; the other side may be `behind` in reading."""
 
     def next_at(self, connected: bool) -> float:
-        """When something is due, or a clock is to be looked at (`time.monotonic`, seconds)."""
+        """When something is due, or a deadline has to be checked (`time.monotonic`, seconds)."""
 
     def look(self, connected: bool) -> None:
-        """Look at the clocks; after each wait."""
+        """Check the deadlines; called after each wait."""
 
 
 class LinkClient(Generic[Heard]):
-    """The line to a listener. No method fails because the line is down.
+    """The connection to a listener. No method fails because it is down.
 
-    `dial` opens a connection, `decode` is for what the listener says, `outbox` what must not be
-    lost, `silence` counts how long the listener has said nothing.
+    `dial` opens a connection, `decode` decodes the listener's messages, `outbox` holds what must
+    not be lost, `silence` counts how long the listener has been silent.
     """
 
     def __init__(
@@ -168,7 +165,7 @@ class LinkClient(Generic[Heard]):
         self._wake()
 
     def close(self) -> None:
-        """Fall silent. Returns at once."""
+        """Disconnect. Returns at once."""
         self._over = True
         self._wake()
 
@@ -176,7 +173,7 @@ class LinkClient(Generic[Heard]):
         os.eventfd_write(self._alarm, 1)
 
     def _keep(self) -> None:
-        """Connect, talk until the line breaks, and again: the life of the thread."""
+        """The thread: connect, talk until the connection breaks, repeat."""
         pause, longest = self._retry
         while not self._over:
             try:
@@ -198,12 +195,12 @@ class LinkClient(Generic[Heard]):
             self._wait_alone(pause)
 
     def _talk(self, wire: Connection) -> None:
-        """Exchange messages until the connection breaks, which raises, or all is over."""
+        """Exchange messages until the connection breaks, which raises, or `close` is called."""
         self.silence.heard()  # it has just proved who it is
         self._said.clear()
         self._owner.opened()
         self.alone_since = None
-        sent = 0  # what was on its way and never confirmed goes out again
+        sent = 0  # what was sent and never confirmed is sent again
         with selectors.DefaultSelector() as selector:
             selector.register(self._alarm, selectors.EVENT_READ)
             selector.register(wire, selectors.EVENT_READ)
@@ -225,9 +222,9 @@ class LinkClient(Generic[Heard]):
             self._owner.hear(message)
 
     def _speak(self, wire: Connection, sent: int) -> int:
-        """Say what there is to say; the number of the last post that was `sent` by then."""
+        """Send what is due. `sent` is the last post sent before; returns the last one sent now."""
         wire.flush()
-        # A reader that is behind gets only what must not be lost.
+        # While the reader is behind, only what must not be lost.
         for message in self._owner.due(wire.sending):
             wire.send(message)
         while self._said:

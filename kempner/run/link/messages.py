@@ -2,8 +2,8 @@
 
 The messages of ranks (`run.control.protocol`) and agents (`launchers.agents.messages`) are
 dataclasses like these; a decoder is made for the messages that one side may send. Decoding is
-strict: an unknown kind or field, a value of another type or out of bounds, and anything that is no
-JSON raise `MessageError`.
+strict: an unknown kind or field, a value of another type or out of bounds, and invalid JSON raise
+`MessageError`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from kempner.run.process.exit_codes import StopReason
 
 PROTOCOL = 6
-"""Version of all of this; both sides must speak the same."""
+"""Version of the protocol; both sides must have the same."""
 
 LINE_LIMIT = 64 * 1024
 """Longest line in bytes, its newline included."""
 
 RELAY_LIMIT = LINE_LIMIT + 256
-"""The same of a line in which an agent passes on what a rank has said."""
+"""The same for a line in which an agent relays a rank's message."""
 
 OPENING_LIMIT = 2048
 """Longest line in bytes from a caller that has not proved that it knows the secret."""
@@ -43,7 +43,7 @@ Proof = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class MessageError(ValueError):
-    """What came, or was to be sent, is not a message of this protocol."""
+    """What was received, or should be sent, is not a message of this protocol."""
 
 
 @dataclass(frozen=True)
@@ -57,21 +57,19 @@ class Message:
     )
 
     def aged(self, seconds: float) -> Self:
-        """The same, told `seconds` later."""
+        """The message as it reads `seconds` later."""
         return self
 
 
 @dataclass(frozen=True)
 class Post(Message):
-    """A message that must not be lost: it is sent again until its number is confirmed. The numbers
-    of a process count from 1."""
+    """A message that must not be lost: it is resent until its number is confirmed. Each process
+    counts from 1."""
 
     number: Natural
 
 
 class Role(StrEnum):
-    """What the two sides of a link can be."""
-
     SUPERVISOR = "supervisor"
     RANK = "rank"
     AGENT = "agent"
@@ -82,8 +80,8 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Joins(Message):
-    """What an agent of another job offers: room for a number of `ranks`, for `seconds` (None:
-    without end). `job` is its Slurm id, empty outside of a job."""
+    """What an agent of another job offers: room for `ranks` ranks, for `seconds` (None: no limit).
+    `job` is its Slurm id, empty outside of a job."""
 
     job: Name
     ranks: Natural
@@ -150,8 +148,8 @@ def encode(message: Message) -> bytes:
     """The line of a message, newline included, without the fields that have their default. Raises
     `MessageError` if it is too long.
 
-    A character that has no UTF-8 form (half of a surrogate pair, as in the name of a file that is
-    no text) becomes a question mark.
+    A character without a UTF-8 form (a lone surrogate, as in undecodable file names) becomes a
+    question mark.
     """
     text = json.dumps(_spell(message), ensure_ascii=False, separators=(",", ":"))
     line = text.encode("utf-8", "replace") + b"\n"
@@ -182,7 +180,7 @@ _DEFAULTS: dict[type[Any], dict[str, object]] = {}
 
 
 def _defaults(kind: type[Any]) -> dict[str, object]:
-    """The fields of a message, with what need not be said; both sides know the rest by it."""
+    """The default of each field, which is not sent; MISSING where the value is always sent."""
     found = dict[str, object]()
     for one in fields(kind):
         made = one.default if one.default_factory is MISSING else one.default_factory()
@@ -191,8 +189,8 @@ def _defaults(kind: type[Any]) -> dict[str, object]:
 
 
 def decoder(kinds: Any) -> Callable[[bytes], Any]:
-    """Decodes a line to one of these `kinds`, a union of messages or a single one. It raises
-    `MessageError` for all else."""
+    """A decoder of lines to one of `kinds`, a union of messages or a single one; it raises
+    `MessageError` for anything else."""
     one: Any = kinds if isinstance(kinds, type) else Annotated[kinds, Field(discriminator="kind")]
     adapter: TypeAdapter[Any] = TypeAdapter(one)
 
@@ -200,7 +198,7 @@ def decoder(kinds: Any) -> Callable[[bytes], Any]:
         try:
             return adapter.validate_json(line)
         except ValidationError as error:
-            # The kind of mistake only: what came may be anything, and this goes into logs.
+            # Only the kind of mistake: the line may hold anything, and this goes into logs.
             mistake = error.errors()[0]["type"]
             raise MessageError(f"not a message of this protocol ({mistake})") from None
 
@@ -208,5 +206,5 @@ def decoder(kinds: Any) -> Callable[[bytes], Any]:
 
 
 def shorten(words: str) -> str:
-    """`words` as they fit into a message."""
+    """`words`, cut to the length that fits into a message."""
     return words if len(words) <= WORDS_LIMIT else words[: WORDS_LIMIT - 1] + "…"

@@ -2,8 +2,8 @@
 
 A new connection has `OPENING_TIME` to prove who calls. Anything unexpected closes the connection,
 with a reason in the log, and has no other effect. A member may connect again at any time: its
-newest connection counts. Posts are numbered, taken in once, and confirmed, here or by the owner. A
-message that stands is told to all members, and later to each that joins.
+newest connection counts. Posts are numbered, delivered once, and confirmed, here or by the owner. A
+standing message is sent to all members, and to each that connects later.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ OPENING_TIME = 10.0
 """Seconds within which a connection must have proved who calls."""
 
 PENDING_LIMIT = 64
-"""Connections beyond one per member that may be at that stage; beyond it the oldest is closed."""
+"""Unauthenticated connections allowed beyond one per member; one more closes the oldest."""
 
 REFUSALS_LOGGED = 20
-"""A port scanner must not fill the disk."""
+"""So that a port scanner does not fill the disk."""
 
 TICK = 2.0
 """Seconds between two calls of the owner's `tick`."""
 
 _BUSY, _PAUSE_MS = 500, 10
-"""From this number of events a second there is a pause between two looks, in which more of them
-gather: to be woken up costs more than most messages do. An order ends it."""
+"""Above this number of events a second, the thread pauses between two looks so that more events
+gather: waking up costs more than most messages do. An order ends the pause."""
 
 _LEAVING = 0.1
 """Seconds between two looks whether all members have hung up."""
@@ -61,20 +61,20 @@ Heard = TypeVar("Heard", bound=Message, contravariant=True)
 
 
 class ListenerOwner(Protocol[Member, Heard]):
-    """What the owner of a listener decides and takes in. Called from the server's thread."""
+    """Callbacks of a listener's owner. Called from the server's thread."""
 
     def admit(self, caller: Caller) -> tuple[Member | None, Sequence[Message]]:
-        """Which member a caller that has proved itself is, and what it is told first; None: only
-        that, and then it has to hang up. Raises `MessageError` if it is not to be spoken to."""
+        """The member that an authenticated caller is, and the messages it gets first. If the member
+        is None, it gets only those and must hang up. Raises `MessageError` to refuse the caller."""
 
     def hear(self, member: Member, message: Heard) -> None:
-        """A member has said something; each post comes once."""
+        """Take in a member's message; each post comes once."""
 
     def disconnected(self, member: Member, why: Exception) -> None:
-        """A member's connection is over. It may come back."""
+        """Called when a member's connection is over. It may come back."""
 
     def tick(self) -> None:
-        """Every few seconds."""
+        """Called every few seconds."""
 
 
 @dataclass(eq=False)
@@ -91,7 +91,7 @@ class _Peer(Generic[Member]):
 
 
 class _Order(NamedTuple, Generic[Member]):
-    """What is to be sent to a member, or to all (None); `stands` keeps it for later ones."""
+    """A message for a member, or for all (None); with `stands`, also for those that come later."""
 
     message: Message
     line: bytes
@@ -100,10 +100,10 @@ class _Order(NamedTuple, Generic[Member]):
 
 
 class LinkServer(Generic[Member, Heard]):
-    """Listens, admits callers as members through a `door`, and tells `owner` what they say.
+    """Listens, admits callers as members through a `door`, and passes their messages to `owner`.
 
-    `decode` takes what members may say, in lines of at most `limit` bytes; `size` is how many
-    members there will be. Without `confirms` the owner hears posts as often as they are sent, and
+    `decode` decodes members' messages, in lines of at most `limit` bytes; `size` is the number of
+    members expected. Without `confirms` the owner gets posts as often as they are sent, and
     confirms them.
     """
 
@@ -123,7 +123,7 @@ class LinkServer(Generic[Member, Heard]):
         self._strangers: dict[_Peer[Member], None] = {}  # a set in the order of the connections
         self._members: dict[Member, _Peer[Member]] = {}
         self._noted: dict[Member, tuple[int, int]] = {}
-        """Of each member its process and the number of the last post that was taken in."""
+        """For each member, its process id and the number of the last post taken in."""
         self._orders: deque[_Order[Member]] = deque()
         self._standing: list[tuple[Message, float]] = []
         self._not_accepting: list[socket.socket] = []
@@ -149,11 +149,9 @@ class LinkServer(Generic[Member, Heard]):
         started(self._thread)
 
     def tell(self, message: Message, member: Member | None = None, stands: bool = False) -> None:
-        """Send to a member, if it is connected, or to all; what `stands` also to those that connect
-        later.
-
-        May be called from any thread, and returns at once. Does nothing after `close`.
-        """
+        """Send to a member, if it is connected, or to all; with `stands`, also to those that
+        connect later. May be called from any thread, and returns at once. Does nothing after
+        `close`."""
         try:
             order = _Order(message, encode(message), member, stands)
         except MessageError as error:
@@ -165,8 +163,8 @@ class LinkServer(Generic[Member, Heard]):
                 os.eventfd_write(self._alarm, 1)
 
     def close(self, within: float, farewell: Message | None = None) -> None:
-        """Take in what is still coming, then hang up; after a `farewell`, wait for all members to
-        hang up. Takes at most about `within` seconds."""
+        """Take in what still arrives, then hang up. With a `farewell`, send it and wait for all
+        members to hang up. Takes at most about `within` seconds."""
         with self._lock:
             if self._closing_until is not None:
                 return
@@ -184,8 +182,8 @@ class LinkServer(Generic[Member, Heard]):
             logger().info("connections refused in all", count=self._refusals)
 
     def say_alive(self, message: Message) -> None:
-        """Send a sign of life to each member that reads what it is sent; from the server's thread,
-        as all that follows."""
+        """Send a sign of life to each member that keeps up with reading. Like all methods below, it
+        is called from the server's thread."""
         line = encode(message)
         for peer in list(self._members.values()):
             if not peer.wire.sending:
@@ -210,10 +208,10 @@ class LinkServer(Generic[Member, Heard]):
                     self._dismiss(until)
                 if self._farewell or not ready or time.monotonic() > until:
                     return
-                tick_at = 0.0  # from now on nothing is waited for
+                tick_at = 0.0  # from now on `select` does not wait
 
     def _dismiss(self, until: float) -> None:
-        """Send all members away, and wait until they are gone."""
+        """Send the farewell to all members, and wait until they have hung up."""
         for listener in self._listeners:
             if listener not in self._not_accepting:
                 self._selector.unregister(listener)
@@ -233,7 +231,7 @@ class LinkServer(Generic[Member, Heard]):
             where = str(address[0]) if address else "this machine"
             peer = _Peer[Member](Connection(connection, OPENING_LIMIT), where)
         except (BlockingIOError, ConnectionAbortedError):
-            return  # it has gone again
+            return  # the caller is gone again
         except OSError as error:  # out of descriptors, say: try again at the next tick
             logger().warning("cannot accept a connection", error=error.strerror)
             self._selector.unregister(listener)
@@ -265,7 +263,7 @@ class LinkServer(Generic[Member, Heard]):
     def _hear(self, peer: _Peer[Member], line: bytes) -> None:
         if peer.caller is None:
             self._admit(peer, decode_hello(line))
-        elif (member := peer.member) is not None:  # one that is none was sent away
+        elif (member := peer.member) is not None:  # not admitted: it was sent away
             message = self._decode(line)
             if isinstance(message, Post) and self._confirms:
                 pid, noted = self._noted[member]
@@ -303,7 +301,7 @@ class LinkServer(Generic[Member, Heard]):
                 self._send(peer, order.line)
 
     def _tick(self) -> None:
-        """Every few seconds: what no event wakes this thread for."""
+
         while self._not_accepting:
             self._listen(self._not_accepting.pop())
         too_old = time.monotonic() - OPENING_TIME
@@ -313,10 +311,10 @@ class LinkServer(Generic[Member, Heard]):
         self._owner.tick()
 
     def _send(self, peer: _Peer[Member], line: bytes) -> None:
-        """Send, after what had to wait.
+        """Send a line, after those that wait.
 
-        A caller that is gone gets nothing, but may have sent something first: the reading side
-        takes that in, and then finds the connection closed.
+        If the caller is gone, this does nothing: what it sent before is still read, and the reading
+        side then finds the connection closed.
         """
         if peer.wire.closed:
             return
@@ -332,7 +330,7 @@ class LinkServer(Generic[Member, Heard]):
             self._selector.modify(peer.wire, events, partial(self._serve_peer, peer))
 
     def _drop(self, peer: _Peer[Member], why: Exception) -> None:
-        """End a connection, and say so to whom it matters."""
+        """Close a connection, and tell the owner or the log."""
         if peer.wire.closed:
             return
         self._forget(peer)

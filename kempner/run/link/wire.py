@@ -1,4 +1,4 @@
-"""How lines travel: over TCP between nodes, over a Unix socket on one."""
+"""Connections that carry lines: over TCP between nodes, over a Unix socket within one."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from kempner.run.link.messages import LINE_LIMIT, Message, MessageError, encode
 from kempner.run.process.exit_codes import UsageError
 
 BACKLOG_LIMIT = 256 * 1024
-"""Bytes that may wait for a reader that is slow; then the connection is given up."""
+"""Bytes that may wait for a slow reader; with more, the connection is given up."""
 
 _CHUNK = 64 * 1024
 
 UNACKNOWLEDGED = 10.0
-"""Seconds without an acknowledgement after which the kernel gives a connection up. A machine that
-has lost its power says nothing. A process that is stopped or stuck is another matter: its kernel
-goes on answering, and the connection stays."""
+"""Seconds without an acknowledgement after which the kernel gives a connection up, as when the
+machine has lost power. While a process is only stopped or stuck, its kernel still answers, and the
+connection stays."""
 
 PATIENCE = 2.0
 """Seconds that each step of opening a connection may take."""
 
 AFTER_REFUSAL = 0.5
-"""Seconds for a further address once one was refused: as a rule the listener is gone."""
+"""The same for each further address once one has refused: as a rule the listener is gone."""
 
 _OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -38,11 +38,11 @@ _OPTIONS = (
 
 
 class HungUpError(ConnectionResetError):
-    """The other side has closed the connection, or its process has ended: no cut does that."""
+    """The other side has closed the connection, or its process has ended; never a network fault."""
 
 
 class Lines:
-    """Cuts a stream of bytes into lines, and holds back what has no newline yet."""
+    """Splits a stream of bytes into lines, and keeps an incomplete last line."""
 
     def __init__(self, limit: int = LINE_LIMIT) -> None:
         self.limit = limit
@@ -61,10 +61,11 @@ class Lines:
 
 
 class Connection:
-    """A connection that carries lines, and never waits for the other side.
+    """A connection that carries lines, and never waits for the other side, except in
+    `wait_for_line`.
 
-    Every method raises `OSError` if the connection is over, be it closed, broken, or given up
-    because its reader is too slow.
+    Every method raises `OSError` if the connection was closed, is broken, or was given up because
+    its reader is too slow.
     """
 
     def __init__(self, connection: socket.socket, limit: int = LINE_LIMIT) -> None:
@@ -76,7 +77,7 @@ class Connection:
         self._unread: deque[bytes] = deque()
 
     def fileno(self) -> int:
-        """For selectors."""
+
         return self._connection.fileno()
 
     @property
@@ -90,11 +91,11 @@ class Connection:
         return bool(self._unsent)
 
     def trust(self, limit: int = LINE_LIMIT) -> None:
-        """Let lines be as long as the protocol allows."""
+        """Accept longer lines, as the caller has authenticated."""
         self._lines.limit = limit
 
     def send(self, message: Message) -> None:
-        """Send, now or as soon as the other side reads. Raises `MessageError` if it is too long."""
+        """Send now, or as soon as the other side reads. Raises `MessageError` if it is too long."""
         self.send_line(encode(message))
 
     def send_line(self, line: bytes) -> None:
@@ -105,15 +106,15 @@ class Connection:
             raise TimeoutError("it does not read its messages")
 
     def flush(self) -> None:
-        """Send as much of what waits as the kernel takes."""
+        """Send as much as the kernel takes."""
         try:
             while self._unsent:
                 del self._unsent[: self._connection.send(self._unsent)]
         except BlockingIOError:
-            pass  # the rest goes when the selector says so
+            pass  # the rest is sent when the selector says so
 
     def lines(self) -> list[bytes]:
-        """The lines that have come. Raises `MessageError` if one is too long."""
+        """The lines received. Raises `MessageError` if one is too long."""
         if self._unread:
             lines = list(self._unread)
             self._unread.clear()
@@ -147,8 +148,8 @@ class Connection:
 
 
 def connect(addresses: Sequence[str], port: int) -> socket.socket:
-    """To the first address that takes the call: which networks connect two nodes is only known when
-    it is tried. Raises `OSError`; `ConnectionRefusedError` if one of them was refused."""
+    """Connect to the first address that accepts: only trying shows which networks connect two
+    nodes. Raises `OSError`; `ConnectionRefusedError` if one of them refused."""
     failure: OSError | None = None
     for address in addresses:
         refused = isinstance(failure, ConnectionRefusedError)
@@ -213,7 +214,7 @@ def listen_here(name: str) -> socket.socket:
 
 
 def connect_here(name: str) -> socket.socket:
-    """To the Unix socket of that name. Raises `OSError`."""
+    """Connect to the Unix socket of that name (`listen_here`). Raises `OSError`."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(PATIENCE)

@@ -1,1 +1,1 @@
-"""What a process tells: logs, terminal, and files of lines; none of it can fail or block."""
+"""Logs, terminal output and files of lines; writing them never fails and never blocks."""

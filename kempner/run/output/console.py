@@ -1,10 +1,10 @@
-"""Standard output and error of this process, made so that printing never fails and never blocks.
+"""Standard output and error of this process, so that printing never fails and never blocks.
 
 A terminal may be closed, or stopped with Ctrl-S; a pipe may have lost its reader, or have one that
-does not read; a file may lie on a full disk. None of that is worth a step of training. What cannot
-be shown is counted, and the count is shown as soon as something can be.
+does not read; a file may lie on a full disk. None of that is worth a step of training. Lines that
+cannot be shown are counted, and the count is shown as soon as output works again.
 
-Nothing beyond the standard library is imported here: this is armed before anything else.
+Imports only the standard library and `writers`: `protect` runs before all else.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from typing import Any, NoReturn, TextIO
 from kempner.run.output.writers import Writer, settle_all
 
 KEPT = 1 << 20
-"""Bytes that wait for an output that takes none at the moment; what comes beyond is counted."""
+"""Bytes kept for an output that blocks; beyond them, lines are dropped and counted."""
 
 LAST_WORDS = 2.0
-"""Seconds that the end of a process waits for what is not written yet."""
+"""Seconds that a process waits at its end until its output is written."""
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Bytes for a descriptor; `lost_before` lines that came before them were dropped."""
+    """Bytes for a descriptor; before them, `lost_before` lines were dropped."""
 
     descriptor: int
     data: bytes
@@ -40,7 +40,7 @@ class _Chunk:
 
 
 class _Outlet(Writer[_Chunk]):
-    """One file, terminal or pipe that standard output or error, or both, lead to."""
+    """A file, terminal or pipe that is standard output, standard error, or both."""
 
     _dropped: int
     _lost: int
@@ -50,10 +50,10 @@ class _Outlet(Writer[_Chunk]):
         super().__init__("output", KEPT)
 
     def show(self, descriptor: int, data: bytes, ahead: int = 0) -> None:
-        """Write as soon as that can be done; as a rule before this returns, or when less than
+        """Write as soon as possible; as a rule this returns when the data is written, or fewer than
         `ahead` bytes wait."""
         self.puts += 1
-        if sys.is_finalizing():  # there are no threads any more: what would block is lost
+        if sys.is_finalizing():  # no threads any more: what would block is lost
             if _takes_some(descriptor):
                 self._show(_Chunk(descriptor, data, self._dropped))
             return
@@ -62,6 +62,7 @@ class _Outlet(Writer[_Chunk]):
             self.prompt(_Chunk(descriptor, data, before), len(data), ahead)
 
     def _drop(self, item: _Chunk) -> None:
+        # `show` has moved the lines dropped before into `lost_before`.
         self._dropped = item.lost_before + item.data.count(b"\n")
 
     def _start_anew(self) -> None:
@@ -114,7 +115,7 @@ _finding = threading.RLock()
 
 
 def _outlet(descriptor: int) -> _Outlet:
-    """Of what the descriptor leads to now: output and error often lead to the same."""
+    """The outlet of a descriptor's file; output and error often share one."""
     try:
         found = os.fstat(descriptor)
         key = found.st_dev, found.st_ino
@@ -154,18 +155,18 @@ class _Raw(io.RawIOBase):
 
 
 def protect(names: Collection[str] = ("stdout", "stderr")) -> None:
-    """Let nothing that is written to `sys.stdout` and `sys.stderr` fail or block from now on. What
+    """Make writes to `sys.stdout` and `sys.stderr` never fail or block from now on. A stream that
     the program has put in their place stays. Safe to call again."""
     for name in names:
         stream, first = getattr(sys, name), getattr(sys, f"__{name}__")
-        if stream is None:  # closed before this process began; its number must not go to a file
+        if stream is None:  # closed before this process began; no file must get its number
             setattr(sys, name, _open_stream(_open_nothing(name), name, None))
         elif stream is first and isinstance(stream, io.TextIOWrapper):
             setattr(sys, name, _open_stream(stream.fileno(), name, stream))
             _kept.append(stream)
             with suppress(OSError):
                 stream.flush()
-            atexit.register(_flush)  # later there are no threads any more
+            atexit.register(_flush)  # before the threads end
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
@@ -179,7 +180,7 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 @dataclass(frozen=True)
 class _LastLine:
-    """What to print before and after a line, as the last one of the terminal is taken."""
+    """What to print before and after a line while the terminal's last line is in use."""
 
     before: str = ""
     after: str = ""
@@ -189,13 +190,13 @@ _ERASE = "\r\x1b[2K"
 
 
 def pass_on(descriptor: int, data: bytes) -> None:
-    """Show what another process has printed, by one of this one's outputs. Never raises. To wait
-    for each write would cost a change of threads for each."""
+    """Show another process's output on this process's `descriptor`, without waiting for each write,
+    which would cost a thread switch. Never raises."""
     _outlet(descriptor).show(descriptor, data, KEPT // 2)
 
 
 def can_rewrite() -> bool:
-    """Whether standard output is a terminal on which a line can be written anew."""
+    """Whether standard output is a terminal on which a line can be rewritten."""
     return sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
@@ -213,14 +214,14 @@ def show_for_now(text: str) -> None:
 
 
 class WholeLine:
-    """A line that this process has said, and may say anew as long as nothing else was printed."""
+    """A line that this process has printed, and can rewrite until something else is printed."""
 
     def __init__(self, text: str) -> None:
         say(text)
         self._puts = _puts()
 
     def say_anew(self, text: str) -> bool:
-        """False, and nothing is shown, where it is no longer the last line of this process."""
+        """Rewrite the line; False, without output, if it is no longer this process's last line."""
         if _puts() != self._puts:
             return False
         say(f"\x1b[1A{_ERASE}{text}")
@@ -233,14 +234,14 @@ def _puts() -> int:
 
 
 def expect_a_line_for_now() -> None:
-    """The process that started this one may show such a line: what is said here replaces it."""
+    """Expect that the parent process may show a `show_for_now` line: the next line replaces it."""
     global _line
     if can_rewrite():
         _line = _LastLine(_ERASE)
 
 
 def erase_line() -> None:
-    """The last line is this process's own again, and empty."""
+    """Erase the last line; it is this process's again."""
     global _line
     if _line != _LastLine():
         _line = _LastLine()
@@ -249,25 +250,25 @@ def erase_line() -> None:
 
 
 def leave_line_to_others(theirs: bool) -> None:
-    """Whether the last line is another process's: what is said then begins on a new line."""
+    """Set whether the last line is another process's (`theirs`): if so, `say` begins a new line."""
     global _line
     _line = _LastLine("\n" if theirs and can_rewrite() else "")
 
 
 def lost_lines() -> int:
-    """How many lines could not be shown, and have not been reported there yet."""
+    """Lines that could not be shown, and whose number was not shown yet."""
     return _unsaid + sum(outlet._lost + outlet._dropped for outlet in _outlets.values())
 
 
 def at_the_end(tell: Callable[[], None]) -> None:
-    """Call `tell` when this process is about to `leave`: it may still say something."""
+    """Call `tell` when this process is about to `leave`: it may still print."""
     _farewells[tell.__qualname__] = tell
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with `code`, now: a signal that comes meanwhile does not change that. The
-    interpreter is not torn down. That would restore the signals' default actions, and wait for
-    threads that may be stuck. Whatever is told but not written yet gets `LAST_WORDS` seconds."""
+    """End this process with `code` now, whatever signal arrives meanwhile. The interpreter is not
+    finalized: that would restore the signals' default actions, and wait for threads that may be
+    stuck. Output that is not written yet gets `LAST_WORDS` seconds."""
     _flush()
     for tell in _farewells.values():
         tell()
@@ -283,7 +284,7 @@ def _flush() -> None:
 
 class _Flush(Writer[None]):
     def _write(self) -> None:
-        for stream in (sys.stdout, sys.stderr, *_kept):  # some of which may not be ours
+        for stream in (sys.stdout, sys.stderr, *_kept):  # the program may have replaced some
             with suppress(OSError, ValueError, AttributeError):
                 stream.flush()
 

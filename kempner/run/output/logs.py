@@ -1,8 +1,8 @@
 """Structured logs: JSON lines per process, and plain sentences on the terminal.
 
-Before `open_log` names a file, events reach stderr only. A warning or worse is always printed, so
-that a user sees it on the terminal or in Slurm's output without knowing where the file is. Logging
-never raises, and never blocks for longer than a moment.
+Before `open_log` names a file, events go to stderr only. Warnings and errors are always printed, so
+that a user sees them on the terminal or in Slurm's output. Logging never raises, and never blocks
+for longer than a moment.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ def sentence(event: Mapping[str, object]) -> str:
 
 
 def open_log(path: Path, **context: object) -> None:
-    """Send every later event of this process to `path`, too, with `context` on each line."""
+    """Write every later event of this process to `path`, too, with `context` on each line."""
     _sink.file = open_lines(path, warn)
     _sink.context = context
     at_the_end(_tell_what_was_not_shown)
 
 
 def warn(sentence: str, facts: Mapping[str, object]) -> None:
-    """Log a warning; what files of lines tell of their troubles with."""
+    """Log a warning; the callback by which files of lines report that they cannot be written."""
     logger().warning(sentence, **facts)
 
 
@@ -106,14 +106,14 @@ _IN_ADDRESS = re.compile(r"(?<=://)([^/@:\s]*):([^/@\s]+)(?=@)")
 """`user:password` in a URL."""
 
 _SHORTEST = 8
-"""Characters of a variable's value from which on it may be a secret, and no word."""
+"""A variable's value of fewer characters is taken for a word, not for a secret."""
 
 _ASSIGNED = re.compile(r"(?P<name>-{0,2}[A-Za-z_][\w.-]*)=(?P<value>.+)", re.DOTALL)
 
 
 def redacted(words: Sequence[str]) -> list[str]:
-    """The same words, with `***` for what a name or a form says is secret. That is the value of
-    `--x.token=VALUE`, of `API_KEY=VALUE`, and the word after `--token`."""
+    """`words` with `***` for each secret, known by name (`--x.token=VALUE`, `API_KEY=VALUE`,
+    `--token VALUE`) or by form."""
     return list(_redacted(words))
 
 
@@ -133,8 +133,8 @@ def _redacted(words: Sequence[str]) -> Iterator[str]:
 
 
 def masking(environ: Mapping[str, str]) -> Callable[[bytes], bytes]:
-    """Puts `***` in place of what in lines of a program has the form of a secret, or is the value
-    of a variable in `environ` whose name says so."""
+    """A function that replaces secrets in a program's output by `***`: what has the form of one,
+    and the values of variables in `environ` whose names say so."""
     known = {v.encode() for name, v in environ.items() if is_secret(name) and len(v) >= _SHORTEST}
     longest_first, hidden = sorted(known, key=len, reverse=True), HIDDEN.encode()
     token = re.compile(_SECRET_VALUE.pattern.encode())

@@ -11,7 +11,7 @@ _SECONDS = (("s", 1.0), ("ms", 1e-3))
 
 
 def size_text(size: float) -> str:
-    """Bytes in the largest decimal unit of which they are one or more: `56.3 GB`, `940 B`."""
+    """Bytes in the largest decimal unit that gives at least 1: `56.3 GB`, `940 B`."""
     for unit, scale in _BYTES:
         if size >= scale:
             return f"{size / scale:,.1f} {unit}"
@@ -19,25 +19,25 @@ def size_text(size: float) -> str:
 
 
 def flops_text(flops: float) -> str:
-    """Floating-point operations in the largest unit of which they are one or more: `6 TFLOP`."""
+    """Floating-point operations in the largest unit that gives at least 1: `6 TFLOP`."""
     unit, scale = next((each for each in _FLOPS if flops >= each[1]), _FLOPS[-1])
     return f"{flops / scale:,.0f} {unit}"
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds, milliseconds or microseconds, of which they are one or more: `14.1 s`, `80 ms`."""
+    """Seconds, milliseconds or microseconds, whichever gives at least 1: `14.1 s`, `80 ms`."""
     unit, scale = next((each for each in _SECONDS if seconds >= each[1]), ("us", 1e-6))
     value = seconds / scale
     return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.3g} {unit}"
 
 
 def count(number: int, one: str, more: str = "") -> str:
-    """`1 rank`, `1,024 ranks`; `more` is the plural where that is not `one` with an s."""
+    """`1 rank`, `1,024 ranks`; `more` is the plural if that is not `one` with an s."""
     return f"{number:,} {one if number == 1 else more or one + 's'}"
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Ascending numbers with neighbours drawn together: "0-2, 5"."""
+    """Ascending numbers with consecutive ones joined: "0-2, 5"."""
     runs = []
     for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         run = [number for _, number in group]
@@ -51,6 +51,6 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def name_or_count(ranks: Sequence[int], longest: int = 40) -> str:
-    """The same, or `1,093 ranks` where that would take too many characters."""
+    """As `name_ranks`, or `1,093 ranks` if that has more than `longest` characters."""
     name = name_ranks(ranks)
     return name if len(name) <= longest else f"{len(ranks):,} ranks"

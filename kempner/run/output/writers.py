@@ -1,10 +1,10 @@
-"""What tells of a run is written by threads, so that no caller fails or waits for long.
+"""Threads that write logs, output and metrics, so that no caller fails or waits for long.
 
-A full disk, storage that hangs, or a terminal that takes nothing must not end or hold up a training
-whose state is intact. What cannot be written yet is kept, in order and up to a bound, and written
-as soon as that is possible again.
+A full disk, storage that hangs, or a blocked terminal must not end or hold up a training whose
+state is intact. What cannot be written yet is kept, in order and up to a bound, and written as soon
+as possible.
 
-Nothing beyond the standard library is imported here: this is needed before anything else.
+Imports only the standard library: this is needed before all else.
 """
 
 from __future__ import annotations
@@ -26,37 +26,39 @@ from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
 PATIENCE = 0.5
-"""Seconds that a caller waits for a write that does not return; once, until one returns again."""
+"""Seconds that a caller waits for a write; not again until a write has returned."""
 
 IDLE = 5.0
-"""Seconds after which a thread ends that has nothing to write; the next item starts another."""
+"""Seconds after which an idle thread ends; the next item starts another."""
 
 KEPT = 16 * 1024 * 1024
-"""Characters that wait for storage that takes none at the moment; lines beyond are counted."""
+"""Characters kept while storage fails; lines beyond them are dropped and counted."""
 
 RETRY = 1.0
-"""Seconds between two tries to write to a file that could not be written."""
+"""Seconds between two attempts to write a file that cannot be written."""
 
 _LOOK, _LOOKS = 0.1, 5
-"""Seconds between two looks whether half a line still grows, and the most of those looks."""
+"""Seconds between two looks whether an incomplete line still grows, and the most looks."""
 
 _TAIL_EVERY = 5.0
-"""Seconds between two versions of the end of an output that is longer than what is kept of it."""
+"""Seconds between two updates of an output's tail, once more was printed than is kept."""
 
 _PART_OF_A_LINE, _LONGEST_LINE = 1.0, 65536
-"""Seconds that a line without an end waits for it, and its bytes from which on it does not."""
+"""Seconds that an incomplete line waits for its end, and bytes above which it does not wait."""
 
 Tell: TypeAlias = Callable[[str, Mapping[str, object]], None]
-"""Logs a sentence, with facts."""
+
 
 Item = TypeVar("Item")
 
 
 class Writer(ABC, Generic[Item]):
-    """A thread that writes what it is given. Methods may be called from any thread; none raises.
-    The caller waits until what it gave is written, so that it is there when the call returns; but
-    never for longer than `PATIENCE`, and while an earlier write is stuck not at all. Items wait up
-    to a total size of `kept`; what comes beyond is dropped. Only one thread at a time writes."""
+    """A thread that writes items. Methods may be called from any thread; none raises.
+
+    A caller waits until its item is written, but at most `PATIENCE` seconds, and not at all while
+    an earlier write is stuck. Items of a total size of `kept` may wait; more are dropped. Only one
+    thread writes at a time.
+    """
 
     _asked: int
     _done: int
@@ -69,8 +71,8 @@ class Writer(ABC, Generic[Item]):
         _writers.add(self)
 
     def prompt(self, item: Item | None = None, size: int = 0, ahead: int = 0) -> None:
-        """Have what waits, and `item` if there is room, written now; wait as long as there is
-        patience, and a total of `ahead` or more waits."""
+        """Write what waits, and `item` if there is room, now; wait at most `PATIENCE` seconds, and
+        only while items of a total size of `ahead` or more wait."""
         if sys.is_finalizing():  # no other thread runs any more, and one may have held the lock
             if item is not None:
                 self._waiting.append((item, size))
@@ -87,13 +89,13 @@ class Writer(ABC, Generic[Item]):
             self._changed.notify_all()
             alive = self._thread is not None and self._thread.is_alive()
             if not (alive or self._start_thread()):
-                self._write()  # no thread is to be had: rather wait than keep silent
+                self._write()  # no thread can be started: write here, and wait
             elif not (self._stuck or threading.current_thread() is self._thread):
                 done = lambda: self._done >= turn or self._given - self._taken < ahead  # noqa: E731
                 self._stuck = not self._changed.wait_for(done, PATIENCE)
 
     def ask_again(self) -> int:
-        """Have whatever is left tried once more, from now on; the turn to wait for."""
+        """Ask for another attempt to write what is left; returns the turn to pass to `wait_for`."""
         with self._changed:
             if self._running or self._due_at < math.inf:
                 self._asked += 1
@@ -103,7 +105,7 @@ class Writer(ABC, Generic[Item]):
             return self._done
 
     def wait_for(self, turn: int, seconds: float) -> bool:
-        """Wait until that turn is over; whether it was within `seconds`."""
+        """Wait until that turn is over; False after `seconds`."""
         with self._changed:
             alive = self._thread is not None and self._thread.is_alive()
             if self._done >= turn or not (alive or self._start_thread()):
@@ -112,14 +114,14 @@ class Writer(ABC, Generic[Item]):
 
     @abstractmethod
     def _write(self) -> float | None:
-        """Write what waits, without raising `OSError`; the seconds after which to try again, None
-        where nothing is left."""
+        """Write what waits, without raising `OSError`. Returns the seconds until the next attempt,
+        None if nothing is left."""
 
     def _drop(self, item: Item) -> None:
-        """An item is lost. Called with the lock held."""
+        """Note that an item is lost. Called with the lock held."""
 
     def _start_anew(self) -> None:
-        """Begin without a thread and with nothing to do; a forked child leaves the parent's."""
+        """Set the initial state, also in a forked child, which leaves the parent's items alone."""
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Item, int]] = deque()
         self._given = self._taken = self._asked = self._done = 0
@@ -156,9 +158,9 @@ _writers: weakref.WeakSet[Writer[Any]] = weakref.WeakSet()
 
 
 def settle_all(seconds: float) -> None:
-    """Give every writer of this process the chance to end what it has to do; `seconds` in all."""
+    """Wait until all writers of this process are done, at most `seconds` in all."""
     end = time.monotonic() + seconds
-    # All at once: what one of them cannot end must not take the time of the others.
+    # All at once: one that is stuck must not take the time of the others.
     asked = [(writer, writer.ask_again()) for writer in list(_writers)]
     for writer, turn in asked:
         writer.wait_for(turn, max(0.0, end - time.monotonic()))
@@ -173,12 +175,12 @@ class JsonLines(Writer[str]):
         super().__init__(path.name, KEPT)
 
     def append(self, entry: Mapping[str, object]) -> None:
-        """Append an object, as a rule before this returns; never raises for the file's sake."""
+        """Append an object, as a rule before this returns; a failing file raises nothing."""
         line = json_line(entry)
         self.prompt(line, len(line))
 
     def unwritten(self) -> list[str]:
-        """The lines that are kept because they could not be written yet, oldest first."""
+        """The lines that could not be written yet, oldest first."""
         with self._changed:
             return [line for line, _ in self._waiting]
 
@@ -205,12 +207,12 @@ class JsonLines(Writer[str]):
         return None
 
     def _write_lines(self) -> None:
-        """Raises `OSError`; what was written by then is forgotten."""
+        """Write and remove waiting lines. Raises `OSError`; the lines not written stay."""
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         try:
             descriptor = os.open(self.path, flags, 0o666)
         except FileNotFoundError:
-            # None above: it may be that nothing is mounted there.
+            # No parents: maybe the file system is not mounted.
             self.path.parent.mkdir(exist_ok=True)
             descriptor = os.open(self.path, flags, 0o666)
         try:
@@ -228,18 +230,18 @@ class JsonLines(Writer[str]):
 
 @dataclass(frozen=True)
 class OutputBounds:
-    """Bytes of what a process prints that are kept: the first `head`, and the last `tail`."""
+    """Bytes of a process's output that are kept: the first `head` and the last `tail`."""
 
     head: int = 16 << 20
     tail: int = 2 << 20
 
 
 class KeptOutput(Writer[None]):
-    """What a process prints, in a file for its owner alone: the first of it and the last, and in
-    between a line with the number of bytes that were left out.
+    """Keeps the head and the tail of a process's output in a file that only its owner can read;
+    between them a line gives the number of bytes left out.
 
-    `masked` takes out secrets, of whole lines. `tell` is called, from a thread, when the file
-    cannot be written; what then finds no room in memory is left out, too.
+    `masked` removes secrets from whole lines. `tell` is called, from a thread, when the file cannot
+    be written; output that then finds no room in memory is left out, too.
     """
 
     def __init__(
@@ -258,8 +260,8 @@ class KeptOutput(Writer[None]):
         super().__init__(path.name)
 
     def add(self, chunk: bytes) -> None:
-        """The next bytes; as a rule they are written before this returns, but once only the tail
-        of what comes is kept, with its next version."""
+        """Add the next bytes; as a rule they are written before this returns, or, once only the
+        tail is kept, with its next update."""
         with self._changed:
             self._new += chunk
             only_tail = self._failed or self._left_out or 0 < self._most <= self._head
@@ -270,7 +272,7 @@ class KeptOutput(Writer[None]):
         self.prompt()
 
     def close(self) -> None:
-        """Nothing more comes."""
+
         self._over = True
         self.prompt()
 
@@ -295,11 +297,12 @@ class KeptOutput(Writer[None]):
         if self._over and self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-            self._rest.clear()  # it is written, and may be asked for again
+            self._rest.clear()  # it is written, and `_write` may be called again
         return again
 
     def _store(self) -> float | None:
-        """Seconds until the rest is to be written; None if there is none. Raises `OSError`."""
+        """Write; returns the seconds until the rest is due, None if there is none. Raises
+        `OSError`."""
         if self._descriptor < 0 and (self._rest or not self._over):
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._head = os.fstat(self._descriptor).st_size
@@ -317,16 +320,19 @@ class KeptOutput(Writer[None]):
             self._tail_at = time.monotonic() + _PART_OF_A_LINE
             return _PART_OF_A_LINE
         self._tail_at = time.monotonic() + _TAIL_EVERY
-        head, tail = self._head, bytes(self._rest[-self._bounds.tail :])
-        if missing := self._left_out + len(self._rest) - len(tail):
-            tail = f"\n[kempner: {missing:,} bytes are left out here]\n".encode() + tail
-        self._put(self._masked(tail), head)
-        os.ftruncate(self._descriptor, self._head)
-        self._head = head
+        head = self._head
+        try:
+            if self._left_out:
+                said = f"\n[kempner: {self._left_out:,} bytes are left out here]\n"
+                self._put(said.encode(), head)
+            self._put(self._masked(bytes(self._rest)), self._head)
+            os.ftruncate(self._descriptor, self._head)
+        finally:
+            self._head = head
         return None
 
     def _next_lines(self) -> bytes:
-        """The whole lines that the head has room for; all there is of a line without an end."""
+        """The whole lines that fit into the head; all of an incomplete line that is too long."""
         piece = bytes(self._rest[: max(0, self._most - self._head)])
         end = max(piece.rfind(b"\n"), piece.rfind(b"\r")) + 1
         return piece if len(piece) > end + _LONGEST_LINE else piece[:end]
@@ -339,15 +345,15 @@ class KeptOutput(Writer[None]):
         self._head = at
 
     def _shorten(self, output: bytearray) -> int:
-        """Leave out what is older than the tail. The number of bytes left out."""
+        """Drop what is older than the tail; returns the number of bytes dropped."""
         older = max(0, len(output) - self._bounds.tail)
         del output[:older]
         return older
 
 
 class LatestContent(Writer[str]):
-    """A file that is replaced as a whole; only the newest content counts. `tell` is called, from a
-    thread, when it cannot be written."""
+    """A file that is always replaced as a whole. `tell` is called, from a thread, when it cannot be
+    written."""
 
     def __init__(self, path: Path, tell: Tell) -> None:
         self._path, self._tell = path, tell
@@ -375,7 +381,6 @@ class LatestContent(Writer[str]):
 
 
 json_line = partial(json.dumps, default=str)
-"""The line that an object becomes in a file."""
 
 
 def open_lines(path: Path, tell: Tell) -> JsonLines:
@@ -389,7 +394,7 @@ def open_lines(path: Path, tell: Tell) -> JsonLines:
 
 
 def unwritten_lines() -> dict[Path, int]:
-    """How many lines of which files are kept because they could not be written."""
+    """The number of lines, by file, that could not be written yet."""
     files = [writer for writer in list(_writers) if isinstance(writer, JsonLines)]
     return {writer.path: len(writer._waiting) for writer in files if writer._waiting}
 
@@ -399,9 +404,9 @@ def _facts(path: Path, error: OSError) -> dict[str, object]:
 
 
 def _remove_half_a_line(descriptor: int, ours: bool) -> None:
-    """Cut off what a writer that was killed, or had no space, left behind: readers expect lines.
-    What is `ours` is written again as a whole. Another host's line may only seem torn, because not
-    all of it is seen yet: what still changes is left alone. Raises `OSError`."""
+    """Remove an incomplete last line, which a killed writer or a full disk has left. If it is
+    `ours`, it is written again as a whole. Another host's line may only seem incomplete because not
+    all of it is visible yet: a line that still changes stays. Raises `OSError`."""
     tail, at_rest = _tail(descriptor), ours
     for _ in range(_LOOKS):
         if at_rest or not tail:
@@ -416,7 +421,7 @@ def _remove_half_a_line(descriptor: int, ours: bool) -> None:
 
 
 def _tail(descriptor: int) -> bytes:
-    """What follows the last line break."""
+
     end, tail, step = os.fstat(descriptor).st_size, b"", 1
     while len(tail) < end:
         step = min(64 * step, end - len(tail), 1 << 20)
@@ -435,7 +440,7 @@ def _is_whole(tail: bytes) -> bool:
 
 
 def _cut(descriptor: int, length: int) -> bool:
-    """Shorten the file; whether that was possible: a file that is append-only cannot be."""
+    """Shorten the file; False if it is append-only."""
     try:
         os.ftruncate(descriptor, os.fstat(descriptor).st_size - length)
     except PermissionError:

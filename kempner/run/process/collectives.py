@@ -2,8 +2,8 @@
 
 The recorder (torch/csrc/distributed/c10d/FlightRecorder.hpp) numbers the collectives of each
 process group as they begin, on Gloo and on NCCL, and is on by default. It is read only while a rank
-stands still in a collective, without its stacks, which take seconds. torch is not imported here: a
-process that has not done so has no collectives.
+stands still in a collective, without its stacks, which take seconds. This module does not import
+torch: a process without torch has no collectives.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 from kempner.run.output.logs import logger
 
 MOST = 4
-"""Collectives under way that are told; few programs begin more before they wait for one."""
+"""Most collectives reported; few programs begin more before they wait for one."""
 
 MOST_GROUPS = 64
-"""Process groups of a rank that are told."""
+"""Most process groups of a rank reported."""
 
 
 @dataclass(frozen=True)
 class CollectiveCall:
     """The `number`th collective of a process group. `members` are the ranks of the group as (first,
-    count, step): those of any device mesh can be told so."""
+    count, step), which suits the groups of any device mesh."""
 
     group: str
     members: tuple[int, int, int]
@@ -41,21 +41,21 @@ class CollectiveCall:
 
 @dataclass(frozen=True)
 class CollectivesUnderWay:
-    """Those that a rank has begun and not ended, oldest first; `begun` is the number of the last
-    that it has begun in each of its groups."""
+    """The collectives that a rank has begun and not ended, oldest first; `begun` is the number of
+    the last one begun in each of its groups."""
 
     under_way: tuple[CollectiveCall, ...] = ()
     begun: Mapping[str, int] = field(default_factory=dict)
 
 
 NONE_UNDER_WAY = CollectivesUnderWay()
-"""What most reports say, of thousands of ranks a second: made once."""
+"""Shared by most reports, of which thousands may come each second."""
 
 
 def collectives_under_way(thread: int | None) -> CollectivesUnderWay:
-    """Those of a thread (`threading.get_ident`), or of all; nothing where it cannot be known. Both
-    the recorder and the list of groups are torch's own affair: what they answer in another version
-    must not cost the rank its link."""
+    """The collectives of a thread (`threading.get_ident`), or of all; empty if unknown. Both the
+    recorder and the list of groups are private to torch: another version of them must not break the
+    rank's link."""
     try:
         return _look(thread)
     except Exception as error:  # noqa: BLE001 - it only tells
@@ -64,7 +64,7 @@ def collectives_under_way(thread: int | None) -> CollectivesUnderWay:
 
 
 def flight_record() -> bytes:
-    """All that the recorder has, as torch itself writes it; nothing where there is none."""
+    """The recorder's content in torch's own format; empty without a recorder."""
     recorder = sys.modules.get("torch._C._distributed_c10d")
     dump = getattr(recorder, "_dump_fr_trace", None)
     try:
@@ -92,7 +92,7 @@ def _look(thread: int | None) -> CollectivesUnderWay:
 def read_trace(
     trace: Mapping[str, Any], groups: Mapping[str, tuple[int, int, int]], thread: int | None
 ) -> CollectivesUnderWay:
-    """Of a trace of the recorder, in its version 2."""
+    """Read a trace of the recorder, format version 2."""
     entries: list[dict[str, Any]] = trace.get("entries", [])
     begun: dict[str, int] = {}
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Durable and atomic writes of small files, what file systems can do, names that are no UTF-8."""
+"""Durable and atomic writes of small files, probes of file systems, names that are not UTF-8."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _NO_FSYNC_OF_FOLDERS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 def fsync_directory(path: Path) -> None:
-    """Make the directory's entries (creations, renames, removals) survive a power loss, where the
-    file system can."""
+    """Make the directory's entries (creations, renames, removals) survive a power loss, if the file
+    system supports that."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -43,9 +43,9 @@ def write_durable(path: Path, content: bytes | memoryview) -> None:
 
 
 def rename(source: Path, target: Path, arrived: Callable[[], bool]) -> None:
-    """Rename, also where the answer is lost on its way: a network file system then asks again and
-    is told that `source` is gone, or reports the loss. `arrived` tells whether `target` is what
-    `source` was. Raises `OSError`."""
+    """Rename, also if the server's answer is lost: a network file system then asks again, and
+    reports that `source` is gone or that the answer was lost. `arrived` returns whether `target`
+    has the content of `source`. Raises `OSError`."""
     try:
         source.rename(target)
     except OSError:
@@ -63,7 +63,7 @@ def holds(path: Path, content: bytes) -> bool:
 def await_entry(
     path: Path, seconds: float = LATE, pause: Callable[[float], None] = time.sleep
 ) -> bool:
-    """Whether `path` is there, or comes to be seen within `seconds`: another host has made it."""
+    """Whether `path`, which another host creates, is visible here within `seconds`."""
     end = time.monotonic() + seconds
     while not is_listed(path):
         if time.monotonic() > end:
@@ -73,9 +73,9 @@ def await_entry(
 
 
 def is_listed(path: Path) -> bool:
-    """Whether a name is there, also where this host remembers that it was not: network file systems
-    do so for seconds, but ask again for a folder that is opened anew. Raises `OSError`."""
-    if os.access(path, os.F_OK):  # which asks for no more than the name
+    """Whether a name exists, even if this host has cached that it does not: network file systems do
+    so for seconds, but ask the server when a folder is opened again. Raises `OSError`."""
+    if os.access(path, os.F_OK):  # checks only that the name exists
         return True
     try:
         return any(entry.name == path.name for entry in path.parent.iterdir())
@@ -84,14 +84,14 @@ def is_listed(path: Path) -> bool:
 
 
 def comes_to_hold(path: Path, content: bytes, seconds: float) -> bool:
-    """Whether `path` is, or within `seconds` comes to be, a file of another host with this content:
-    whether its folder is the same one there."""
+    """Whether `path` is within `seconds` a file with this content, which another host has written:
+    that shows that both see the same folder."""
     return await_entry(path, seconds) and holds(path, content)
 
 
 def join_directory(path: Path) -> None:
-    """Make a directory that others make at the same moment, and wait until it is seen. Its parent
-    must be there: nothing is made in the place of storage that is away. Raises `OSError`."""
+    """Make a directory that other hosts may make at the same moment, and wait until it is visible.
+    Its parent must exist: an unmounted file system must not be replaced. Raises `OSError`."""
     try:
         path.mkdir()
     except FileExistsError:
@@ -101,14 +101,14 @@ def join_directory(path: Path) -> None:
 
 def replace_durable(path: Path, content: bytes, *, unique: str) -> None:
     """Replace `path` so that a reader sees the old content or the new one, also after a crash.
-    `unique` keeps temporary names of concurrent writers apart; none stays. Raises `OSError`."""
+    `unique` tells the temporary files of concurrent writers apart; none stays. Raises `OSError`."""
     temporary = path.with_name(f".{path.name}.{unique}")
     temporary.unlink(missing_ok=True)
     try:
         write_durable(temporary, content)
         rename(temporary, path, arrived=lambda: holds(path, content))
     except BaseException:
-        with suppress(OSError):  # what cannot be written may be beyond removal, too
+        with suppress(OSError):  # if writing fails, removal may fail, too
             temporary.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
@@ -116,8 +116,8 @@ def replace_durable(path: Path, content: bytes, *, unique: str) -> None:
 
 @contextmanager
 def publish(target: Path) -> Iterator[Path]:
-    """Yields a name beside `target` to write to; what is there in the end becomes `target` by one
-    durable rename, or nothing stays. The writer fsyncs. Raises `FileExistsError`."""
+    """Yield a temporary path beside `target`, and rename it to `target` durably at the end of the
+    block, or remove it if the block raises. The writer fsyncs. Raises `FileExistsError`."""
     _refuse_to_replace(target)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
@@ -139,8 +139,8 @@ def _refuse_to_replace(target: Path) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append one line with a single write(2). It gets a line of its own also where a writer that
-    was killed has left half a line behind."""
+    """Append one line with a single write(2), after a newline if a killed writer has left an
+    incomplete line."""
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         size = os.fstat(descriptor).st_size
@@ -160,7 +160,8 @@ T = TypeVar("T")
 
 
 def as_text(value: T) -> T:
-    """A value made of dataclasses, paths, mappings and sequences, with text that UTF-8 can hold."""
+    """A value made of dataclasses, paths, mappings and sequences, with all text valid in UTF-8;
+    `as_names` is the inverse."""
     text: T = _translated(value, _TO_TEXT)
     return text
 
@@ -186,31 +187,31 @@ def _translated(value: Any, table: dict[int, int]) -> Any:
 
 
 _NAME = ".kempner-probe-"
-"""How a folder begins that only a probe has made."""
+"""Prefix of the folders that a probe makes."""
 
 _CANNOT = {
     *(errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EXDEV),
     *(errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY),
 }
-"""Error numbers of what a file system never does. Others pass, or are about rights."""
+"""Error numbers of what a file system does not support. Others are temporary, or about rights."""
 
 
 @dataclass(frozen=True)
 class FileSystem:
-    """What it can do; None where that could not be tried now."""
+    """What a file system supports; None where that could not be tried."""
 
     symlinks: bool | None = None
     exclusive: bool | None = None
-    """Of two that create the same file, one is told so."""
+    """Whether O_EXCL creates a file only once."""
     replaces: bool | None = None
-    """A rename over a file puts the new one in its place."""
+    """Whether a rename replaces an existing file."""
     moves_folders: bool | None = None
     modes: bool | None = None
-    """Others can be kept from reading a file."""
+    """Whether file modes keep other users from reading a file."""
     syncs_folders: bool | None = None
 
     def refusal(self, folder: Path) -> str:
-        """Why no run can be kept there, in a sentence; empty if one can."""
+        """Why `folder` cannot hold a run, in a sentence; empty if it can."""
         needed = {
             "create a file only where there is none (O_EXCL)": self.exclusive,
             "replace a file by a rename": self.replaces,
@@ -234,15 +235,15 @@ class FileSystem:
 
 
 def probe_file_system(folder: Path) -> FileSystem:
-    """Try out what is needed in a folder that is there; nothing of that stays."""
-    with suppress(OSError):  # of a probe that was killed
+    """Try what a run needs in an existing folder, and clean up."""
+    with suppress(OSError):  # left by a killed probe
         for old in folder.glob(f"{_NAME}*"):
             shutil.rmtree(old, ignore_errors=True)
     place = folder / f"{_NAME}{secrets.token_hex(4)}"
     try:
         place.mkdir()
     except OSError:
-        return FileSystem()  # who makes the first file will say why
+        return FileSystem()  # the first real write will say why
     try:
         return FileSystem(
             *(_try(partial(can, place)) for can in (_link, _exclude, _replace, _move)),

@@ -43,8 +43,8 @@ class ExitCode(IntEnum):
 
 
 class RunError(Exception):
-    """Something that a person can act on: one sentence, shown without a traceback. `code` is the
-    exit status of the process that this error ends."""
+    """An error that the user can act on: one sentence, shown without a traceback. `code` is the
+    exit status of a process that ends with it."""
 
     code: ExitCode = ExitCode.CRASHED
 
@@ -60,7 +60,7 @@ class DataError(RunError):
 
 
 class MismatchError(RunError):
-    """A checkpoint is whole, and of another program, other data or another number of ranks."""
+    """A checkpoint is intact, but of another program, other data or another number of ranks."""
 
     code = ExitCode.BAD_DATA
 
@@ -72,7 +72,7 @@ class CannotReadError(RunError):
 
 
 class CannotWriteError(RunError):
-    """What a command makes cannot be written now, though its path is right."""
+    """The output of a command cannot be written now, though its path is right."""
 
     code = ExitCode.CHECKPOINT_FAILED
 
@@ -101,26 +101,26 @@ _WRONG_PATH = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP),
     *(errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENXIO),
 }
-"""Error numbers that another path, or another right, would end."""
+"""Error numbers that mean a wrong path, or missing rights."""
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def cannot_read(path: Path | str, error: OSError, advice: str = "") -> RunError:
-    """What to raise where `path`, which a command was given, cannot be read: `UsageError` if the
-    path is wrong, `CannotReadError` if storage is at fault. `advice` says what to do."""
+    """The error to raise if `path`, which the user gave, cannot be read: `UsageError` if the path
+    is wrong, `CannotReadError` if storage is at fault. `advice` says what to do."""
     kind = UsageError if error.errno in _WRONG_PATH else CannotReadError
     return kind(_sentence(path, "read", error, advice))
 
 
 def cannot_write(path: Path | str, error: OSError, advice: str = "") -> RunError:
-    """The same for a path that a command is to write to: `UsageError` or `CannotWriteError`."""
+    """As `cannot_read`, for a path to write to: `UsageError` or `CannotWriteError`."""
     kind = UsageError if error.errno in _WRONG_PATH else CannotWriteError
     return kind(_sentence(path, "written", error, advice))
 
 
 def cannot_use(error: OSError) -> RunError:
-    """The same for an unexpected error that names its file."""
+    """As `cannot_read`, for an unexpected error that names its file."""
     if error.errno in _NO_ROOM:
         return cannot_write(str(error.filename), error)
     kind = UsageError if error.errno in _WRONG_PATH else CannotReadError
@@ -133,12 +133,12 @@ def _sentence(path: Path | str, verb: str, error: OSError, advice: str) -> str:
 
 
 LEFT_EARLY = "stopped before training began"
-"""How the last words of a rank begin that has left before it was part of the process group."""
+"""How the outcome of a rank begins that left before it was part of the process group."""
 
 
 class StopReason(IntEnum):
-    """Why the ranks stop; 0 is no stop. Ordered by how much a reason says, then by how pressing it
-    is: where several are known, by votes of ranks or to the supervisor, the greatest counts."""
+    """Why the ranks stop; 0 is no stop. Ordered by how specific a reason is, then by how urgent: if
+    the ranks' votes or the supervisor have several, the greatest counts."""
 
     NONE = 0
     """No stop was asked for."""
@@ -147,11 +147,11 @@ class StopReason(IntEnum):
     NODE_LEAVES = 2
     """The run continues at once, without a node that has to leave it."""
     SIGNAL = 3
-    """A stop signal came, and the cause is unknown."""
+    """A stop signal arrived, and the cause is unknown."""
     PEER_STOPPED = 4
     """A rank was asked to stop alone, and the others cannot go on without it."""
     SUPERVISOR_LOST = 5
-    """The supervisor is gone, or has said nothing for too long."""
+    """The supervisor is gone, or has been silent for too long."""
     INTERRUPT = 6
     """A user pressed Ctrl-C (SIGINT)."""
     OPERATOR = 7
@@ -166,7 +166,7 @@ class StopReason(IntEnum):
     PREEMPTION = 11
     """A job of higher priority takes the nodes, and Slurm has said so."""
     CANCEL = 12
-    """The job was cancelled: it does not come back by itself."""
+    """The job was cancelled: it does not restart by itself."""
 
     @property
     def ends_run(self) -> bool:
@@ -179,7 +179,7 @@ class StopReason(IntEnum):
 
     @property
     def label(self) -> str:
-        """As the ledger, the logs and the control protocol spell it: `time_limit`."""
+        """The form in the ledger and the logs: `time_limit`."""
         return self.name.lower()
 
     @property
@@ -188,12 +188,12 @@ class StopReason(IntEnum):
 
     @classmethod
     def of_label(cls, label: object) -> Self:
-        """The reason that is spelt so; NONE for anything else, such as an older ledger's words."""
+        """The reason with this label; NONE for anything else, such as an older ledger's words."""
         return next((reason for reason in cls if reason.label == label), cls(0))
 
 
 def reason_of_signal(number: signal.Signals, supervisor_gone: bool = False) -> StopReason:
-    """What a stop signal says: the kernel signals a rank whose supervisor is gone."""
+    """The reason behind a stop signal; the kernel sends one to a rank whose supervisor is gone."""
     if number is signal.SIGINT:
         return StopReason.INTERRUPT
     return StopReason.SUPERVISOR_LOST if supervisor_gone else StopReason.SIGNAL

@@ -1,9 +1,9 @@
 """Named points at which a test or a rehearsal can make something go wrong.
 
-The code of a save says `fail_point("write", step)` where a fault is worth having. That is one look
-into a dict, unless a handler was set for that name in this process; the handler runs in the thread
-that passes the point, and may kill the process, block, or raise. The names, and what can be asked
-to happen there, are in `kempner.config.resilience`.
+The code of a save calls `fail_point("write", step)` where a fault is of interest. That costs one
+dict lookup, unless a handler was set for that name in this process; the handler runs in the calling
+thread, and may kill the process, block, or raise. The names, and the faults possible at each, are
+in `kempner.config.resilience`.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 Handler: TypeAlias = Callable[[int | None], None]
-"""Called with the step that the point was passed for, None where there is none."""
+"""Called with the step, or None where there is none."""
 
 _handlers: dict[str, Handler] = {}
 
 
 def fail_point(name: str, step: int | None = None) -> None:
-    """Do what was asked for at this point; raises whatever the handler raises."""
+    """Run the handler of this point, if one is set; raises what it raises."""
     handler = _handlers.get(name)
     if handler is not None:
         handler(step)
 
 
 def set_fail_point(name: str, handler: Handler | None) -> None:
-    """Call `handler` whenever this process passes the point of that name; None for nothing."""
+    """Call `handler` whenever this process passes the point `name`; None removes it."""
     if handler is None:
         _handlers.pop(name, None)
     else:

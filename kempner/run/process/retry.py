@@ -1,10 +1,10 @@
-"""Storage that fails for a moment: what is tried again, for how long, and what is said meanwhile.
+"""Retries of storage that fails for a moment: which errors, for how long, and what is logged.
 
-This is the one place that tells a passing failure from a permanent one. An error number means that
-something cannot be read or written *now*; only what was read and is wrong is damaged. So all reads
-and writes are passed to `storage_waits().retry`, which repeats them until they succeed, a stop is
-asked for, or `resilience.patience` is over. An operation that never returns is not noticed here,
-but by the hang detection.
+This is the one place that tells a temporary failure from a permanent one. An error number means
+that something cannot be read or written *now*; only data that was read and is wrong is damaged. So
+all reads and writes go through `storage_waits().retry`, which repeats them until they succeed, a
+stop is requested, or `resilience.patience` is over. An operation that never returns is left to the
+hang detection.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from kempner.run.process.exit_codes import ExitCode, RunError
 from kempner.run.process.threads import AwakeClock
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
-"""Seconds until the second try, and the most between two: each is twice as long as the last."""
+"""Seconds until the second attempt, and the most between two: each pause is twice the last."""
 
 EMPTY_SHARE = 0.2
-"""Of the patience, the share for a file that is empty and should not be: a mount that is not back
-yet looks like that, but so does damage, and there may be an older checkpoint to go on from."""
+"""Share of the patience for a file that is empty and should not be: it may be a mount that is not
+back yet, or damage, and an older checkpoint may exist."""
 
 TELL_EVERY = 10.0
-"""Seconds between two waits that are told of one by one; what comes sooner is told with the next:
-storage that fails now and then must not fill the log."""
+"""Least seconds between two logged waits. Sooner ones are logged with the next, so that storage
+that fails now and then does not fill the log."""
 
-_POLL = 0.1  # seconds between two looks whether a stop was asked for
+_POLL = 0.1  # seconds between two looks whether a stop was requested
 
 _ALWAYS = (
     # The device, or the server behind it.
@@ -55,16 +55,18 @@ _WHERE_IT_WORKED = (
 )
 
 PASSING = frozenset(getattr(errno, name) for name in _ALWAYS)
-"""Error numbers that say nothing about the file: it is tried again whatever happened before."""
+"""Error numbers that say nothing about the file: always retried."""
 
 PASSING_WHERE_IT_WORKED = frozenset(getattr(errno, name) for name in _WHERE_IT_WORKED)
-"""Error numbers of a wrong path or right, unless the same thing has worked before in this run."""
+"""Error numbers that mean a wrong path or missing rights, unless the same operation has worked
+before in this run: then they are retried, too."""
 
 T = TypeVar("T")
 
 
 class StorageUnavailableError(RunError):
-    """Storage has failed for longer than `resilience.patience`: another start may find it back."""
+    """Storage has failed for longer than `resilience.patience`; another start may find it
+    working."""
 
     code = ExitCode.STORAGE_UNAVAILABLE
 
@@ -74,18 +76,18 @@ class WaitStoppedError(RunError):
 
 
 def is_passing(error: OSError, worked: bool) -> bool:
-    """Whether an error may be over soon; `worked` is whether the same has worked in this run."""
+    """Whether an error may be temporary; `worked`: the same operation has worked in this run."""
     return error.errno in PASSING or (worked and error.errno in PASSING_WHERE_IT_WORKED)
 
 
 def empty(path: Path, length: int | None = None) -> OSError:
-    """The error for a file that is there without its content, of `length` bytes if known."""
+    """The error for an empty file that should have content, of `length` bytes if known."""
     words = "it is empty" if length is None else f"has 0 bytes instead of {length}"
     return OSError(errno.ENODATA, words, str(path))
 
 
 def read_filled(path: Path) -> bytes:
-    """The content of a file that must not be empty. Raises `OSError`, also if it is."""
+    """The content of a file that must not be empty. Raises `OSError`, also if it is empty."""
     if content := path.read_bytes():
         return content
     raise empty(path)
@@ -109,14 +111,14 @@ class RetryDecision:
 def decide_retry(
     error: OSError, worked: bool, waited: float, tries: int, patience: float
 ) -> RetryDecision:
-    """What to do after `tries` failures in a row for `waited` seconds, with `patience` seconds in
-    all."""
+    """What to do after `tries` failures in a row within `waited` seconds; retries end after
+    `patience` seconds."""
     if not is_passing(error, worked):
         return RetryDecision(again=False, permanent=True)
     if error.errno == errno.ENODATA:
         patience *= EMPTY_SHARE
     if waited >= patience:
-        # An empty file was read, and by now it is wrong.
+        # A file that stays empty is damaged.
         return RetryDecision(again=False, permanent=error.errno == errno.ENODATA)
     pause = min(FIRST_PAUSE * 2.0 ** min(tries - 1, 20), LONGEST_PAUSE)
     return RetryDecision(again=True, pause=min(pause, patience - waited))
@@ -124,7 +126,7 @@ def decide_retry(
 
 @dataclass(frozen=True)
 class StorageWait:
-    """Waits for storage that are over: for what, for how many seconds in all, in how many tries."""
+    """Completed waits for storage: for what (the last one), seconds in all, and attempts in all."""
 
     what: str
     seconds: float
@@ -133,13 +135,13 @@ class StorageWait:
 
 class StorageWaits:
     """Repeats work on storage, and knows what this process waits for. Methods may be called from
-    any thread. Without `configure` nothing is waited for: a command says at once what is wrong."""
+    any thread. Before `configure` nothing is retried: a command reports errors at once."""
 
     def __init__(self) -> None:
         self.patience = 0.0
-        """Seconds for which a failure is tried again."""
+        """Seconds for which a failing operation is retried."""
         self.tries = 0
-        """How often anything was tried again: it moves as long as this process does."""
+        """Retries so far, of everything: a sign that this process is alive."""
         self._stop: Callable[[], bool] = lambda: False
         self._tell: Callable[[StorageWait], None] = lambda waited: None
         self._lock = threading.Lock()
@@ -148,7 +150,7 @@ class StorageWaits:
         self._untold, self._told_at = StorageWait("", 0.0, 0), -TELL_EVERY
 
     def configure(self, patience: float, stop: Callable[[], bool] = lambda: False) -> None:
-        """From now on wait for `patience` seconds, and no longer once `stop` says so."""
+        """From now on retry for `patience` seconds, but no longer once `stop` returns True."""
         self.patience, self._stop = patience, stop
 
     def tell_to(self, tell: Callable[[StorageWait], None]) -> None:
@@ -157,7 +159,7 @@ class StorageWaits:
 
     @property
     def waiting_for(self) -> str:
-        """What is being waited for at this moment; empty if nothing is."""
+        """What this process waits for now; empty if nothing."""
         return next(iter(tuple(self._waiting.values())), "")
 
     def retry(
@@ -167,11 +169,11 @@ class StorageWaits:
         stop: Callable[[], bool] = lambda: False,
         path: Path | None = None,
     ) -> T:
-        """What `work` returns, as soon as it does not fail any more; it opens its files anew.
-        `worked` is whether the same has worked before in this run; it is asked after a failure.
-        `path` is what failed where the error does not say so. Raises the `OSError` of a permanent
-        failure, `StorageUnavailableError` when the patience is over, and `WaitStoppedError` if this
-        `stop`, or that of the process, says so during a wait."""
+        """Call `work` until it succeeds, and return its result; each call must open its files anew.
+        `worked`: the same has worked before in this run; a function is called after a failure.
+        `path` is the file at fault if the error does not name it. Raises the `OSError` of a
+        permanent failure, `StorageUnavailableError` when the patience is over, and
+        `WaitStoppedError` if this `stop`, or that of `configure`, returns True meanwhile."""
         try:
             return work()
         except OSError as error:
@@ -202,7 +204,7 @@ class StorageWaits:
                 self._announced = self._announced and bool(self._waiting)
 
     def _announce(self, failure: OSError) -> None:
-        """Say that something is waited for: once, and not while another wait has just ended."""
+        """Log that this process waits: once, and not just after another wait was logged."""
         with self._lock:
             self._waiting[threading.get_ident()] = describe(failure)
             silent = time.monotonic() - self._told_at < TELL_EVERY
@@ -223,7 +225,7 @@ class StorageWaits:
             time.sleep(min(left, _POLL))
 
     def _note_end(self, waited: StorageWait) -> None:
-        """Tell of a wait that is over, with those before it that were too short to be told."""
+        """Log a wait that is over, with those before it that came too soon to be logged."""
         now = time.monotonic()
         with self._lock:
             before = self._untold
@@ -252,5 +254,5 @@ def storage_waits() -> StorageWaits:
 
 
 def free_space_helps(reason: str) -> bool:
-    """Whether what went wrong, in a rank's words, is a lack of room."""
+    """Whether a rank's reason for a failure is a lack of disk space."""
     return any(os.strerror(code) in reason for code in (errno.ENOSPC, errno.EDQUOT))

@@ -1,10 +1,10 @@
 """Signal handling: handlers only record signals, loops read the record.
 
-Python runs a signal's handler only when the main thread gets back to the interpreter, which a
-rank inside a rendezvous or a collective may never do. The C-level trampoline, however, writes the
+Python runs a signal's handler only when the main thread gets back to the interpreter, which a rank
+inside a rendezvous or a collective may never do. The C-level trampoline, however, writes the
 signal's number to a pipe at once (`signal.set_wakeup_fd`), and a thread reads it there.
 
-Nothing beyond the standard library is imported here: this is armed before anything else.
+Imports only the standard library and `console`: signals are trapped before all else.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Stack(ctypes.Structure):
 
 
 _room = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(_room))  # signals come until the process has ended
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_room))  # signals arrive until the process has ended
 
 
 def make_room_for_signals() -> None:
@@ -59,14 +59,14 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LEFT_AT_ONCE = "exited at once on the second Ctrl-C; the last commit is intact"
 
 INSIST_WITHIN = 2.0
-"""Seconds within which a second Ctrl-C means: now."""
+"""Seconds within which a second Ctrl-C means: exit at once."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
 class ReceivedSignal:
-    """A signal that came, and when (`time.monotonic`, seconds)."""
+    """A signal, and when it arrived (`time.monotonic`, seconds)."""
 
     signal: signal.Signals
     at: float
@@ -91,7 +91,7 @@ class SignalInbox:
         self._react: Callable[[ReceivedSignal], None] | None = None
         self._around_pause: Callable[[], AbstractContextManager[bool]] | None = None
         self._before: _ReplacedHandlers | None = None
-        """What `uninstall` brings back; None while the inbox is not installed."""
+        """What `uninstall` restores; None while the inbox is not installed."""
         self._reader: int | None = None
         self._pressed = -math.inf
 
@@ -102,12 +102,10 @@ class SignalInbox:
     def install(self, at_prompt: bool = False) -> None:
         """Take over the stop signals and unblock them; SIGQUIT dumps all stacks to stderr.
 
-        `at_prompt` says that this process reads from a prompt: a second Ctrl-C within
-        `INSIST_WITHIN` seconds then raises `KeyboardInterrupt` in the main thread.
-
-        SIGHUP and SIGINT stay ignored where nohup, or a shell's `&`, has this process ignore them.
-        A launcher that blocked the signals around the start of this process loses none that came
-        before this call. Only the main thread may call it: Python raises `ValueError` in others.
+        With `at_prompt` (an interactive prompt), a second Ctrl-C within `INSIST_WITHIN` seconds
+        raises `KeyboardInterrupt` in the main thread. SIGHUP and SIGINT stay ignored if nohup, or a
+        shell's `&`, made this process ignore them. Signals that the launcher blocked until this
+        call are not lost. Only the main thread may call it: Python raises `ValueError` in others.
         """
         if self.installed:
             return
@@ -126,7 +124,7 @@ class SignalInbox:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def uninstall(self) -> None:
-        """Give the signals back and forget those that came. Only the main thread may call it."""
+        """Restore the handlers and forget received signals. Only the main thread may call it."""
         before, self._before = self._before, None
         if before is None:
             return
@@ -139,16 +137,17 @@ class SignalInbox:
             self._received, self._react, self._reader = [], None, None
 
     def pause_within(self, around: Callable[[], AbstractContextManager[bool]]) -> None:
-        """Enter `around()` when the terminal asks to pause (Ctrl-Z), and leave it after `fg`. Where
-        it says False, this process goes on as if nothing had been asked for. Nothing is done where
-        this process was started with SIGTSTP ignored. Only the main thread may call it."""
+        """Enter `around()` on Ctrl-Z, and leave it after `fg`. If it yields False, this process
+        does not pause. Does nothing if this process was started with SIGTSTP ignored. Only the main
+        thread may call it."""
         if signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:
             self._around_pause = around
             signal.signal(signal.SIGTSTP, _ignore_here)
 
     def leave_to_parent(self) -> None:
-        """For a forked child: a Ctrl-C, which the terminal sends to all, would be written to the
-        parent's pipe again. The handlers stay: no stop signal that they trap ends the process."""
+        """In a forked child, stop recording: a Ctrl-C, which the terminal sends to all processes,
+        would be written to the parent's pipe again. The handlers stay, so that no stop signal ends
+        the child."""
         if self.installed:
             signal.set_wakeup_fd(-1)
             self._before, self._received = None, []
@@ -160,8 +159,8 @@ class SignalInbox:
         return tuple(self._received)
 
     def react_with(self, reaction: Callable[[ReceivedSignal], None]) -> None:
-        """Call `reaction` from the listening thread for every signal, those that came included;
-        also while the main thread sits in native code."""
+        """Call `reaction` from the listening thread for every signal, including earlier ones; also
+        while the main thread is in native code."""
         with self._lock:
             self._react = reaction
             waiting = self.received
@@ -180,14 +179,14 @@ class SignalInbox:
             elif number[0] == signal.SIGTSTP and self._around_pause is not None:
                 with self._around_pause() as may_pause:
                     if may_pause:
-                        # To this thread: it stops with all others before it gets any further.
+                        # To this thread: the whole process stops before it gets any further.
                         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         os.close(reader)
 
     def _note(self, received: ReceivedSignal, reader: int) -> None:
         with self._lock:
             if reader != self._reader:
-                return  # it came before an `uninstall`, and is not meant for a later `install`
+                return  # received before an `uninstall`: not for a later `install`
             self._received.append(received)
             reaction = self._react
         if reaction is not None:
@@ -201,10 +200,10 @@ def follow_parent(parent: int, with_signal: signal.Signals) -> None:
 
 
 def signal_at_end_of(parent: int, with_signal: signal.Signals | None) -> bool:
-    """Get `with_signal` when the parent process ends, however it ends (prctl(2), PR_SET_PDEATHSIG);
-    None takes that back. `parent` is its process id. The kernel sends the signal when the *thread*
-    ends that started this process. Returns whether the parent is still there; if not, no signal
-    comes. Raises `OSError` if the kernel refuses."""
+    """Have the kernel send `with_signal` when the process `parent` ends, however it ends (prctl(2),
+    PR_SET_PDEATHSIG); None cancels that. The signal comes when the *thread* ends that started this
+    process. Returns whether the parent still exists; if not, no signal comes. Raises `OSError` if
+    the kernel refuses."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(with_signal or 0), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -212,12 +211,12 @@ def signal_at_end_of(parent: int, with_signal: signal.Signals | None) -> bool:
 
 
 def exit_immediately(received: ReceivedSignal) -> None:
-    """The reaction while nothing was done yet and no other process depends on this one: end it."""
+    """The reaction to a signal before training, while no other process depends on this one."""
     exit_before_training(received.signal.name)
 
 
 def exit_before_training(why: str) -> NoReturn:
-    """End this process, whatever its main thread does: nothing was done yet that could be lost."""
+    """End this process, whatever its main thread does: there is no progress to lose yet."""
     say(f"kempner: {why} before training began; nothing to save", sys.stderr)
     leave(ExitCode.STOPPED)
 
@@ -229,8 +228,8 @@ def insists(received: Sequence[ReceivedSignal]) -> bool:
 
 @contextmanager
 def stop_signals_blocked() -> Iterator[None]:
-    """What is started in this block keeps its stop signals until it unblocks them: a mask outlives
-    exec."""
+    """Block the stop signals. Processes started in this block inherit the mask, also across exec:
+    the signals stay pending for them until they unblock them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -240,7 +239,8 @@ def stop_signals_blocked() -> Iterator[None]:
 
 @contextmanager
 def untouched_by_default(number: signal.Signals) -> Iterator[None]:
-    """Ignore a signal that has its default action, also in threads, where Python cannot."""
+    """Ignore a signal during the block if it has its default action; works in any thread, unlike
+    `signal.signal`."""
     if signal.getsignal(number) is not signal.SIG_DFL:
         yield
         return
@@ -253,16 +253,17 @@ def untouched_by_default(number: signal.Signals) -> Iterator[None]:
 
 
 def ignore_from_now_on() -> None:
-    """For a process whose interpreter is about to be torn down: no stop signal ends it any more.
-    Python restores the signals' default actions before it has come to its end, but for those that
-    are ignored: one that comes too late would turn a good exit code into a death by signal."""
+    """Ignore the stop signals before the interpreter is finalized. Python then restores the default
+    action of signals that are not ignored, so that a late one would turn a good exit code into a
+    death by signal."""
     for stop_signal in STOP_SIGNALS:
         signal.signal(stop_signal, signal.SIG_IGN)
 
 
 def _not_to_be_ignored() -> list[signal.Signals]:
-    """The stop signals without those that this process was started with as ignored. A start that is
-    deaf until signals are trapped (`DEAF`) ignores SIGTERM, too."""
+    """The stop signals, without SIGHUP and SIGINT where the starter of this process had them
+    ignored. If SIGTERM is ignored as well, kempner did that itself to protect the start (`DEAF`):
+    then all."""
     ignored = {number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_IGN}
     if signal.SIGTERM in ignored:
         return list(STOP_SIGNALS)
@@ -270,7 +271,7 @@ def _not_to_be_ignored() -> list[signal.Signals]:
 
 
 def _ignore_here(signum: int, frame: FrameType | None) -> None:
-    """Exists so that the interpreter writes the signal to the pipe."""
+    """Does nothing: with a handler, the interpreter writes the signal to the pipe."""
 
 
 _inbox = SignalInbox()

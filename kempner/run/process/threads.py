@@ -1,6 +1,6 @@
-"""Threads that must not end unseen, that wait for something slow, or that there is no room for; and
-clocks: one that stops while this process is suspended, one that cannot be set.
-"""
+"""Threads that restart after an error, that wait for slow work, or that retry when the machine has
+no room for them; and clocks: one that stops while this process is suspended, one that is
+monotonic."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from typing import TypeVar
 from kempner.run.output.logs import logger
 
 LONGEST_NAP = 2.5
-"""Seconds; more than a loop of ours ever waits between two looks, and less than any deadline."""
+"""Seconds; longer than any loop of kempner waits between two looks, and shorter than any
+deadline."""
 
 
 class AwakeClock:
-    """A clock that does not count the time for which this process was suspended: Slurm may do so
-    for hours (PreemptMode=SUSPEND). Between two looks at most `LONGEST_NAP` seconds count."""
+    """A clock that does not count the time for which this process was suspended, as by Slurm for
+    hours (PreemptMode=SUSPEND). At most `LONGEST_NAP` seconds count between two looks."""
 
     def __init__(self) -> None:
         self._looked_at, self._now = time.monotonic(), 0.0
         self._woke_at: float | None = None
         self.woke_at = -inf
-        """When the last suspension was over, by this clock; minus infinity before any."""
+        """When the last suspension ended, by this clock; minus infinity before any."""
 
     def now(self) -> float:
         at = time.monotonic()
@@ -48,22 +49,22 @@ _BOOTED = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def steady_time() -> float:
-    """Seconds since the epoch by the time of day with which this process began. Where the clock is
-    set meanwhile, by a person or by NTP, this one goes on evenly: patience is measured by it."""
+    """Seconds since the epoch, unaffected by later changes of the system clock, as by NTP: the time
+    of day when this process began plus the time since. Patience is measured by it."""
     return _BOOTED + time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 PAUSE = 1.0
-"""Seconds before a thread that failed begins again, or that could not be started is started."""
+"""Seconds before a failed thread restarts, or starting one is tried again."""
 
 TRIES = 60
-"""Times that a thread is tried to be started: the machine may have no room for one just now."""
+"""Attempts to start a thread: the machine may have no room for one at the moment."""
 
 
 def helper_thread(
     work: Callable[[], None], name: str, pause: Callable[[float], object] = time.sleep
 ) -> threading.Thread:
-    """A daemon thread, not started yet, that does `work`, and again where that raises."""
+    """A daemon thread, not started yet, that runs `work`, and again whenever it raises."""
 
     def run() -> None:
         while True:
@@ -79,8 +80,7 @@ def helper_thread(
 def keep_running(
     name: str, work: Callable[[], None], pause: Callable[[float], object] = time.sleep
 ) -> threading.Thread:
-    """Run `work` in a daemon thread; if it raises, from its beginning again. Raises as
-    `started`."""
+    """Run `work` in a daemon thread, and again whenever it raises. Raises as `started`."""
     return started(helper_thread(work, name, pause), pause)
 
 
@@ -96,7 +96,8 @@ def start_thread(
 def started(
     thread: threading.Thread, pause: Callable[[float], object] = time.sleep
 ) -> threading.Thread:
-    """A thread, once there is room for it. Raises `RuntimeError` if there is none for a minute."""
+    """Start a thread once there is room for it. Raises `RuntimeError` if there is none for a
+    minute."""
     once_there_is_room(thread.start, pause)
     return thread
 
@@ -107,8 +108,8 @@ _NO_ROOM = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
 def once_there_is_room(make: Callable[[], T], pause: Callable[[float], object] = time.sleep) -> T:
-    """What `make` returns, as soon as this machine has a thread, a process, memory or a descriptor
-    for it. Raises the last error if it has none for a minute, and any other at once."""
+    """Call `make` until this machine has the thread, process, memory or descriptor that it needs,
+    and return its result. Raises the last such error after a minute, and any other at once."""
     for left in reversed(range(TRIES)):
         try:
             return make()
@@ -120,11 +121,12 @@ def once_there_is_room(make: Callable[[], T], pause: Callable[[float], object] =
 
 
 LOOK = 0.2
-"""Seconds between two looks whether to go on waiting."""
+"""Seconds between two calls of `stop`."""
 
 
 def unless(stop: Callable[[], bool], work: Callable[[], T], name: str) -> T | None:
-    """What `work` returns or raises, in a thread of this `name`; None once `stop()` is true."""
+    """Run `work` in a thread called `name`, and return or raise what it does; return None as soon
+    as `stop()` is true. The thread then goes on unobserved."""
     results: list[T] = []
     errors: list[BaseException] = []
     done = threading.Event()
@@ -147,7 +149,8 @@ def unless(stop: Callable[[], bool], work: Callable[[], T], name: str) -> T | No
 
 
 def call_at_end_of(pid: int, react: Callable[[], object]) -> None:
-    """Call `react` once a process of this machine has ended, from a thread; now if it is gone."""
+    """Call `react` from a thread once a process of this machine has ended; at once if it is
+    gone."""
     try:
         ended = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,8 +1,8 @@
-"""Where a thread of a program stands: the line of the user's code, and the collective it waits in.
+"""Where a thread of a program is: the line of the user's code, and the collective it waits in.
 
-Read from its Python stack by another thread, once a second: it costs microseconds, and works while
-the thread sits in native code. Whether it moves there is told by its CPU time, and by what the
-process reads and writes. Standard library only.
+Another thread reads this from the Python stack once a second, which costs microseconds and works
+while the thread is in native code. Whether it makes progress there shows in its CPU time, and in
+what the process reads and writes. Standard library only.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _BACKWARD = f"{os.sep}torch{os.sep}autograd{os.sep}"
 _WRAPPERS = ("wrapper", "wait", "_wait")
 
 BUSY = 0.25
-"""Seconds between two looks, a second apart, in which a thread that computes has a processor or
-waits for one. Its place in Python may be the same at each look: it lets others run only at certain
-instructions."""
+"""Seconds of CPU time, or of waiting for a CPU, between two looks a second apart that show that a
+thread computes. Its position in Python may be the same at each look: it releases the GIL only at
+certain instructions."""
 
 TRANSFERS = 1 << 18
-"""Bytes that the process reads and writes between two looks, while native code loads a file."""
+"""Bytes read and written between two looks that show that native code loads a file."""
 
 WAKES = 3
-"""How often a thread at least goes on between two looks that takes in what comes over a network bit
-by bit: neither its processor time nor the bytes of a socket tell that."""
+"""Wake-ups between two looks that show that a thread receives data over a network bit by bit:
+neither its CPU time nor the process's bytes show that."""
 
 
 @dataclass(frozen=True)
 class CodePlace:
-    """A `line` of the user's code as FILE:LINE, and the `collective` that it waits in; empty if
-    there is none."""
+    """A `line` of the user's code as FILE:LINE, and the `collective` that it waits in; each may be
+    empty."""
 
     line: str = ""
     collective: str = ""
@@ -53,16 +53,18 @@ class CodePlace:
 
 
 class Whereabouts:
-    """Looks at the thread that made this."""
+    """Observes the thread that created this object."""
 
     def __init__(self) -> None:
         self.thread, self._number = threading.get_ident(), threading.get_native_id()
         self._seen = 0
         self._cpu, self._io, self._woken = 0.0, 0, 0
         self.in_backward = False
-        """Whether it was in a backward pass, whose collectives other threads begin."""
+        """Whether it was in a backward pass at the last look; other threads begin its
+        collectives."""
         self.moves = 0
-        """How many looks found it elsewhere than the one before, or at work in native code."""
+        """Number of looks that found the thread elsewhere than before, or at work in native
+        code."""
 
     def look(self) -> CodePlace:
         frame = sys._current_frames().get(self.thread)
@@ -78,9 +80,8 @@ class Whereabouts:
         return place
 
     def _works_natively(self) -> bool:
-        """Whether it has used a processor or has gone on now and then, or the process has moved
-        bytes, since the last look. Not known where CUDA is in use: a thread that waits for a GPU
-        spins."""
+        """Whether the thread has used a CPU or woken up, or the process has moved bytes, since the
+        last look. False where CUDA is in use: a thread that waits for a GPU spins."""
         cpu, io = self._processor_time(), _bytes_moved()
         woken = _woken(self._number)
         works = cpu - self._cpu > BUSY or io - self._io > TRANSFERS or woken - self._woken >= WAKES
@@ -90,7 +91,7 @@ class Whereabouts:
         return works and not in_use()
 
     def _processor_time(self) -> float:
-        """Seconds in which the thread had a processor, and in which it waited for one."""
+        """Seconds in which the thread had a CPU or waited for one."""
         try:
             told = Path(f"/proc/self/task/{self._number}/schedstat").read_text().split()
             return (int(told[0]) + int(told[1])) / 1e9
@@ -109,7 +110,7 @@ def place_of(trace: TracebackType | None) -> CodePlace:
 
 
 def place_in(stack: list[tuple[str, str, int]]) -> CodePlace:
-    """Of a stack of files, functions and lines, the innermost first."""
+    """The place in a stack of files, functions and lines, innermost first."""
     line = next((f"{Path(file).name}:{at}" for file, _, at in stack if _is_of_user(file)), "")
     collective = ""
     for file, name, _ in stack:
@@ -126,8 +127,7 @@ def _is_of_user(file: str) -> bool:
 
 
 def _woken(thread: int) -> int:
-    """How often a thread of this process has gone on after it slept, by proc(5); 0 where the system
-    does not say."""
+    """How often a thread of this process has woken up (proc(5)); 0 if unknown."""
     try:
         lines = Path(f"/proc/self/task/{thread}/status").read_text().splitlines()
     except OSError:
@@ -136,7 +136,7 @@ def _woken(thread: int) -> int:
 
 
 def _bytes_moved() -> int:
-    """Of this process so far, by proc(5); 0 where the system does not say."""
+    """Bytes that this process has read and written so far (proc(5)); 0 if unknown."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:
@@ -152,8 +152,8 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def thread_states(pid: int | str, proc: Path = Path("/proc"), name: str = "") -> list[str]:
-    """The letters of proc(5), such as `D`, of all threads whose names begin with `name`; none of a
-    process that is gone. `pid` may be "self"."""
+    """The states (proc(5), such as `D`) of all threads whose names begin with `name`; empty if the
+    process is gone. `pid` may be "self"."""
     states = []
     for thread in proc.glob(f"{pid}/task/*/stat"):
         with suppress(OSError):  # it has just ended

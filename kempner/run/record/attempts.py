@@ -1,8 +1,8 @@
-"""Attempts and fencing: at most one launch of the ranks may commit. What becomes of their logs.
+"""Attempts and fencing: at most one launch of the ranks may commit; and which logs to delete.
 
 An attempt is numbered by the exclusive creation of its folder, and live while `attempts/CURRENT`
-holds its number and nonce. Starting a new attempt thereby fences off all earlier ones, whether or
-not their processes are gone: no lock, no lease, and no clock is consulted.
+holds its number and nonce. Starting a new attempt thereby fences off all earlier ones, even while
+their processes live, without a lock, a lease or a clock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CURRENT = "CURRENT"
 
 
 class SupersededError(CheckpointWriteError):
-    """A newer attempt owns the run; this one must not commit anything any more."""
+    """A newer attempt owns the run; this one must not commit any more."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Fence:
     attempt: Attempt
 
     def check(self) -> None:
-        """Raise `SupersededError` if `attempts/CURRENT` names another attempt than this, `OSError`
-        where it cannot be read now, or is not there: its storage is away."""
+        """Raise `SupersededError` if `attempts/CURRENT` names another attempt, and `OSError` if it
+        cannot be read or is missing: then its storage is away."""
         path, current = self.attempts / CURRENT, read_current(self.attempts)
         if current is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
@@ -61,8 +61,8 @@ class Fence:
 
 
 def read_current(attempts: Path) -> Attempt | None:
-    """The live attempt, or None before the first. Raises `OSError` if that cannot be read now,
-    `DataError` if the file is damaged."""
+    """The live attempt, or None before the first. Raises `OSError` if the file cannot be read now,
+    `DataError` if it is damaged."""
     path = attempts / CURRENT
     try:
         fields = json.loads(read_filled(path))
@@ -75,8 +75,8 @@ def read_current(attempts: Path) -> Attempt | None:
 
 def begin_attempt(run: RunDirectory, worked: bool = False) -> Attempt:
     """Number a new attempt and make it the live one; `worked` is whether the run had one before.
-    Raises `UsageError` if the run's directory cannot be written, and as `StorageWaits.retry` where
-    that is so for now."""
+    Raises `UsageError` if the run's directory cannot be written, and as `StorageWaits.retry` if
+    that may be temporary."""
     try:
         return storage_waits().retry(partial(_begin, run), worked, path=run.attempts)
     except OSError as error:
@@ -105,12 +105,12 @@ def prune_attempts(run: RunDirectory, keep: int) -> None:
 
 
 def outdated(numbers: Iterable[int], keep: int, given_up: int | None) -> list[int]:
-    """The attempts whose logs may be deleted: not the last `keep`, nor the one in `GAVE_UP`."""
+    """The attempts whose logs may go: all but the last `keep` and the one in `GAVE_UP`."""
     return [number for number in sorted(numbers)[:-keep] if number != given_up]
 
 
 def _prune(run: RunDirectory, keep: int) -> None:
-    """Oldest first. What cannot be deleted now is tried again at the next start."""
+    """Delete the oldest first. What cannot be deleted now is left to the next start."""
     try:
         mark = gave_up.read(run)
         for number in outdated(attempt_numbers(run), keep, None if mark is None else mark.attempt):
@@ -134,7 +134,7 @@ class AttemptLogs:
 
 @dataclass(frozen=True)
 class LogFate:
-    """What becomes of the logs of an attempt; `why` they stay."""
+    """Whether the logs of an attempt are deleted (`goes`), or `why` they stay."""
 
     logs: AttemptLogs
     goes: bool
@@ -148,9 +148,9 @@ def decide_fates(
     keep_last: int = 1,
     older_than: float = 0.0,
 ) -> list[LogFate]:
-    """What becomes of each attempt's logs, by number. Not the last `keep_last` may go, nor what is
-    younger than `older_than` s, nor those that are `needed`, with why. The highest number always
-    stays: the next attempt is numbered by it."""
+    """Decide for each attempt, by number, whether its logs go. They stay if the attempt is one of
+    the last `keep_last`, was written to within `older_than` seconds, or is in `needed`, with the
+    reason. The highest number always stays: the next attempt is numbered by it."""
     last = sorted(logs.number for logs in found)[-max(1, keep_last) :]
     fates = []
     for logs in sorted(found, key=lambda each: each.number):
@@ -162,7 +162,7 @@ def decide_fates(
 
 
 def needed_attempts(run: RunDirectory) -> dict[int, str]:
-    """Those that must stay, each with why. Raises `OSError` if that cannot be read now."""
+    """The attempts that must stay, each with the reason. Raises `OSError`."""
     current, mark = read_current(run.attempts), gave_up.read(run)
     needed = {} if mark is None else {mark.attempt: "GAVE_UP names it"}
     live = {} if current is None else {current.number: "the live attempt, or the last one"}
@@ -170,7 +170,7 @@ def needed_attempts(run: RunDirectory) -> dict[int, str]:
 
 
 def survey_attempts(run: RunDirectory) -> list[AttemptLogs]:
-    """Every attempt whose folder is there; costs a stat(2) per file. Raises `OSError`."""
+    """All attempts that have a folder; costs a stat(2) per file. Raises `OSError`."""
     if not run.attempts.is_dir():
         return []
     return [_measure(run.attempt(number), number) for number in attempt_numbers(run)]

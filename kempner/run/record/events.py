@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from kempner.run.record.save_times import SaveSeconds
 
-# The words after a type say what the field holds, with its unit: docs/events.md is made from them.
+# The text after a type says what the field holds, with its unit: docs/events.md is made from it.
 Step: TypeAlias = Annotated[int, "step"]
 RankNumber: TypeAlias = Annotated[int, "rank"]
 Place: TypeAlias = Annotated[
@@ -25,13 +25,13 @@ class LedgerEvent:
     field is left out of the line while it has its default."""
 
     name: ClassVar[str]
-    """As the ledger and the control channel spell it."""
+    """The name in the ledger and on the control channel."""
 
     def __init_subclass__(cls, name: str) -> None:
         cls.name = name
 
     def to_fields(self) -> dict[str, Any]:
-        """The fields, as JSON has them."""
+        """The fields as JSON values."""
         optional = {f.name: f.default for f in fields(self) if f.default is not MISSING}
         return {
             name: value
@@ -41,8 +41,8 @@ class LedgerEvent:
 
     @classmethod
     def from_fields(cls, found: Mapping[str, Any]) -> Self:
-        """The event that has these fields; others among them are passed over. Raises `ValueError`
-        if one is missing, or of another type."""
+        """The event with these fields; unknown ones are ignored. Raises `ValueError` if one is
+        missing or of another type."""
         adapter = _ADAPTERS.get(cls) or _ADAPTERS.setdefault(cls, TypeAdapter(cls))
         event: Self = adapter.validate_python(dict(found))
         return event
@@ -68,7 +68,7 @@ class AttemptStarted(LedgerEvent, name="attempt_started"):
 
 @dataclass(frozen=True)
 class RankReady(LedgerEvent, name="ready_to_train"):
-    """By rank 0: when it has loaded what it goes on from, and begins with the first step."""
+    """By rank 0: when it has loaded its state, and begins with the first step."""
 
     step: Annotated[int, "last step that is done"]
     device: Annotated[str, "what it trains on, as PyTorch names it"]
@@ -79,7 +79,7 @@ class RankReady(LedgerEvent, name="ready_to_train"):
 class AttemptEnded(LedgerEvent, name="attempt_ended"):
     """By the supervisor: when no rank of an attempt is left."""
 
-    code: Annotated[int, "exit code that the attempt comes to"]
+    code: Annotated[int, "exit code of the attempt"]
     reason: Sentence
     culprit: Annotated[int | None, "rank that failed first"]
     exits: Annotated[Mapping[str, int | None], "exit status by rank, null if it is not known"]
@@ -92,10 +92,10 @@ class AttemptEnded(LedgerEvent, name="attempt_ended"):
 @dataclass(frozen=True)
 class ProgramAdvanced(LedgerEvent, name="program_advanced"):
     """By the supervisor: when no rank is left of a program that does not report what it saves, and
-    it got further than before, by its step or by the time that it ran. Failures and requeues before
-    it count no more."""
+    it got further than before, by its step or by the time that it ran. Earlier failures and
+    requeues no longer count."""
 
-    step: Annotated[int | None, "furthest step that it told, null if it told none"]
+    step: Annotated[int | None, "furthest step that it reported, null if none"]
     seconds: Annotated[float, "seconds from its launch until the first rank ended"]
 
 
@@ -110,7 +110,7 @@ class AttemptFailed(LedgerEvent, name="attempt_failed"):
     node_lost: Annotated[bool, "whether the node or the network is at fault, not the program"] = (
         False
     )
-    code: Annotated[int, "exit code that the attempt comes to"] = 1
+    code: Annotated[int, "exit code of the attempt"] = 1
     unstarted: Annotated[
         int | None, "exit status of a program that ended within seconds, before it said anything"
     ] = None
@@ -172,13 +172,13 @@ class CheckpointCommitted(LedgerEvent, name="checkpoint_committed"):
 
     @classmethod
     def of(cls, step: int, size: int, took: SaveSeconds) -> Self:
-        """Of a save of `size` bytes; times are kept to the millisecond."""
+        """The event for a save of `size` bytes; times are rounded to milliseconds."""
         stage, write, commit = (round(s, 3) for s in (took.stage, took.write, took.commit))
         return cls(step, size, stage, write, commit)
 
     @property
     def took(self) -> SaveSeconds | None:
-        """How long the save took; None if the event does not say so."""
+        """How long the save took; None if unknown."""
         stage, write, commit = self.stage_seconds, self.write_seconds, self.commit_seconds
         if stage is None or write is None or commit is None:
             return None
@@ -204,8 +204,8 @@ class CheckpointDamaged(LedgerEvent, name="checkpoint_damaged"):
 
 @dataclass(frozen=True)
 class StepSalvaged(LedgerEvent, name="step_salvaged"):
-    """By the supervisor: when what the ranks of an attempt held in memory has become a
-    checkpoint."""
+    """By the supervisor: when it has made a checkpoint of the step that the ranks held in
+    memory."""
 
     step: Step
     saved: Annotated[int, "steps that would have had to be made again"]
@@ -226,7 +226,7 @@ class SalvageDismissed(LedgerEvent, name="salvage_dismissed"):
 
 @dataclass(frozen=True)
 class OwnProgramStands:
-    """Where a program of the user's own stands in a hang, by its stacks."""
+    """Where a user's own program is in a hang, by its stacks."""
 
     step: int
     places: Mapping[str, str]
@@ -235,13 +235,13 @@ class OwnProgramStands:
 
 @dataclass(frozen=True)
 class HangFound(LedgerEvent, name="hang"):
-    """By the supervisor: when no rank moves any more, and the attempt is ended for it."""
+    """By the supervisor: when no rank makes progress any more, and it ends the attempt."""
 
     reason: Sentence
-    laggard: Annotated[int | None, "rank that the others wait for, as far as can be told"]
+    laggard: Annotated[int | None, "rank that the others wait for, null if unknown"]
     waiting: Annotated[Mapping[str, Sequence[int]], "ranks by what they wait for others in"]
-    processes: Annotated[tuple[str, ...], "what the system says of suspicious processes"]
-    seconds: Annotated[float | None, "seconds since a rank last moved"] = None
+    processes: Annotated[tuple[str, ...], "state of suspicious processes, from the system"]
+    seconds: Annotated[float | None, "seconds since a rank last made progress"] = None
     evidence_seconds: Annotated[
         float | None, "how many of them were spent on collecting evidence"
     ] = None
@@ -254,12 +254,12 @@ class HangFound(LedgerEvent, name="hang"):
 
 @dataclass(frozen=True)
 class GpuFailed(LedgerEvent, name="gpu_failed"):
-    """By the supervisor: when NVIDIA's driver tells of an error of a GPU. One that needs a reset
+    """By the supervisor: when NVIDIA's driver reports an error of a GPU. One that needs a reset
     makes its node suspect."""
 
     node: Annotated[str, "its node"]
     gpu: Annotated[int, "its index there"]
-    xid: Annotated[int, "number of NVIDIA's error, 0 for what was seen by looking"]
+    xid: Annotated[int, "NVIDIA's error number, 0 if a check found the error"]
     reason: Sentence
 
 
@@ -268,13 +268,13 @@ class ConnectionsStalled(LedgerEvent, name="stalled"):
     """By any rank: in a hang, when connections of its node deliver nothing. For the supervisor,
     which does not put it into the ledger."""
 
-    ends: Annotated[tuple[tuple[str, str], ...], "near and far address of each connection"]
+    ends: Annotated[tuple[tuple[str, str], ...], "local and remote address of each connection"]
 
 
 @dataclass(frozen=True)
 class StandsAt(LedgerEvent, name="stands_at"):
-    """By any rank: in a hang of a program of the user's own, to tell where its main thread is. For
-    the supervisor, which does not put it into the ledger."""
+    """By any rank: in a hang of a user's own program, to report where its main thread is. For the
+    supervisor, which does not put it into the ledger."""
 
     line: Annotated[str, "the innermost line of the user's code, as FILE:LINE, empty if unknown"]
     collective: Annotated[str, "the collective that it waits in, empty if there is none"]
@@ -319,7 +319,8 @@ class MemoryLow(LedgerEvent, name="memory_low"):
 
 @dataclass(frozen=True)
 class ResourceGrowth(LedgerEvent, name="growth"):
-    """By the supervisor: when a rank's memory or open files grow so that a day uses them up."""
+    """By the supervisor: when a rank's memory or open files grow so fast that they run out within a
+    day."""
 
     rank: RankNumber
     node: Annotated[str | None, "its node"]
@@ -329,9 +330,9 @@ class ResourceGrowth(LedgerEvent, name="growth"):
 @dataclass(frozen=True)
 class StorageWaited(LedgerEvent, name="storage_waited"):
     """By the supervisor or any rank: when storage that failed works again. Waits within ten seconds
-    of one that was told are told together, with the next."""
+    of a recorded one are added to the next."""
 
-    what: Annotated[str, "the file, and what was wrong with it, at last"]
+    what: Annotated[str, "the file, and its last error"]
     seconds: Annotated[float, "seconds that were waited in all"]
     tries: Annotated[int, "how often it was tried"]
     rank: Annotated[int | None, "rank that has waited, null for the supervisor"] = None
@@ -339,7 +340,7 @@ class StorageWaited(LedgerEvent, name="storage_waited"):
 
 @dataclass(frozen=True)
 class PhaseTimes:
-    """Seconds that a phase takes, as `count` times of it showed."""
+    """Seconds that a phase takes, measured `count` times."""
 
     median: float
     spread: float
@@ -353,7 +354,7 @@ class PhaseDurationsLearned(LedgerEvent, name="phase_durations"):
     ranks: Annotated[int, "how many"]
     phases: Annotated[
         Mapping[str, PhaseTimes],
-        "by phase the median in seconds, what the 95th percentile has above it, and the count",
+        "by phase the median in seconds, how far the 95th percentile is above it, and the count",
     ]
 
 
@@ -408,8 +409,8 @@ class NodeSuspected(LedgerEvent, name="suspect"):
 
 @dataclass(frozen=True)
 class NodesTakenBack(LedgerEvent, name="nodes_taken_back"):
-    """By the supervisor: before it starts the ranks on nodes that were left out, and are well
-    again. What was said against them before counts no more."""
+    """By the supervisor: before it starts the ranks on nodes that were excluded, and are healthy
+    again. Earlier evidence against them no longer counts."""
 
     nodes: Annotated[tuple[str, ...], "their names"]
     reason: Sentence
@@ -431,7 +432,7 @@ class NodesLeft(LedgerEvent, name="nodes_left"):
 
     nodes: Annotated[tuple[str, ...], "their names"]
     reason: Sentence
-    lost: Annotated[bool, "whether they were gone without a word"] = False
+    lost: Annotated[bool, "whether they were gone without notice"] = False
 
 
 @dataclass(frozen=True)
@@ -517,17 +518,17 @@ class LossSpike(LedgerEvent, name="loss_spike"):
 class RolledBack(LedgerEvent, name="rolled_back"):
     """By rank 0: when the run has gone back to a good checkpoint."""
 
-    at: Annotated[int, "step at which the loss had gone astray for good"]
+    at: Annotated[int, "step at which the run was found to have diverged"]
     to: Annotated[int, "step of the checkpoint"]
-    start: Annotated[int, "first sample that is left out from now on"]
+    start: Annotated[int, "first sample that is skipped from now on"]
     end: Annotated[int, "first sample after those"]
 
 
 @dataclass(frozen=True)
 class Diverged(LedgerEvent, name="diverged"):
-    """By rank 0: when going back to a checkpoint would not help, so that the run is ended."""
+    """By rank 0: when a rollback would not help, so that the run ends."""
 
-    step: Annotated[int, "step at which the loss had gone astray for good"]
+    step: Annotated[int, "step at which the run was found to have diverged"]
     reason: Sentence
 
 
@@ -545,13 +546,13 @@ SUBJECTS: Mapping[str, tuple[type[LedgerEvent], ...]] = {
                     StepSalvaged, SalvageDismissed),
     "Training": (Evaluated, StepSkipped, LossSpike, RolledBack, Diverged),
 }  # fmt: skip
-"""All events: the one list from which a name leads to its event, and docs/events.md is made."""
+"""All events, by subject: `parse_event` and docs/events.md are made from this list."""
 
 _BY_NAME = {kind.name: kind for kinds in SUBJECTS.values() for kind in kinds}
 
 
 def parse_event(name: object, fields: Mapping[str, Any]) -> LedgerEvent | None:
-    """The event of this name; None if there is no such, or the fields are not those that it has."""
+    """The event of this name; None if there is none, or the fields do not fit."""
     kind = _BY_NAME.get(name) if isinstance(name, str) else None
     try:
         return None if kind is None else kind.from_fields(fields)

@@ -1,8 +1,8 @@
 """`GAVE_UP`: the file that says why kempner gave up, and prevents another start.
 
-A chain of jobs would otherwise spend its nodes, one after the other, on what only a person can
-fix. Once it is fixed, the user deletes the file. An option of the command line would not do: it
-would be repeated with every requeue of the job.
+A chain of jobs would otherwise waste its time on an error that only a person can fix. Once it is
+fixed, the user deletes the file. A command-line option instead would apply to every requeue of the
+job.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class FirstFailure:
 
 @dataclass(frozen=True)
 class GaveUp:
-    """Why the run cannot go on until a person has acted. `first` is how it began, `see` are files
-    that tell more, `advice` is what to do."""
+    """Why the run cannot continue until a person has acted. `first` is the first failure, `see`
+    lists files that tell more, `advice` is what to do."""
 
     code: ExitCode
     reason: str = ""
@@ -51,14 +51,15 @@ class GaveUp:
     advice: str = ""
 
     def fields(self) -> dict[str, Any]:
-        """Everything that is known, in one flat table, as JSON and TOML have it."""
+        """All known fields, in one flat table for JSON or TOML."""
         known = {name: getattr(self, name) for name in _PLAIN}
         first = {} if self.first is None else asdict(self.first)
         return {**known, **first, "code": int(self.code)}
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
-        """The inverse. Raises `TypeError` or `ValueError` if they say something else."""
+        """The inverse of `fields`. Raises `KeyError`, `TypeError` or `ValueError` if they do not
+        fit."""
         plain = {name: value for name, value in fields.items() if name in _PLAIN}
         rest = {name: value for name, value in fields.items() if name not in _PLAIN}
         first = FirstFailure(**rest) if rest else None
@@ -78,7 +79,7 @@ _PLAIN = tuple(f.name for f in dataclass_fields(GaveUp) if f.name != "first")
 
 
 class GaveUpError(RunError):
-    """kempner gave up on the run before, with `code`."""
+    """kempner gave up on the run earlier, with `code`."""
 
     def __init__(self, sentence: str, code: ExitCode) -> None:
         super().__init__(sentence)
@@ -91,8 +92,8 @@ def write(run: RunDirectory, gave_up: GaveUp) -> None:
 
 
 def read(run: RunDirectory) -> GaveUp | None:
-    """The mark, or None. A file that says nothing of that kind, made by touch(1), is obeyed as
-    well."""
+    """The content of `GAVE_UP`; None without the file. Any other file of that name, as by touch(1),
+    counts, too."""
     try:
         read_text = partial(run.gave_up.read_text, encoding="utf-8")
         return GaveUp.from_fields(tomli.loads(storage_waits().retry(read_text)))

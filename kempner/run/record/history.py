@@ -1,7 +1,4 @@
-"""What happened to a run so far: its ledger, read once, as typed events.
-
-What a reader makes of the events is its own affair: it asks for those of the kinds that it knows.
-"""
+"""The history of a run: the typed events of its ledger, which is read once."""
 
 from __future__ import annotations
 
@@ -44,11 +41,12 @@ E_co = TypeVar("E_co", bound=LedgerEvent, covariant=True)
 
 @dataclass(frozen=True)
 class Entry(Generic[E_co]):
-    """An event, when it was written (`time`, seconds since the epoch) and in which attempt; 0 where
-    the ledger does not say so.
+    """An event, when it was written (`time`, seconds since the epoch) and in which attempt; 0 if
+    the ledger does not say.
 
-    What was written since a supervisor's history is `of` its ledger has the `time` of its
-    `steady_time`, which no setting of the clock moves."""
+    Events written after a supervisor opened its history with `RunHistory.of` have the time of its
+    `steady_time`, which does not follow changes of the system clock.
+    """
 
     event: E_co
     time: float
@@ -56,7 +54,7 @@ class Entry(Generic[E_co]):
 
 
 KEPT = 64
-"""Of events that each attempt has, and of which only the last ones count: how many are kept."""
+"""How many events of each kind in `_OVERTAKEN` are kept."""
 
 _OVERTAKEN = (
     AttemptEnded,
@@ -71,15 +69,15 @@ _OVERTAKEN = (
 
 
 ALIKE = 4
-"""Of failures with the same error on the same node: how many are kept however old they are."""
+"""How many failures with the same error on the same node are kept, however old they are."""
 
 _PROGRESS = (CheckpointCommitted, ProgramAdvanced, RunGivenUp)
 
 
 class RunHistory:
-    """The events of a run, oldest first. A line that cannot be understood is passed over. `refresh`
-    adds those that were written since, and reads no line twice. What this process records in a
-    ledger that the history is `of` is known at once, also while it cannot be written."""
+    """The events of a run, oldest first; lines that cannot be parsed are skipped. `refresh` adds
+    new ones, and reads no line twice. A history made by `of` has this process's own events at once,
+    also while they cannot be written."""
 
     def __init__(
         self, lines: Iterable[Mapping[str, Any]] = (), tail: FileTail | None = None
@@ -98,23 +96,24 @@ class RunHistory:
 
     @classmethod
     def read(cls, ledger: Path) -> Self:
-        """The history that the ledger tells; empty if there is none yet. Raises `OSError`."""
+        """The whole ledger; empty if there is none yet. Raises `OSError`."""
         history = cls(tail=FileTail(ledger))
         history.read_on()
         return history
 
     @classmethod
     def to_resume(cls, ledger: Path) -> Self:
-        """What of it a rank needs that goes on: it starts as fast after thousands of attempts as
-        after one. Raises `OSError`."""
+        """Only the events that a rank needs to resume, so that it starts as fast after thousands of
+        attempts as after one. Raises `OSError`."""
         history = cls(tail=FileTail(ledger, keep=needed_to_resume))
         history.read_on()
         return history
 
     @classmethod
     def of(cls, ledger: Ledger) -> Self:
-        """The same, with what this process records in the ledger, and without what later events
-        have overtaken: it is not larger after thousands of attempts. Raises `OSError`."""
+        """The ledger of this process, including the events that it records from now on, without
+        those that later events have made obsolete, so that it stays small after thousands of
+        attempts. Raises `OSError`."""
         history = cls(tail=FileTail(ledger.path))
         history._thins = True
         ledger.tell(history._hear)
@@ -129,8 +128,8 @@ class RunHistory:
                 self._own[line.encode()] = replace(entry, time=steady_time())
 
     def refresh(self) -> Self:
-        """Read what any process has written since, now or at the next time; returns this
-        history."""
+        """Add what any process has written since, and return this history. If the ledger cannot be
+        read now, the next call adds it."""
         try:
             self.read_on()
         except OSError as error:
@@ -138,12 +137,12 @@ class RunHistory:
         return self
 
     def read_on(self) -> None:
-        """The same. Raises `OSError` if the ledger cannot be read now."""
+        """As `refresh`, but raises `OSError` if the ledger cannot be read now."""
         if self._tail is None:
             return
         lines, anew = self._tail.read()
         read = [(line, parsed) for line in lines for parsed in parse_lines(line)]
-        if anew and not self._tail.whole:  # the first attempt would be told of in part
+        if anew and not self._tail.whole:  # the first attempt may be incomplete
             starts = (n for n, (_, line) in enumerate(read) if _begins(line))
             read = read[next(starts, 0) :]
         with self._lock:
@@ -157,7 +156,7 @@ class RunHistory:
         self._read_at = self._read_at and steady_time()
 
     def _placed(self, entry: Entry[LedgerEvent] | None, anew: bool) -> Entry[LedgerEvent] | None:
-        """An entry of another process: written between two looks, whatever its clock says."""
+        """Give another process's entry a time between the last look and now, whatever its clock."""
         if entry is None or self._read_at is None or anew:
             return entry
         return replace(entry, time=min(max(entry.time, self._read_at), steady_time()))
@@ -193,7 +192,7 @@ class RunHistory:
         return sorted(older.union(places[-KEPT:]))
 
     def _longest_starts(self, places: Iterable[int]) -> set[int]:
-        """By number of ranks."""
+        """The longest start phase for each number of ranks."""
         longest: dict[int, tuple[float, int]] = {}
         for at in places:
             event = self._entries[at].event
@@ -241,7 +240,7 @@ class RunHistory:
     @overload
     def events(self, *kinds: type[LedgerEvent]) -> list[LedgerEvent]: ...
     def events(self, *kinds: type[LedgerEvent]) -> list[Any]:
-        """The same without times and attempts."""
+        """As `entries`, without times and attempts."""
         return [entry.event for entry in self.entries(*kinds)]
 
     @property
@@ -253,19 +252,19 @@ class RunHistory:
 
     @property
     def last_step(self) -> int | None:
-        """The step of the newest commit; None if there is none. Of a program with several loops the
-        sum of what each has saved, as its ranks count their steps. Of one whose rank died before it
-        could say so the next resume tells. A resume from an older one is no commit."""
+        """The step of the newest commit; None if there is none. For a program with several loops,
+        the sum over its loops. A commit that a rank did not live to report counts from the next
+        resume from it; a resume from an older checkpoint changes nothing."""
         newest = self._newest
         return sum(newest.values()) if newest else None
 
     def last_step_in(self, place: str) -> int | None:
-        """The same of the loop whose checkpoints are in `place`, by its own count."""
+        """As `last_step`, for the loop whose checkpoints are in `place`."""
         return self._newest.get(place)
 
     @property
     def _newest(self) -> dict[str, int]:
-        """By place."""
+        """The step of the newest commit by place."""
         with self._lock:
             newest, own = dict(self._steps), list(self._own.values())
         for entry in own:
@@ -289,8 +288,8 @@ _PLACE = re.compile(rb'"place": "([^"]*)"')
 
 
 def needed_to_resume(lines: list[bytes]) -> list[bytes]:
-    """Of the lines of a ledger: where the run begun and rolled back, and by place the last commits
-    and what was resumed since. What one of these says, later ones of its place have overtaken."""
+    """The lines that `RunHistory.to_resume` keeps: starts at step 0, rollbacks, and for each place
+    the last commits and the resume since. Later lines of a place make earlier ones obsolete."""
     kept, commits = list[bytes](), Counter[bytes]()
     for line in reversed(lines):
         found = _KIND.search(line)

@@ -1,8 +1,8 @@
-"""What a run is, what differs when a program goes on with it, and which directory a command gets.
+"""The identity of a run, the differences when a program resumes it, and the directory of a command.
 
-`identity.json` in the run's directory holds the identity as it stands: that of the start before,
-with the files of the program as they were when the run began. A run without the file is older than
-that; it gets one at its next start.
+`identity.json` in the run's directory holds the identity at the last start, with the files of the
+program as they were when the run began. A run that is older than this file gets it at its next
+start.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from kempner.run.record.lease import RELEASED, Holder, holder_lives, look
 from kempner.run.record.run_dir import RunDirectory
 
 ACCEPT_CHANGES = "KEMPNER_ACCEPT_CHANGES"
-"""Names differences, with commas between them, that are not to be refused."""
+"""The variable with the differences to accept, separated by commas."""
 
 OUTPUT_DIR = "output_dir"
-"""The fact by which the run of a trainer belongs to a folder of results."""
+"""The fact that ties a trainer's run to its output folder."""
 
 _SHOWN = 3
-"""Parts of a fact whose differences are told one by one."""
+"""Most parts of a fact whose differences are listed."""
 
 _LONGEST = 60
 """Characters of a value that are shown."""
@@ -48,7 +48,7 @@ class Consequence(Enum):
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference between what a run was and what it is to be; `sentence` says it in one line."""
+    """A difference between a run and the program that resumes it; `sentence` describes it."""
 
     name: str
     before: object
@@ -59,11 +59,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What the result of a run depends on. `command` is the program and its arguments as rank 0 has
-    them, `launched` the command that the supervisor was given; `environment` holds the variables
-    that the program reads, and `facts` what its loop is told; `surroundings` are its ranks, the
-    host of rank 0 and versions: all values are JSON's. `files` has a digest of each file of the
-    program, and `claimed_by` the process that began. What is empty or None is not known."""
+    """What the result of a run depends on; all values are JSON values, and empty or None if
+    unknown.
+
+    `command` is the program and its arguments in rank 0, `launched` the command that the supervisor
+    got; `environment` holds the variables that the program reads, `facts` the arguments of its
+    loop, `surroundings` the number of ranks, the host of rank 0 and versions. `files` has a digest
+    of each file of the program, `claimed_by` the process that began the run.
+    """
 
     command: tuple[str, ...] = ()
     launched: tuple[str, ...] = ()
@@ -75,8 +78,8 @@ class RunIdentity:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Fields of another version of kempner are left out. Raises `ValueError` if it is no
-        identity."""
+        """Parse `text`, ignoring fields of other versions of kempner. Raises `ValueError` if it is
+        not an identity."""
         found = json.loads(text)
         if not isinstance(found, dict):
             raise ValueError("not an identity")
@@ -89,12 +92,12 @@ class RunIdentity:
         return json.dumps(asdict(self), indent=1, sort_keys=True, default=str) + "\n"
 
     def only_command(self) -> RunIdentity:
-        """What says whose run it is: a loop is told the rest later."""
+        """The part that is known at the start, before the loop gets its arguments."""
         facts = {name: self.facts[name] for name in (OUTPUT_DIR,) if name in self.facts}
         return RunIdentity(self.command, self.launched, self.environment, facts)
 
     def after(self, before: RunIdentity) -> RunIdentity:
-        """What to keep when this one goes on with a run that was `before`."""
+        """The identity to store when this program resumes a run whose identity was `before`."""
         kept = {f.name: getattr(self, f.name) or getattr(before, f.name) for f in fields(self)}
         return replace(
             self,
@@ -128,10 +131,9 @@ def accepted_names(given: Collection[str], environ: Mapping[str, str]) -> frozen
 def compare(
     before: RunIdentity, now: RunIdentity, accepted: Collection[str] = ()
 ) -> list[Difference]:
-    """What differs, and what follows from it. What only one of the two knows is no difference,
-    unless it is a fact that is not told any more. A difference is refused where the result would be
-    another's; `accepted` names those that the user wants all the same: "command", "environment" or
-    one of its variables, or a fact."""
+    """The differences, and what follows from each. What only one side knows is no difference,
+    except a fact that is no longer given. A difference is refused if it changes the result, unless
+    it is in `accepted`: "command", "environment" or one of its variables, or a fact."""
     found = [*_of_commands(before, now), *_of_environment(before, now), *_of_facts(before, now)]
     found += _of_surroundings(before, now)
     return [
@@ -143,7 +145,7 @@ def compare(
 
 
 def describe_refusal(differences: Sequence[Difference], path: Path | str, way_out: str) -> str:
-    """Why a start cannot go on with the run in `path`, and what to do (`way_out` names another
+    """Why a program cannot resume the run in `path`, and what to do (`way_out`: how to name another
     run); empty if it can."""
     refused = [each for each in differences if each.verdict is Consequence.REFUSED]
     if not refused:
@@ -157,7 +159,7 @@ def describe_refusal(differences: Sequence[Difference], path: Path | str, way_ou
 
 
 def _names(name: str) -> set[str]:
-    """By which names a difference can be accepted: "environment.SEED" by each part, too."""
+    """The names that accept a difference: for "environment.SEED" also each part."""
     first, _, rest = name.partition(".")
     return {name, first, rest}
 
@@ -165,7 +167,7 @@ def _names(name: str) -> set[str]:
 def _of_commands(before: RunIdentity, now: RunIdentity) -> Iterator[Difference]:
     pairs = [(before.command, now.command), (before.launched, now.launched)]
     known = [pair for pair in pairs if all(pair)]
-    if not known:  # a supervisor knows the one, a program that is alone the other
+    if not known:  # a supervisor knows `launched`, a program without one `command`
         known = [(before.command or before.launched, now.command or now.launched)]
     for old, new in known:
         if old and new and old != new:
@@ -221,7 +223,7 @@ def plain(value: object) -> object:
 
 
 def known_to_both(old: object, new: object) -> tuple[object, object]:
-    """Two values without what only one of them has a name for: another version has added it."""
+    """Two values without the keys that only one of them has: another version has added those."""
     if isinstance(old, dict) and isinstance(new, dict):
         pairs = {name: known_to_both(old[name], new[name]) for name in old if name in new}
         return {n: a for n, (a, _) in pairs.items()}, {n: b for n, (_, b) in pairs.items()}
@@ -232,7 +234,7 @@ def known_to_both(old: object, new: object) -> tuple[object, object]:
 
 
 def _changes(name: str, old: object, new: object) -> str:
-    """Which parts of a fact differ: "optimizer.lr was 0.1, now it is 0.01"."""
+    """The parts of a fact that differ: "optimizer.lr was 0.1, now it is 0.01"."""
     before, now = dict(_leaves(name, old)), dict(_leaves(name, new))
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     shown = [
@@ -274,15 +276,15 @@ def _cut(text: str) -> str:
 
 @dataclass(frozen=True)
 class ChosenRun:
-    """The directory of a run; `sentence` says why it is not the usual one, where it is not."""
+    """The directory of a run; `sentence` says why, if it is not the usual one."""
 
     path: Path
     sentence: str = ""
 
 
 def choose_run(usual: Path, now: RunIdentity, accepted: Collection[str] = ()) -> ChosenRun:
-    """The run of a command: `usual`, or beside it where that is another command's. It is claimed,
-    so that of two commands which start at the same time each gets its own."""
+    """The run of a command: `usual`, or a directory beside it if that is another command's. Claims
+    it, so that two commands that start at the same time get different ones."""
     before = _standing(usual, now)
     if before is None:
         return ChosenRun(usual)
@@ -302,8 +304,8 @@ def choose_run(usual: Path, now: RunIdentity, accepted: Collection[str] = ()) ->
 
 
 def refuse_other_command(path: Path, now: RunIdentity, accepted: Collection[str] = ()) -> None:
-    """Raise `UsageError` if the run in `path` is that of another command than `now`; it becomes
-    this one's if it has no owner yet."""
+    """Raise `UsageError` if the run in `path` is another command's; claim it for `now` if it has no
+    owner yet."""
     if (before := _standing(path, now)) is not None:
         differences = compare(before.only_command(), now.only_command(), accepted)
         if refusal := describe_refusal(differences, path, "give it another --run.name"):
@@ -319,7 +321,7 @@ def command_digest(identity: RunIdentity) -> str:
 
 
 def has_results(run: RunDirectory) -> bool:
-    """Whether anything came out of a run, which must not become another one's. Raises `OSError`."""
+    """Whether a run has results, which another command must not take over. Raises `OSError`."""
     if any(run.checkpoints.glob("step-*")):
         return True
     history = RunHistory.read(run.ledger)
@@ -330,8 +332,8 @@ def has_results(run: RunDirectory) -> bool:
 
 
 def _standing(path: Path, now: RunIdentity) -> RunIdentity | None:
-    """The identity of a run; None, and it becomes `now`, where there is none, or its command has
-    ended before anything came out of it."""
+    """The identity of a run. If it has none, or its command ended without results, claim it for
+    `now` and return None."""
     run = RunDirectory(path)
     now = replace(now, facts=now.only_command().facts, claimed_by=asdict(Holder.here(0.0)))
     try:
@@ -341,19 +343,19 @@ def _standing(path: Path, now: RunIdentity) -> RunIdentity | None:
         claim_identity(run, now)
     except FileExistsError:
         return read_identity(run)
-    except OSError:  # whatever it is, it is said when the run is taken
+    except OSError:  # taking the lease will report it
         return None
     return None
 
 
 def _is_claimed(run: RunDirectory, identity: RunIdentity) -> bool:
-    """Whether a run has results, or a process that may be about to make some."""
+    """Whether a run has results, or a process that may still make some."""
     if has_results(run):
         return True
     owner = look(run.supervisors) if run.supervisors.is_dir() else None
     released = owner is not None and owner.beat == RELEASED
     holders = [] if owner is None or released else [owner.holder]
-    with suppress(TypeError):  # of another version, or not known
+    with suppress(TypeError):  # another version, or unknown
         holders.append(Holder(**identity.claimed_by))  # type: ignore[arg-type]  # as it was written
     here = Holder.here(0.0).machine
     return any(
@@ -363,13 +365,13 @@ def _is_claimed(run: RunDirectory, identity: RunIdentity) -> bool:
 
 
 def _remove_unused(run: RunDirectory, identity: RunIdentity) -> bool:
-    """Remove an identity that claims nothing; whether it was still there."""
+    """Remove an unused identity; False if another start has claimed the run meanwhile."""
     taken = run.path / f".{run.identity.name}.{secrets.token_hex(4)}"
     run.identity.rename(taken)
     if RunIdentity.from_json(taken.read_text(encoding="utf-8")) == identity:
         taken.unlink()
         return True
-    taken.rename(run.identity)  # another start has claimed it in the meantime
+    taken.rename(run.identity)  # another start has claimed it
     return False
 
 
@@ -383,7 +385,7 @@ def claim_identity(run: RunDirectory, identity: RunIdentity) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK):
             raise
-        with run.identity.open("x", encoding="utf-8") as file:  # without links: all but at once
+        with run.identity.open("x", encoding="utf-8") as file:  # without links: not quite atomic
             file.write(identity.to_json())
     finally:
         with suppress(OSError):

@@ -1,12 +1,12 @@
 """One owner per run: a lease that its holder keeps renewing.
 
-An owner is a supervisor, or rank 0 of ranks that have none. Each makes a file of its own, numbered
-by exclusive creation; the highest number owns the run. The owner changes a counter in its file all
-the time. A later process looks twice: a counter that moves has an owner that lives; one that stands
-still for as long as the lease lasts, by the watcher's own clock, has none, and the next number is
-free to take. Nothing is ever deleted or written by two, so there is no moment at which two
-processes could hold the same number, and an owner that wakes up after a long sleep finds a higher
-one. No lock of the file system is used, and no two clocks are compared.
+An owner is a supervisor, or rank 0 without one. Each creates its own file, numbered by exclusive
+creation; the highest number owns the run. The owner keeps increasing a counter in its file. A later
+process watches: if the counter changes, the owner lives; if it stands still for the time of the
+lease, by the watcher's own clock, the owner is dead, and the watcher may take the next number. No
+file is deleted, or written by two processes, so no two can hold the same number, and an owner that
+wakes up after a long sleep finds a higher one. This needs no file locks, and compares no two
+clocks.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from kempner.run.record.attempts import CURRENT, SupersededError
 from kempner.run.record.run_dir import RunDirectory, cannot_keep
 
 RENEWALS = 15
-"""How often a lease is renewed within its time: if all of these fail, it is lost."""
+"""Renewals within the time of a lease: if all of them fail, it is lost."""
 
 RELEASED = "released"
-"""What an owner writes in place of its counter as it leaves."""
+"""What an owner writes instead of its counter when it leaves."""
 
 _WIDTH = 20
 
 
 @dataclass(frozen=True)
 class Holder:
-    """An owner. `machine` names the kernel's boot, the process namespace and the network cards: two
-    virtual machines of one snapshot have the first two in common. In it `pid` and `started` (clock
-    ticks, proc(5)) name one process; `lasts` is its lease in seconds."""
+    """An owner. `machine` identifies the boot, the PID namespace and the network cards (two virtual
+    machines of one snapshot share the first two); within it, `pid` and `started` (clock ticks,
+    proc(5)) identify the process. `lasts` is its lease in seconds."""
 
     host: str
     machine: str
@@ -62,7 +62,7 @@ class Holder:
 
     @classmethod
     def here(cls, lasts: float, restarts: int = 0) -> Self:
-        """This process; `restarts` is how often its job was put back into the queue."""
+        """This process; `restarts` is how often its job was requeued."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = Path("/proc/self/ns/pid").stat().st_ino
         return cls(
@@ -83,7 +83,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class LeaseReading:
-    """What a supervisor's file says; `holder` is None where it is still empty."""
+    """The content of a supervisor's file; `holder` is None while it is empty."""
 
     number: int
     holder: Holder | None
@@ -91,8 +91,8 @@ class LeaseReading:
 
 
 def reason_to_take(seen: LeaseReading, me: Holder, process_lives: bool) -> str:
-    """Why the lease can be taken without waiting; empty if the owner may be alive. `process_lives`
-    is whether a process of this machine is the one that `seen` names."""
+    """Why the lease can be taken without waiting; empty if the owner may be alive. `process_lives`:
+    the process in `seen` runs on this machine."""
     holder = seen.holder
     if seen.beat == RELEASED:
         return "its supervisor has exited"
@@ -117,14 +117,14 @@ class Lease:
         self.lost = False
         """Whether another supervisor has taken the run over."""
         self.stop_asked = False
-        """Whether `ask_to_stop` asked this owner; where it traps SIGTERM it has got one, too."""
+        """Whether `ask_to_stop` asked this owner; if it traps SIGTERM, it has received one, too."""
         self._thread = helper_thread(self._renew, "lease")
 
     @classmethod
     def acquire(cls, run: RunDirectory, lasts: float, restarts: int = 0) -> Self:
-        """Become the run's owner; waits while it may still have another one. Raises `UsageError` if
-        it has, or if the run's directory cannot be written, and as `StorageWaits.retry` where that
-        is so for now."""
+        """Become the run's owner; waits while another owner may be alive. Raises `UsageError` if
+        one is, or if the run's directory cannot be written, and as `StorageWaits.retry` if that may
+        be temporary."""
         worked = restarts > 0 or os.access(run.attempts / CURRENT, os.R_OK)
         try:
             _make_folder(run.supervisors, worked)
@@ -143,13 +143,13 @@ class Lease:
             try:
                 lease = cls(folder, number, me, _create(folder / str(number), me))
             except FileExistsError:
-                continue  # another one was faster: it is the one to look at now
+                continue  # another process was faster: watch that one
             started(lease._thread)
             return lease
 
     def check(self) -> None:
-        """Raise `SupersededError` if another supervisor has taken the run over. Raises as
-        `StorageWaits.retry` where that cannot be seen now."""
+        """Raise `SupersededError` if another supervisor has taken the run over; raises as
+        `StorageWaits.retry` if the files cannot be read."""
         newest = storage_waits().retry(partial(look, self._folder), True, path=self._folder)
         self.lost = self.lost or (newest is not None and newest.number > self._number)
         if self.lost:
@@ -160,15 +160,15 @@ class Lease:
             )
 
     def release(self) -> None:
-        """Let go: who comes next need not wait."""
+        """Give the run up, so that the next owner need not wait."""
         self._over.set()
         self._thread.join()
-        with suppress(OSError):  # then it runs out
+        with suppress(OSError):  # then the lease expires
             self._write(RELEASED)
         self._close()
 
     def _renew(self) -> None:
-        """The life of the thread. A file system that fails for a while costs nothing else."""
+        """The thread. While the file system fails, it only tries again."""
         failing_since = None
         while not self._over.wait(self._lasts / RENEWALS):
             self._beats += 1
@@ -187,14 +187,15 @@ class Lease:
                 failing_since = None
             if asked:
                 self.stop_asked = True
-                if inbox().installed:  # or it would end this process, and nothing would be saved
+                if inbox().installed:  # otherwise the signal would end this process without a save
                     os.kill(os.getpid(), signal.SIGTERM)
             if newest is not None and newest.number > self._number:
                 self.lost = True
                 return
 
     def _write(self, beat: str) -> None:
-        """Raises `OSError`; the next time the file is opened anew: a stale descriptor stays so."""
+        """Raises `OSError`, and then opens the file again next time: a stale descriptor stays
+        stale."""
         try:
             if self._descriptor is None:
                 path = self._folder / str(self._number)
@@ -208,16 +209,16 @@ class Lease:
     def _close(self) -> None:
         if self._descriptor is not None:
             descriptor, self._descriptor = self._descriptor, None
-            with suppress(OSError):  # of a server that has forgotten it
+            with suppress(OSError):  # a server that has forgotten it
                 os.close(descriptor)
 
 
 def wait_until_free(
     folder: Path, seen: LeaseReading, me: Holder, pause: Callable[[float], None] = time.sleep
 ) -> None:
-    """Return when the owner that was `seen` is known to be gone: at once where this machine or
-    Slurm can tell, otherwise when its lease is over. Raises `UsageError`, saying who it is, if it
-    lives."""
+    """Return when the owner that was `seen` is known to be gone: at once if this machine or Slurm
+    knows it, otherwise when its lease expires. Raises `UsageError`, naming the owner, if it is
+    alive."""
     clock, first, told = AwakeClock(), seen, False
     lasts = seen.holder.lasts if seen.holder is not None else me.lasts
     while not (reason := reason_to_take(seen, me, holder_lives(seen.holder))):
@@ -239,9 +240,9 @@ def wait_until_free(
 
 
 def is_owned(folder: Path, pause: Callable[[float], None] = time.sleep) -> bool:
-    """Whether a run has an owner that lives. This machine tells at once of its own processes. Of
-    others it takes as long as they take to renew their lease; one that does not in three times as
-    long is taken for dead. Raises `OSError`."""
+    """Whether a run has a living owner. For a process of this machine the answer comes at once, for
+    others with their next renewal; without one within three times the interval, the owner counts as
+    dead. Raises `OSError`."""
     first = look(folder)
     if first is None or first.beat == RELEASED or first.holder is None:
         return False
@@ -261,8 +262,9 @@ def stop_request(folder: Path, number: int) -> Path:
 
 
 def ask_to_stop(folder: Path) -> bool:
-    """Ask the owner of a run to stop for good, from any machine that sees the run's directory: it
-    looks with each renewal. Returns whether it was not asked before. Raises `OSError`."""
+    """Ask the owner of a run to stop for good, from any machine that sees the run's directory; the
+    owner looks with each renewal. Returns False if it was asked before, or if there is no owner.
+    Raises `OSError`."""
     seen = look(folder)
     if seen is None:
         return False
@@ -292,15 +294,15 @@ def _cards() -> str:
     with suppress(OSError):
         for card in sorted(Path("/sys/class/net").iterdir()):
             with suppress(OSError):
-                if (card / "device").exists():  # not what comes and goes with containers
+                if (card / "device").exists():  # not the virtual ones of containers
                     found.append((card / "address").read_text().strip())
     return hashlib.blake2b("\n".join(found).encode(), digest_size=6).hexdigest()
 
 
 def _make_folder(folder: Path, worked: bool) -> None:
-    """Make the folder of a run's supervisors; raises as `StorageWaits.retry`. Where the run was
-    there before, storage may be away for the moment: it is waited for, for a while, before another
-    run begins in its place. Where not even `run.dir` is there, none begins."""
+    """Make the folder of a run's supervisors; raises as `StorageWaits.retry`. If the run existed
+    before (`worked`) and is missing, storage may be away: wait for a while before a new run begins
+    in its place, and refuse if even `run.dir` is missing."""
 
     def make() -> None:
         if worked and not folder.is_dir():
@@ -327,7 +329,7 @@ def _create(path: Path, me: Holder) -> int:
         os.write(descriptor, f"{'0'.ljust(_WIDTH)}\n{json.dumps(asdict(me))}\n".encode())
         os.fsync(descriptor)
     except OSError:
-        with suppress(OSError):  # it would seem to be another supervisor's, and be waited for
+        with suppress(OSError):  # otherwise it would pass for another supervisor's
             path.unlink()
         os.close(descriptor)
         raise

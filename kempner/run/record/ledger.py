@@ -1,8 +1,8 @@
 """The ledger: append-only events of a run, one JSON object per line.
 
-Written by the supervisor, which gets rank 0's events over the control channel; by rank 0 itself
-where there is no supervisor, or none any more. A line torn by a kill is skipped by readers and
-never merges with the next one. docs/events.md lists the events.
+The supervisor writes it, and gets rank 0's events over the control channel; without a supervisor
+rank 0 writes it. A line torn by a kill is skipped by readers and never merges with the next one.
+docs/events.md lists the events.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCHEMA = 1
 
 
 class EventRecorder(Protocol):
-    """Takes an event for the run's ledger; only rank 0's calls need go anywhere."""
+    """Records an event in the run's ledger; calls on ranks other than 0 may do nothing."""
 
     def __call__(self, event: LedgerEvent) -> None: ...
 
@@ -31,10 +31,10 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = open_lines(path, warn)
-        self._hear: Callable[[str], object] = len  # what hears nothing
+        self._hear: Callable[[str], object] = len  # no listener
 
     def tell(self, hear: Callable[[str], object]) -> None:
-        """Have `hear` called with each line that is not written yet, and with those to come."""
+        """Call `hear` with each line that is not written yet, and with later ones."""
         self._hear = hear
         for line in self.unwritten():
             hear(line)
@@ -64,23 +64,22 @@ def parse_lines(content: bytes) -> Iterator[dict[str, Any]]:
         try:
             entry = json.loads(line)
         except ValueError:
-            continue  # torn by a kill: its writer never said that it was written
+            continue  # torn by a kill, and so never reported as written
         if isinstance(entry, dict):
             yield entry
 
 
 FIRST_BLOCK, LARGEST_BLOCK = 128 << 10, 4 << 20
-"""Bytes that are read at a time, from the end: at first, and at most."""
+"""Bytes of the first and of the largest block when a file is read from the end."""
 
 LIMIT = 64 << 20
-"""Bytes that are read at most, from the end."""
+"""Most bytes that are read from the end."""
 
 
 class FileTail:
-    """Follows a file of lines: each time only what is new is read. Of a file that is there by then,
-    all is read; or, with `enough`, only the end: `enough` looks at a block, and says how much of
-    what is wanted it holds; reading stops at `wanted` of it. `keep` says which of the lines are
-    kept."""
+    """Follows a file of lines: each `read` returns only new ones. The first read returns the whole
+    file, or with `enough` only its end: `enough` counts matches in a block, and reading back stops
+    once there are `wanted`. `keep` filters the lines."""
 
     def __init__(
         self,
@@ -93,10 +92,10 @@ class FileTail:
         self._file: tuple[int, int] | None = None
         self._read_up_to = 0
         self.whole = True
-        """Whether the first line that was read is the first one of the file."""
+        """Whether the lines read begin with the first one of the file."""
 
     def read(self) -> tuple[list[bytes], bool]:
-        """The new lines (none if there is no file yet), and whether they replace all that was read
+        """The new lines (none if there is no file yet), and whether they replace all lines read
         before. Raises `OSError`."""
         try:
             with self.path.open("rb") as file:
@@ -120,7 +119,7 @@ class FileTail:
             content = file.read(size) if enough is None else self._read_back(file, size, enough)
             self._read_up_to = found.st_size - len(content)
         torn = content[content.rfind(b"\n") + 1 :]
-        if torn and not any(parse_lines(torn)):  # else only its newline is missing
+        if torn and not any(parse_lines(torn)):  # otherwise only its newline is missing
             content = content[: -len(torn)]
         self._read_up_to += len(content)
         return self._keep(content.splitlines()), not follow

@@ -1,4 +1,4 @@
-"""How a trace is asked for while a run goes on: two small files for each rank.
+"""Requests for a trace of a running program: two small files for each rank.
 
 `kempner profile` writes a request; the rank answers with the same id, once the trace is written.
 """
@@ -36,13 +36,13 @@ class ProfileMail:
     rank: int
 
     def ask(self, steps: int) -> ProfileRequest:
-        """Leave a request; an older one no longer counts. Raises `OSError`."""
+        """Write a request, which replaces an older one. Raises `OSError`."""
         request = ProfileRequest(secrets.token_hex(4), steps)
         self._write("asked", asdict(request))
         return request
 
     def asked(self) -> ProfileRequest | None:
-        """The request that is there. Raises `OSError`."""
+        """The current request. Raises `OSError`."""
         told = self._read("asked")
         steps = told.get("steps")
         if not told.get("id") or not isinstance(steps, int):
@@ -53,7 +53,7 @@ class ProfileMail:
         self._write("answer", asdict(answer))
 
     def answered(self, request: ProfileRequest) -> ProfileAnswer | None:
-        """What the rank has answered to this one. Raises `OSError`."""
+        """The rank's answer to this request; None before it. Raises `OSError`."""
         told = self._read("answer")
         files = told.get("files")
         if told.get("id") != request.id or not isinstance(files, list):
@@ -67,7 +67,7 @@ class ProfileMail:
         replace_durable(self._path(what), json.dumps(content).encode(), unique="kempner")
 
     def _read(self, what: str) -> dict[str, object]:
-        """Nothing if it is not there, or makes no sense."""
+        """The content; empty if the file is missing or not of this form."""
         try:
             told = json.loads(self._path(what).read_bytes())
         except (FileNotFoundError, ValueError):

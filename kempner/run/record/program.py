@@ -1,7 +1,7 @@
-"""The program of a run: its command, the variables that it reads, its files, and a copy of them.
+"""The program of a run: its command, the variables that it reads, its files, and copies of them.
 
-A file belongs to it if it is below the folder of the script (of the working directory for a module
-that was started by its name) and no part of an installation.
+A file belongs to the program if it is below the folder of the script (for `python -m`, the working
+directory) and not part of an installation.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from kempner.run.record.identity import RunIdentity
 from kempner.run.record.run_dir import RunDirectory
 
 _MOST = 500
-"""Files that are looked at."""
+"""Most files that are examined."""
 
 _LARGEST = 4 << 20
-"""Bytes of a file that is read."""
+"""Largest file that is read, in bytes."""
 
 _SYSTEM = re.compile(
     r"((LOCAL|GLOBAL|GROUP|NODE|ROLE|PROC)_)?(RANK|WORLD_SIZE)$|MASTER_|SLURM|SBATCH|PBS_|LSB_|"
@@ -34,7 +34,7 @@ _SYSTEM = re.compile(
     r"COMET|HF_|TRANSFORMERS_|TOKENIZERS_|(HOME|PATH|USER|LOGNAME|SHELL|PWD|TERM|DISPLAY|LANG)$|"
     r"(OUT|LOG|PORT|START)(ING|ED|PUT|PUTS|S|DIR|FILE|PATH|LEVEL)?(_|$)"
 )
-"""How the names of variables begin that tell of the machine, of the job or of where things go."""
+"""Beginnings of the names of variables that describe the machine, the job or output paths."""
 
 _OF_THE_PLACE = re.compile(
     r"(?:^|_)(OUTPUTS?|RESULTS?|SAVE|CHECKPOINTS?|CKPTS?|CACHE|TMP|TMPDIR|TEMPDIR|SCRATCH|HOST|"
@@ -44,7 +44,7 @@ _OF_THE_PLACE = re.compile(
 
 
 def own_sources(script: Path, root: Path) -> dict[str, Path]:
-    """The script and what it leads to by its imports, by path relative to `root`."""
+    """The script and the files that it imports, directly or not, by path relative to `root`."""
     found: dict[str, Path] = {}
     waiting = [script.absolute()]
     while waiting and len(found) < _MOST:
@@ -58,14 +58,14 @@ def own_sources(script: Path, root: Path) -> dict[str, Path]:
 
 
 def loaded_sources(modules: Mapping[str, ModuleType], root: Path) -> dict[str, Path]:
-    """The files of the modules that are loaded, such as those that no import names literally."""
+    """The files of the loaded modules, which include those that no import names literally."""
     found: dict[str, Path] = {}
     below = f"{str(root).rstrip(os.sep)}{os.sep}"
     for name, module in list(modules.items()):
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or name.partition(".")[0] == "kempner":
             continue
-        # Thousands of modules are loaded: a `Path` of each would take longer than all the rest.
+        # Thousands of modules are loaded: making a `Path` of each would dominate the time.
         if os.path.isabs(file) and not file.startswith(below):  # noqa: PTH117
             continue
         path = Path(file).absolute()
@@ -102,8 +102,8 @@ def read_small(path: Path) -> bytes | None:
 
 
 def variables_read(sources: Iterable[Path]) -> set[str]:
-    """The environment variables that these files read by a literal name, and do not set themselves,
-    but for those that tell of the machine, of the job or of where things go."""
+    """The environment variables that these files read by a literal name and do not set, without
+    those that describe the machine, the job or output paths."""
     read: set[str] = set()
     written: set[str] = set()
     for path in sources:
@@ -119,13 +119,14 @@ def counts(name: str) -> bool:
 
 
 def values_of(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str | None]:
-    """The values of variables; of an absolute path its last part, since folders of jobs change."""
+    """The values of variables; for an absolute path only its last part, since folders of jobs
+    change."""
     values = {name: environ.get(name) for name in sorted(names)}
     return {n: Path(v).name if v and Path(v).is_absolute() else v for n, v in values.items()}
 
 
 def _is_own(path: Path, root: Path) -> bool:
-    """Whether a file is one of the program's: no part of an installation, and not hidden."""
+    """Whether a file belongs to the program: not part of an installation, and not hidden."""
     if not path.is_relative_to(root):
         return False
     parts = path.relative_to(root).parts
@@ -135,8 +136,8 @@ def _is_own(path: Path, root: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Source:
-    """What a file of Python says: each import as its level and dotted name, and each variable of
-    the environment with whether it is set."""
+    """Facts of a Python file: each import as level and dotted name, and each environment variable
+    with whether it is set."""
 
     imports: tuple[tuple[int, str], ...] = ()
     variables: tuple[tuple[str, bool], ...] = ()
@@ -144,7 +145,7 @@ class _Source:
 
 @cache
 def _scan(path: Path) -> _Source:
-    """As it is when first asked for; nothing of what is no Python."""
+    """The facts of a file at the first call; empty if it is not Python."""
     content = read_small(path) if path.suffix == ".py" else None
     try:
         nodes = list(ast.walk(ast.parse(content or b"")))
@@ -170,7 +171,7 @@ def _imported_by(path: Path, root: Path) -> Iterator[Path]:
 
 
 def _files_of(base: Path, name: str) -> Iterator[Path]:
-    """Those that an import of a dotted name may load: of each package, and of the module."""
+    """The files that an import of a dotted name may load: the packages' and the module's."""
     path = base
     for part in name.split("."):
         path /= part
@@ -209,15 +210,15 @@ def _last_name(node: ast.expr) -> str:
 
 
 _RESUME = re.compile(r"--?(?:auto[-_])?resume(?P<from>[-_]from[\w-]*)?(?P<value>=.*)?")
-"""Options that ask for what a run under kempner does anyway."""
+"""Options to resume, which a run under kempner does anyway."""
 
 _PLACE = re.compile(r"--local[-_]rank(?:=.*)?")
-"""What old launchers add for each rank."""
+"""The option that old launchers add for each rank."""
 
 
 def command_of_process(argv: Sequence[str], main: ModuleType, folder: Path) -> tuple[str, ...]:
-    """The program of this process with its arguments (`sys.argv`): a module that was started by its
-    name is "-m" and the name; paths below `folder`, the working directory, are relative."""
+    """The program of this process with its arguments (`sys.argv`). A module is "-m" and its name;
+    paths below `folder`, the working directory, become relative."""
     spec = getattr(main, "__spec__", None)
     if spec is not None:
         name = spec.name.removesuffix(".__main__")
@@ -228,8 +229,8 @@ def command_of_process(argv: Sequence[str], main: ModuleType, folder: Path) -> t
 
 
 def command_of_words(words: Sequence[str], folder: Path) -> tuple[str, ...]:
-    """The same for a command line; options of the interpreter and wrappers before the program are
-    left out. All of it where no program of Python is seen in it."""
+    """As `command_of_process`, for a command line: without wrappers and interpreter options before
+    the program, or all of it if it contains no Python program."""
     for place, word in enumerate(words):
         if word.endswith(".py"):
             return (relative(word, folder), *_arguments(words[place + 1 :], folder))
@@ -245,7 +246,7 @@ def identity_of_process(
     environ: Mapping[str, str],
     folder: Path,
 ) -> RunIdentity:
-    """What the program of this process is, before its loop says more."""
+    """The identity of this process's program, before its loop adds its arguments."""
     main = modules["__main__"]
     command = command_of_process(argv, main, folder)
     files = files_of_process(argv, modules, folder)
@@ -266,7 +267,7 @@ def files_of_process(
 
 
 def _main_file(main: ModuleType, folder: Path) -> tuple[Path | None, Path]:
-    """The file of the main module, and the folder that the program's own files are below."""
+    """The file of the main module, and the folder of the program's files."""
     file = getattr(main, "__file__", None)
     if file is None:
         return None, folder
@@ -278,7 +279,7 @@ def _main_file(main: ModuleType, folder: Path) -> tuple[Path | None, Path]:
 def identity_of_words(
     words: Sequence[str], environ: Mapping[str, str], folder: Path
 ) -> RunIdentity:
-    """What the program of a command line is, as far as that can be seen from outside of it."""
+    """The identity of a command line's program, as far as it is known without running it."""
     command = command_of_words(words, folder)
     script, root = _find_script(command, folder)
     sources = own_sources(script, root) if script is not None else {}
@@ -287,21 +288,22 @@ def identity_of_words(
 
 
 def script_of_words(words: Sequence[str], folder: Path) -> Path | None:
-    """The script of a command line, there or not; None if it names none, or may be a module."""
+    """The script of a command line, which need not exist; None if it names none, or may be a
+    module."""
     script, _ = _find_script(command_of_words(words, folder), folder)
     return script
 
 
 _SETTINGS = (".py", ".toml", ".yaml", ".yml", ".json", ".ini", ".cfg", ".sh")
-"""How the files end that a program may read without naming them on its command line."""
+"""Suffixes of files that a program may read without naming them on its command line."""
 
 _MOST_ENTRIES = 2000
-"""Entries of folders among which they are looked for."""
+"""Most entries of folders that are searched for them."""
 
 
 def files_of_words(words: Sequence[str], folder: Path) -> dict[str, Path]:
-    """The files on which a command line may depend, by path, rather more than fewer; none if its
-    script, or the end of what is beside that, is not found."""
+    """The files on which a command line may depend, by path, and possibly more; none if its script
+    is not found, or its folder is too large to search."""
     script, root = _find_script(command_of_words(words, folder), folder)
     beside = None if script is None else _settings_below(root)
     if script is None or beside is None or not script.is_file():
@@ -310,8 +312,8 @@ def files_of_words(words: Sequence[str], folder: Path) -> dict[str, Path]:
 
 
 def _settings_below(root: Path) -> dict[str, Path] | None:
-    """Sources and settings in a folder of the user's, but for those of runs; None if that is too
-    large to be looked through."""
+    """The sources and settings below a folder, without those of runs; None if it is too large to
+    search."""
     found: dict[str, Path] = {}
     seen = 0
     for at, folders, files in os.walk(root):
@@ -328,7 +330,7 @@ def _settings_below(root: Path) -> dict[str, Path] | None:
 
 
 def _find_script(command: Sequence[str], folder: Path) -> tuple[Path | None, Path]:
-    """The file of a command's program, and the folder that its own files are below."""
+    """The file of a command's program, and the folder of the program's files."""
     first = command[0] if command else ""
     if first.endswith(".py"):
         script = (folder / first).absolute()
@@ -342,7 +344,7 @@ def _find_script(command: Sequence[str], folder: Path) -> tuple[Path | None, Pat
 
 
 def relative(word: str, folder: Path) -> str:
-    """A word of a command line; a path below `folder` in it becomes relative to that."""
+    """A word of a command line, with a path below `folder` made relative to it."""
     name, equals, value = word.partition("=")
     if equals and Path(value).is_absolute():
         return f"{name}={_relative(value, folder)}"
@@ -356,7 +358,7 @@ def _relative(word: str, folder: Path) -> str:
 
 
 def _arguments(words: Sequence[str], folder: Path) -> Iterator[str]:
-    """Without those that say nothing of the result."""
+    """The arguments, without those that do not affect the result."""
     follows = False
     for word in words:
         value_of_option = follows and not word.startswith("-")
@@ -374,8 +376,8 @@ _WITHIN = 10.0
 
 
 def keep_copies(run: RunDirectory, files: Mapping[str, Path]) -> None:
-    """Copy each file that git tracks to `program/` of the run, for its owner alone, once for each
-    content. Hidden and large files are left out; one that cannot be copied is told."""
+    """Copy each file that git tracks to `program/` of the run, readable by its owner only, once for
+    each content. Hidden and large files are skipped; a failure is logged."""
     wanted: dict[Path, Path] = {}
     contents: dict[Path, bytes] = {}
     for name, path in files.items():
@@ -396,7 +398,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _tracked(paths: Sequence[Path]) -> list[Path]:
-    """Those of these files that git tracks; none without git."""
+    """The files that git tracks; none without git."""
     by_name = {str(path): path for path in paths}
     if not by_name:
         return []
@@ -410,7 +412,7 @@ def _tracked(paths: Sequence[Path]) -> list[Path]:
 
 
 def _write(copy: Path, content: bytes) -> None:
-    """Another start may do the same at this moment."""
+    """Write atomically, since another start may write the same copy."""
     copy.parent.mkdir(mode=0o700, exist_ok=True)
     temporary = copy.with_name(f".{copy.name}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

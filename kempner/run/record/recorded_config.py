@@ -1,4 +1,4 @@
-"""What the configurations that a run keeps in its directory say, and how they differ."""
+"""The configurations that a run keeps in its directory, and how they differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kempner.run.record.run_dir import RunDirectory
 
 def recorded_config(run: RunDirectory, attempt: int | None) -> Mapping[str, Any]:
     """The tables of an attempt's configuration, or of the run's first; empty if there is none, or
-    not as kempner writes it."""
+    it cannot be parsed."""
     changed = [] if attempt is None else [run.changed_config(attempt)]
     for file in (*changed, run.config):
         try:
@@ -30,16 +30,16 @@ def recorded_config(run: RunDirectory, attempt: int | None) -> Mapping[str, Any]
 
 
 def last_config(run: RunDirectory) -> Path | None:
-    """The file of the configuration that worked last in a run: the one that a supervisor has
-    checked, or that of the newest attempt which opened all that it names. Raises `OSError`."""
+    """The file of the last configuration that worked: the one that a supervisor has checked, or
+    that of the live attempt. Raises `OSError`."""
     current = live_attempt(run)
     of_attempt = [] if current is None else [run.changed_config(current.number)]
     return next((file for file in (run.accepted, *of_attempt, run.config) if file.is_file()), None)
 
 
 def checkpoint_folder(run: RunDirectory) -> Path:
-    """`checkpoint.dir` of the live attempt, or the default. A relative folder is one of the
-    directory in which the run was started, and so need not be found from here."""
+    """`checkpoint.dir` of the live attempt, or the default. A relative folder is relative to the
+    directory in which the run was started, and so may not exist from here."""
     found = _recorded(run, "checkpoint", "dir")
     return Path(found) if isinstance(found, str) else run.checkpoints
 
@@ -51,8 +51,8 @@ def total_steps(run: RunDirectory) -> int | None:
 
 
 def live_attempt(run: RunDirectory) -> Attempt | None:
-    """What `attempts/CURRENT` names; None where it is not there, or is damaged. Raises `OSError` if
-    it cannot be read now."""
+    """The attempt in `attempts/CURRENT`; None if the file is missing or damaged. Raises `OSError`
+    if it cannot be read now."""
     try:
         return read_current(run.attempts)
     except DataError:
@@ -64,25 +64,25 @@ def live_attempt(run: RunDirectory) -> Attempt | None:
 
 
 _NO_FILE = (errno.ENODATA, errno.ENOTDIR, errno.EISDIR)
-"""Error numbers of what is empty, or no file at all."""
+"""Error numbers of an empty file, or of a path that is not a file."""
 
 
 def _recorded(run: RunDirectory, section: str, key: str) -> object:
-    """What the live attempt was configured with; None if that says nothing."""
+    """A value of the live attempt's configuration; None if it is not set there."""
     current = live_attempt(run)
     found = recorded_config(run, None if current is None else current.number).get(section)
     return found.get(key) if isinstance(found, dict) else None
 
 
 SHOWN = 8
-"""Changes that are told one by one."""
+"""Most changes that are listed."""
 
 _UNSET = "unset"
 
 
 def changes_since(run: RunDirectory, attempt: int, now: Mapping[str, Any]) -> list[str]:
-    """What differs between the configuration of an attempt and `now`, a key each, as in
-    "optimizer.lr 0.004 -> 0.001"; nothing if that cannot be read."""
+    """The differences between the configuration of an attempt and `now`, by key, as in
+    "optimizer.lr 0.004 -> 0.001"; empty if it cannot be read."""
     try:
         before = recorded_config(run, attempt)
     except OSError:
@@ -91,7 +91,7 @@ def changes_since(run: RunDirectory, attempt: int, now: Mapping[str, Any]) -> li
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two configurations, a key each, in the order of their names."""
+    """The differences between two configurations, by key, sorted."""
     old, new = dict(_leaves(before)), dict(_leaves(now))
     return [
         f"{key} {_show(old.get(key))} -> {_show(new.get(key))}"
@@ -101,7 +101,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def describe_changes(changes: Sequence[str]) -> str:
-    """What to add to a sentence about a resume; empty if nothing has changed."""
+    """The text to append to a sentence about a resume; empty without changes."""
     if not changes:
         return ""
     more = f", and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
@@ -123,12 +123,11 @@ def _show(value: object) -> str:
 
 
 _LOOK_BACK = 20
-"""Attempts whose changed configurations are looked at: the last ones."""
+"""How many of the last attempts' configurations are examined."""
 
 
 def used_before(run: RunDirectory, key: str, value: object) -> bool:
-    """Whether an attempt that had found all that its configuration names was configured so; what
-    cannot be read does not count."""
+    """Whether a recorded configuration had this value; files that cannot be read do not count."""
     return any(_lookup(path, key) == value for path in _configurations(run))
 
 

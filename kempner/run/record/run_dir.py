@@ -9,7 +9,7 @@ from pathlib import Path
 from kempner.run.process.exit_codes import UsageError
 
 RUN_LINE = "run directory: "
-"""What a line of a job's output begins with that names its run's directory."""
+"""The beginning of the line in a job's output that names the run's directory."""
 
 
 class _Below:
@@ -29,30 +29,31 @@ class RunDirectory:
     path: Path
 
     config = _Below("config.toml")
-    """The configuration as resolved by the first attempt."""
+    """The resolved configuration of the first attempt."""
     accepted = _Below("accepted.toml")
-    """The last configuration that a supervisor has checked: its ranks read this one."""
+    """The last configuration that a supervisor has checked, which its ranks read."""
     identity = _Below("identity.json")
     """What the run is: its command, its program and its facts."""
     program = _Below("program")
-    """Copies of the program's files that git tracks, one for each content; for the owner."""
+    """Copies of the program's files that git tracks, one for each content; readable by the
+    owner."""
 
     def changed_config(self, attempt: int) -> Path:
-        """The configuration of an attempt, where it differs from the first one's."""
+        """The configuration of an attempt, if it differs from the first one's."""
         return self.attempt(attempt) / "config.toml"
 
     ledger = _Below("ledger.jsonl")
     """Append-only events, one JSON object a line."""
     finished = _Below("finished.json")
-    """Exists if a loop of the user's own was finished before its last step: after which."""
+    """Exists if a user's own loop finished before its last step; holds the step."""
     gave_up = _Below("GAVE_UP")
-    """Exists if kempner gave up: why, and what to do."""
+    """Exists if kempner gave up; says why, and what to do."""
     supervisors = _Below("supervisors")
     """One numbered file per supervisor; the last one owns the run."""
     invitation = _Below("invitation.json")
-    """How nodes of other jobs join the run; holds a secret, so for its owner alone."""
+    """How nodes of other jobs join the run; holds a secret, so only its owner can read it."""
     trackers = _Below("trackers.json")
-    """By which ids Weights & Biases, MLflow and Comet know a program of the user's own."""
+    """The ids of the run in Weights & Biases, MLflow and Comet."""
     submissions = _Below("submissions")
     """One numbered folder per `kempner.submit`: batch script, printed output, job id."""
     metrics = _Below("metrics.jsonl")
@@ -62,14 +63,15 @@ class RunDirectory:
     checkpoints = _Below("checkpoints")
     """The default of `checkpoint.dir`."""
     compiled = _Below("compiled")
-    """What torch.compile has made, for the next start."""
+    """torch.compile's cache, for the next start."""
     exports = _Below("exports")
-    """What `kempner metrics` keeps: how far it is, and the files of TensorBoard and W&B."""
+    """State of `kempner metrics`: its progress, and the files of TensorBoard and W&B."""
     profiles = _Below("profiles")
-    """Traces of steps, as `[profiling]` or `kempner profile` asked for."""
+    """Traces of steps that `[profiling]` or `kempner profile` requested."""
 
     def samples(self, rank: int) -> Path:
-        """The ids that a rank consumed, one JSON line a step."""
+        """The samples that a rank consumed, as positions in the sample order; one JSON line a
+        step."""
         return self.path / "samples" / f"rank-{rank:05d}.jsonl"
 
     def attempt(self, number: int) -> Path:
@@ -81,27 +83,27 @@ class RunDirectory:
         return self.attempt(attempt) / f"rank-{rank:05d}.jsonl"
 
     def output(self, attempt: int, rank: int) -> Path:
-        """What a rank printed: the first of it and the last."""
+        """A rank's printed output: its beginning and its end."""
         return self.attempt(attempt) / f"rank-{rank:05d}.out"
 
     def stacks(self, attempt: int, rank: int) -> Path:
-        """The stacks of a rank's threads, as often as they were asked for."""
+        """The stacks of a rank's threads, appended at each request."""
         return self.attempt(attempt) / f"rank-{rank:05d}.stacks"
 
     def flight(self, attempt: int, rank: int) -> Path:
-        """What torch's flight recorder has of a rank's collectives, for `torchfrtrace`."""
+        """The content of torch's flight recorder in a rank, for `torchfrtrace`."""
         return self.attempt(attempt) / f"flight-{rank}"
 
     def heartbeat(self, attempt: int, rank: int) -> Path:
-        """How far a rank is whose program does not import kempner, as it says itself."""
+        """The progress that a program without kempner reports for a rank."""
         return self.attempt(attempt) / f"rank-{rank:05d}.heartbeat"
 
     def claim(self, attempt: int) -> Path:
-        """Made by the rank that puts the job back into the queue when the supervisor is gone."""
+        """Created by the rank that requeues the job when the supervisor is gone."""
         return self.attempt(attempt) / "requeued-by"
 
     def ranks(self, attempt: int) -> Path:
-        """Step and phase of every rank, as last heard by the supervisor."""
+        """The last step and phase that the supervisor has heard of every rank."""
         return self.attempt(attempt) / "ranks.json"
 
     def supervisor_log(self, attempt: int) -> Path:
@@ -118,8 +120,8 @@ def cannot_keep(run: RunDirectory, error: OSError) -> UsageError:
 
 
 def name_of_command(command: Sequence[str], otherwise: str) -> str:
-    """What to call the run of a command: as its script. Raises `UsageError` if it has none:
-    `otherwise` is how to name it."""
+    """The name of a command's run: that of its script. Raises `UsageError` if it has none;
+    `otherwise` says how to give a name."""
     for word in command:
         if word.endswith(".py"):
             return Path(word).stem

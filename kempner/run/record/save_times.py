@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 REMEMBERED = 20
-"""Saves that count: enough for a 95th percentile, few enough to follow a storage that changes."""
+"""Saves that count: enough for a 95th percentile, few enough to follow changes of storage."""
 
 
 def nearest_rank(values: Iterable[float], fraction: float) -> float | None:
@@ -19,14 +19,14 @@ def nearest_rank(values: Iterable[float], fraction: float) -> float | None:
 
 
 def young_interval(cost: float, between_failures: float) -> float:
-    """Seconds between saves that lose least: sqrt(2 x cost of a save x time between failures).
-    Young, "A first order approximation to the optimum checkpoint interval", 1974."""
+    """The optimal seconds between saves: sqrt(2 x cost of a save x time between failures). Young,
+    "A first order approximation to the optimum checkpoint interval", 1974."""
     return math.sqrt(2 * cost * between_failures)
 
 
 @dataclass(frozen=True)
 class SaveSeconds:
-    """One save in seconds: copied, written by all ranks, committed; in this order, no gaps."""
+    """Seconds of a save's parts: copying the state, writing by all ranks, committing."""
 
     stage: float
     write: float
@@ -48,6 +48,5 @@ class Durations:
         return type(self)((*self.saves, save)[-REMEMBERED:])
 
     def quantile(self, fraction: float) -> float | None:
-        """The total seconds that `fraction` (0 to 1) of the saves stayed within; None without
-        saves."""
+        """The seconds that `fraction` (0 to 1) of the saves do not exceed; None without saves."""
         return nearest_rank((save.total for save in self.saves), fraction)

@@ -236,7 +236,7 @@ def explain_kill(last: Usage, kills: int) -> str:
     if kills <= last.memory.oom_kills:
         return ""
     return (
-        f"{OUT_OF_MEMORY} (oom_kill of {last.memory.group}); when last heard, "
+        f"{OUT_OF_MEMORY} it (oom_kill of {last.memory.group}); when last heard, "
         f"{describe_usage(last)}. Ask for more memory, or lower train.micro_batch_size or "
         "data.num_dataloader_workers"
     )

@@ -1,6 +1,6 @@
-"""Records metrics and sample ids of each step, and shows progress.
+"""Records metrics and samples of each step, and shows progress.
 
-Copies loss and norm of recent steps to the host without making it wait.
+Copies loss and gradient norm to the host without making it wait.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ class _Pending:
 
 
 class AsyncMetrics:
-    """Sends loss and gradient norm after each step; tells them in the order of the steps. A GPU has
-    not made a step when the host has asked for it. What it came to is told one step later, when the
-    GPU has that one to work on: it never idles while the host reads."""
+    """Copies loss and gradient norm of each step to the host, and returns them in order. On a GPU a
+    step's values are returned one step later: while the host waits for them, the GPU already has
+    the next step to work on."""
 
     def __init__(self) -> None:
         self._pending: deque[_Pending] = deque()
 
     def send(self, train_state: TrainState, loss: Tensor, norm: Tensor, rate: float) -> None:
-        """A step was asked for, after which the run stands at `train_state`."""
+        """Start the copy for the step that leads to `train_state`."""
         numbers, arrived = torch.stack([loss.float(), norm.float()]), None
         if numbers.is_cuda:
             numbers = torch.empty(2, pin_memory=True).copy_(numbers, non_blocking=True)
@@ -74,9 +74,9 @@ class AsyncMetrics:
         self._pending.append(_Pending(train_state, rate, numbers, arrived))
 
     def arrivals(self, everything: bool) -> Iterator[Numbers]:
-        """What has arrived, each told once; with `everything`, the newest step is waited for, too.
-        All ranks get the same steps and the same losses, to the bit: a sum over ranks is made in
-        one place and handed to all."""
+        """Yield the values of finished steps, each once; with `everything`, wait for the newest
+        step, too. All ranks yield the same steps and bit-identical losses, since an all-reduce
+        gives every rank the same sum."""
         while self._pending:
             oldest = self._pending[0]
             if oldest.arrived is not None and len(self._pending) == 1 and not everything:
@@ -85,7 +85,7 @@ class AsyncMetrics:
             yield oldest.read()
 
     def unseen(self) -> Callable[[], list[Numbers]]:
-        """Reads the numbers that were not returned yet, and may wait for them on any thread."""
+        """A function that reads the values not returned yet; it may wait, on any thread."""
         pending = list(self._pending)
         return lambda: [one.read() for one in pending]
 
@@ -94,8 +94,8 @@ class AsyncMetrics:
 
 
 class StepMetrics:
-    """Rank 0 writes metrics.jsonl and talks to the terminal; with `log_samples` a rank writes its
-    samples."""
+    """Writes metrics.jsonl and shows progress on rank 0; with `log_samples`, also writes the
+    positions of the samples of every rank."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class StepMetrics:
         self._samples = open_lines(run.samples(rank), warn) if log_samples else None
         self.log_samples = log_samples
         self.recent = AsyncMetrics()
-        """What the last steps came to."""
+        """Loss and gradient norm of the last steps."""
         self._peak, self._flops_per_token = flops_per_second_at_peak, flops_per_token
         self._display = display
         self._logged = time.monotonic(), 0
@@ -123,7 +123,7 @@ class StepMetrics:
         self._losses: dict[str, float] = {}
 
     def start(self, train_state: TrainState) -> None:
-        """Count time and tokens from here; what came before does not count."""
+        """Count time and tokens from here on."""
         self.recent.forget()
         self._logged = time.monotonic(), train_state.tokens
 
@@ -186,11 +186,11 @@ class StepMetrics:
 
 
 def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None  # JSON has no other numbers
+    return value if math.isfinite(value) else None  # JSON has no NaN or infinity
 
 
 def peak_flops(device: torch.device, world: int) -> float | None:
-    """What the world's devices could do per second, if the device is a known one."""
+    """Peak FLOP/s of the world's devices; None if the device is unknown."""
     if device.type != "cuda":
         return None
     peak = peak_flops_of(torch.cuda.get_device_name(device))

@@ -25,7 +25,7 @@ from old_runs import (
     steps_of,
 )
 
-from kempner.checkpoint.compare import TensorVerdict, own, pairs, stock
+from kempner.checkpoint.compare import TensorVerdict, open_dcp, open_kempner, pairs
 from kempner.checkpoint.format.names import METADATA
 from kempner.run.record.ledger import read_lines
 
@@ -94,7 +94,7 @@ def assert_saved_state_is_read(folder: Path, run: OldRun, saved: int) -> None:
     checkpoint = folder / run.record / "checkpoints" / f"step-{saved:08}"
     if not (checkpoint / METADATA).exists():
         return
-    found = list(pairs(own(checkpoint), stock(checkpoint), lambda _: None))
+    found = list(pairs(open_kempner(checkpoint), open_dcp(checkpoint), lambda _: None))
     assert found
     assert {pair.verdict for pair in found} == {TensorVerdict.IDENTICAL}
 

@@ -1,4 +1,4 @@
-"""Whether the job fits: what Slurm says, the ranks and the mesh, and the time that a save takes."""
+"""Whether the job fits: Slurm's limits, the ranks and the mesh, and the time of a save."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class JobFacts:
 
 
 def check_slurm(slurm: SlurmFacts | None, used: bool) -> CheckOutcome:
-    """Whether controller and accounting answer; `used` is whether the run is to be a Slurm job."""
+    """Whether controller and accounting answer; `used`: the run will be a Slurm job."""
     if slurm is None:
         if used:
             return fail("there is no Slurm on this host: submit from a login node of the cluster")
@@ -95,14 +95,14 @@ def check_time(slurm: SlurmFacts | None, limit: float | None) -> CheckOutcome:
 
 @dataclass(frozen=True)
 class PlannedWorld:
-    """The ranks of the planned run: on how many nodes, how many on each, `gpus` that the job gives
-    to a node (None if unknown), and the source of these numbers."""
+    """The planned number of nodes, of ranks per node, of `gpus` that the job gets on a node (None
+    if unknown), and the source of these numbers."""
 
     nodes: int
     per_node: int
     gpus: int | None
     source: str
-    in_job: bool = False  # whether the nodes that are asked are those of the run
+    in_job: bool = False  # whether the probed nodes are those of the run
 
     @property
     def size(self) -> int:
@@ -138,10 +138,8 @@ def check_mesh(config: Config, world: PlannedWorld, vocab_size: int | None) -> C
 
 
 def check_ranks(world: PlannedWorld, answers: Sequence[ProbeResult], hidden: bool) -> list[Finding]:
-    """Ranks per node against the GPUs that the job gives and that each node really has.
-
-    `hidden` says that the nodes could not be asked about those of the job.
-    """
+    """Compare the ranks per node with the GPUs that the job gets, and that each node has. `hidden`:
+    the job's GPUs could not be examined."""
     check = "ranks and GPUs"
     if hidden:
         why = "srun starts no short step with the job's GPUs, so that they cannot be looked at"
@@ -217,15 +215,15 @@ def check_gpu_memory(
 
 
 Lead = Callable[[float], float]
-"""Seconds before a job's end at which a stop must begin, by the seconds that a save takes."""
+"""Maps the seconds of a save to the seconds before a job's end at which a stop must begin."""
 
-_GRAIN = 30  # seconds to which a warning is rounded up: Slurm looks at its clock as rarely
-_MOST_OF_JOB = 0.5  # share of a job's time that kempner keeps free for its end at most
+_GRAIN = 30  # seconds to which a warning is rounded up: Slurm checks its clock no more often
+_MOST_OF_JOB = 0.5  # largest share of a job's time that kempner keeps free for its end
 
 
 @dataclass(frozen=True)
 class SaveTime:
-    """`seconds` of a save, None where that cannot be predicted, of which `sentence` says more."""
+    """The predicted `seconds` of a save, None if unknown; `sentence` says more."""
 
     seconds: float | None
     sentence: str
@@ -234,11 +232,8 @@ class SaveTime:
 def predict_save(
     size: int | None, answers: Sequence[ProbeResult], nodes: int, measured_on_all: bool
 ) -> SaveTime:
-    """A checkpoint of `size` bytes at the rate of the write tests.
-
-    `measured_on_all` says that all `nodes` have written at once; if not, this host's rate is taken
-    for that of each of them.
-    """
+    """Predict the save of a checkpoint of `size` bytes from the rates of the write tests. Unless
+    all `nodes` wrote at once (`measured_on_all`), each is assumed to have this host's rate."""
     tests = [answer.details.write for answer in answers if answer.details.write is not None]
     rates = [test.rate for test in tests if test.rate is not None]
     if size is None:

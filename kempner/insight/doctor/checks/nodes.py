@@ -1,4 +1,4 @@
-"""What each node must offer: an answer, a clock, memory, the same software, GPUs, a network."""
+"""Checks of each node: an answer, clock, limits, memory, software, GPUs, network, ports."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from kempner.probe.node import INTERFACE, SHM, ProbeResult
 from kempner.run.output.units import count, size_text
 
 _SMALL_SHM = 2**30
-"""Bytes of /dev/shm below which loader workers and NCCL are known to run out of it: containers have
-64 MiB unless asked for more."""
+"""Bytes of /dev/shm below which loader workers and NCCL are known to run out of it; containers have
+64 MiB by default."""
 
-_ODD_SKEW = 2.0  # seconds by which a clock may differ before times of logs mislead
+_ODD_SKEW = 2.0  # seconds by which a clock may differ before times in logs mislead
 
 _LITTLE_LOCKED = 64 * 2**20
-"""Bytes of locked memory with which nothing can be sent over InfiniBand; 8 MiB are the default."""
+"""Bytes of locked memory below which InfiniBand cannot work; 8 MiB are the default."""
 
 _UNSURE = 5.0
-"""Seconds by which the controller's clock may seem to differ: it is told in whole seconds, and the
-answer takes a while."""
+"""Seconds of error in the controller's clock: Slurm gives whole seconds, and its answer takes
+time."""
 
 
 def check_answers(survey: Survey) -> Finding:
@@ -84,8 +84,8 @@ def _clock(skew: float, whose: str) -> CheckOutcome:
 
 
 def check_limits(answers: Sequence[ProbeResult], ranks: int, workers: int) -> list[Finding]:
-    """Open files, locked memory, /dev/shm and temporary files; `workers` is
-    data.num_dataloader_workers."""
+    """Check open files, locked memory, /dev/shm and temporary files; `workers` is
+    `data.num_dataloader_workers`."""
     needed = open_files_needed(ranks)
 
     def open_files(answer: ProbeResult) -> CheckOutcome:
@@ -141,8 +141,8 @@ def _shm(answer: ProbeResult, workers: int) -> CheckOutcome:
 
 
 def check_memory(answers: Sequence[ProbeResult], staged: float) -> list[Finding]:
-    """Free memory; `staged` is how many bytes of a checkpoint the ranks of a node copy for a save
-    in the background."""
+    """Check free memory; `staged` is the bytes that the ranks of a node copy for a background
+    save."""
 
     def judge(answer: ProbeResult) -> CheckOutcome:
         free, total = answer.memory.free, answer.memory.total
@@ -192,17 +192,14 @@ def _software(answer: ProbeResult) -> CheckOutcome:
 
 
 _LEFT_OVER = 2 * 2**30
-"""Bytes in use on an idle GPU above which another process must be there: the driver uses less."""
+"""Bytes in use on an idle GPU above which another process must use it: the driver needs less."""
 
-_MUCH = 0.1  # share of a GPU's memory in use that no run can do without
+_MUCH = 0.1  # share of a GPU's memory in use above which a run cannot start
 
 
 def check_gpus(answers: Sequence[ProbeResult], ours: bool, busy: bool) -> list[Finding]:
-    """ECC, row remapping, throttling and memory in use.
-
-    `ours` is whether the GPUs are the job's own, so that no other job may use them; `busy` is
-    whether the run may be using them.
-    """
+    """Check ECC, row remapping, throttling and memory in use. `ours`: the GPUs are the job's, so
+    that no other job may use them; `busy`: the run may be using them."""
     check = "GPU health"
     if not any(answer.details.gpus.gpus for answer in answers):
         return [finding(check, skipped("there is no GPU that nvidia-smi can look at"))]
@@ -247,8 +244,8 @@ def _health_problems(gpu: Gpu, ours: bool, busy: bool) -> Iterator[CheckOutcome]
 
 @dataclass(frozen=True)
 class PortFacts:
-    """supervise.control_ports: the range as written, and how many of it are free here; None for
-    any port."""
+    """`supervise.control_ports`: the range as written (None: any port), and how many are free
+    here."""
 
     wanted: str | None
     free: int = 0
@@ -284,7 +281,7 @@ def _interface(answer: ProbeResult, several: bool) -> CheckOutcome:
 
 
 def check_ports(facts: PortFacts) -> CheckOutcome:
-    """Whether the supervisor finds a free port on which to listen to the agents of its nodes."""
+    """Whether the supervisor finds a free port for the agents of its nodes."""
     if facts.wanted is None:
         return passed("supervise.control_ports is not set: any free port will do")
     if not facts.free:

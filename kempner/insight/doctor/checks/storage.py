@@ -1,7 +1,5 @@
-"""Whether folders are shared, checkpoints have room, and a save has time.
-
-Whether the data fits the configuration: present, readable, and of one vocabulary.
-"""
+"""Checks of storage and data: shared folders, room for checkpoints, caches, readable data of the
+right vocabulary."""
 
 from __future__ import annotations
 
@@ -31,9 +29,10 @@ from kempner.run.process.durable_io import FileSystem
 from kempner.run.process.exit_codes import RunError
 
 _FILES_BESIDE = 16
-"""Of a checkpoint, besides the files of each rank: manifest, metadata, the folder itself."""
+"""Inodes of a checkpoint besides the ranks' files: manifest, metadata, the folder, with a
+margin."""
 
-_FILES_OF_A_RANK = 2  # its shard, and the sums of that
+_FILES_OF_A_RANK = 2  # its shard, and the checksums of that
 
 
 def check_run(run: RunState) -> CheckOutcome:
@@ -47,14 +46,14 @@ def check_run(run: RunState) -> CheckOutcome:
 
 
 def check_room(disk: Disk, size: int | None, keep: int) -> CheckOutcome:
-    """Space for `keep` + 1 checkpoints of `size` bytes, None where a rank alone knows it."""
+    """Check the space for `keep` + 1 checkpoints of `size` bytes (None if only a rank knows it)."""
     if disk.trouble:
         return fail(f"{disk.existing} cannot be looked at: {disk.trouble}; set checkpoint.dir")
     if size is None:
         return skipped("how large a checkpoint of your own model is shows only after the first one")
     room = judge_room(disk.free, size, disk.committed, keep)
     if room.sentence:
-        # One that is there can be deleted, so that another start may do.
+        # Old checkpoints may be deleted, so a start may still succeed.
         level = Level.FAIL if room.refused else Level.WARN
         return CheckOutcome(level, f"{disk.folder}: {room.sentence}")
     more = max(1, keep + 1 - disk.committed)
@@ -108,7 +107,7 @@ def check_shared(survey: Survey) -> list[Finding]:
 
 
 def check_copies(answers: Sequence[ProbeResult], wanted: Mapping[str, str]) -> list[Finding]:
-    """Whether each node sees the same data; `wanted` names the folder of each file compared."""
+    """Check that all nodes see the same data; `wanted` maps each file compared to its folder."""
     found = []
     for file, folder in wanted.items():
         digests = {answer.node: answer.details.digests.get(file, "") for answer in answers}
@@ -129,8 +128,8 @@ def check_copies(answers: Sequence[ProbeResult], wanted: Mapping[str, str]) -> l
 def check_caches(
     answers: Sequence[ProbeResult], offline: Sequence[str], needed: bool
 ) -> list[Finding]:
-    """Whether what a run without network reads is there; `offline` are the variables that say so,
-    `needed` is whether the model is the user's own, which may load from the caches."""
+    """Check the caches that a run without network reads. `offline` are the variables that are set
+    for that; `needed`: the model is the user's own, and may load from the caches."""
     if not offline:
         return []
 

@@ -1,4 +1,4 @@
-"""Asks all nodes at once, and looks whether what each of them writes is seen here."""
+"""Probes all nodes at once, and checks whether the files that each writes are visible here."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from kempner.probe.details import IMPORT_WITHIN
 from kempner.probe.node import DetailQuestion, ProbeQuestion, ProbeResult, marked
 
 ASK_WITHIN = IMPORT_WITHIN + 60.0
-"""Seconds that all nodes together get: as long as the slowest import of torch, and the rest."""
+"""Seconds for all nodes together: the slowest import of torch, and a minute for the rest."""
 
 
 @dataclass(frozen=True)
 class NodeQuestions:
-    """What to ask nodes about: `shared` folders, in the first of which the checkpoints go; `write`
-    is whether to test how fast they write; `details` as in `ProbeQuestion`."""
+    """What to ask nodes: about `shared` folders, the first of which is for checkpoints; with
+    `write`, how fast they write; `details` as in `ProbeQuestion`."""
 
     shared: tuple[str, ...]
     write: bool = True
@@ -36,12 +36,10 @@ class NodeQuestions:
 
 @dataclass(frozen=True)
 class Survey:
-    """What the nodes told: `asked` are all, `during` is when they were asked and had answered.
-
-    `unseen` are folders by node that do not show here what the node wrote there; `unwritable` are
-    clauses by folder that the doctor itself cannot write to; `complaints` are srun's own.
-    `gpus_hidden` is whether no step could be given the GPUs of the job.
-    """
+    """The answers of the nodes. `asked` are all nodes, `during` the times before and after.
+    `unseen` has by node the folders in which its files are not visible here, `unwritable` a clause
+    for each folder that the doctor itself cannot write to, `complaints` is srun's stderr.
+    `gpus_hidden`: no step could get the job's GPUs."""
 
     asked: tuple[str, ...]
     answers: tuple[ProbeResult, ...]
@@ -50,7 +48,7 @@ class Survey:
     unwritable: dict[str, str]
     complaints: str = ""
     gpus_hidden: bool = False
-    shared: tuple[str, ...] = ()  # the folders about whose marks they were asked
+    shared: tuple[str, ...] = ()  # the folders in which they looked for marks
 
 
 def survey_here(wanted: NodeQuestions) -> Survey:
@@ -75,7 +73,7 @@ def survey_nodes(wanted: NodeQuestions, allocation: Allocation) -> Survey:
             task, began = probe.command(question), time.time()
             told = run_on_nodes(nodes, inside, task, ASK_WITHIN, resources)
             hidden = bool(gpus) and not told.out
-            if hidden:  # not every step can be given the GPUs of a job
+            if hidden:  # not every step can get the GPUs of a job
                 told = run_on_nodes(nodes, inside, task, ASK_WITHIN)
             during, shared = (began, time.time()), question.folders
             place = {node: number for number, node in enumerate(nodes)}
@@ -91,7 +89,8 @@ def survey_nodes(wanted: NodeQuestions, allocation: Allocation) -> Survey:
 
 @contextmanager
 def _asking(wanted: NodeQuestions, nodes: int) -> Iterator[tuple[ProbeQuestion, dict[str, str]]]:
-    """What to ask, and what cannot be written, while a hidden folder is in each shared one."""
+    """Yield the question, and why folders cannot be written, while each shared folder has a hidden
+    mark."""
     nonce = secrets.token_hex(8)
     folders = [Path(folder) / f".kempner-doctor-{nonce}" for folder in wanted.shared]
     with marked(folders, nonce) as unwritable:
@@ -108,7 +107,7 @@ def _asking(wanted: NodeQuestions, nodes: int) -> Iterator[tuple[ProbeQuestion, 
 
 @contextmanager
 def listening() -> Iterator[tuple[tuple[str, ...], int]]:
-    """A port that sends the time to each client, and the addresses of this machine."""
+    """Yield the addresses of this machine, and a port that sends the time to each client."""
     try:
         listener = claim(candidates(secrets.token_hex(8)))
     except OSError:
@@ -123,8 +122,8 @@ def listening() -> Iterator[tuple[tuple[str, ...], int]]:
 
 
 def _accept(listener: socket.socket) -> None:
-    with suppress(OSError):  # it is closed in the end
+    with suppress(OSError):  # closed at the end
         while True:
             caller, _ = listener.accept()
-            with caller, suppress(OSError):  # this one hung up; the next one may not
+            with caller, suppress(OSError):  # this client hung up; others may not
                 caller.sendall(f"{time.time()}\n".encode())

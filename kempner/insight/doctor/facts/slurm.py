@@ -1,4 +1,4 @@
-"""What a batch script asks Slurm for, and what Slurm says of the job and its partition."""
+"""What a batch script requests, and what Slurm reports of the job and its partition."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _CONFIGURATION = Path("/etc/slurm/slurm.conf")
 
 
 _TORCHRUN = re.compile(r"^[^#]*--launcher[= ]torchrun\b", re.MULTILINE)
-"""In the line of a script that starts the supervisor."""
+"""In the script's line that starts the supervisor."""
 
 DEFAULT_WARNING = 60.0  # seconds before the end at which `--signal` without a time comes: sbatch(1)
 
 
 @dataclass(frozen=True)
 class EarlySignal:
-    """A `--signal`: which one, how many seconds before the end, whether to the batch script."""
+    """A `--signal`: its name, the seconds before the end, and whether the batch script gets it."""
 
     signal: str
     seconds: float
@@ -37,10 +37,8 @@ class EarlySignal:
 
 @dataclass(frozen=True)
 class RequestedNodes:
-    """How many nodes a job asks for, and how much on each; None where its script does not say.
-
-    `torchrun` is whether a task starts the ranks of its node, and is none itself.
-    """
+    """The nodes of a job, and tasks and GPUs on each; None where its script does not say. With
+    `torchrun` one task starts the ranks of a node, and is not a rank itself."""
 
     count: int | None = None
     tasks: int | None = None
@@ -54,7 +52,7 @@ class RequestedNodes:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """What a job asks for; None where its script does not say. `limit` is in seconds.
+    """What a job requests; None where its script does not say. `limit` is in seconds.
 
     `source` names the script. `requeue` is None where the cluster's JobRequeue decides.
     """
@@ -68,7 +66,7 @@ class JobPlan:
 
 
 def read_plan(script: Path, more: Sequence[str] = ()) -> JobPlan:
-    """The plan of a batch script; `more` are options of the command line, which win.
+    """The plan of a batch script; `more` are command-line options, which take precedence.
 
     Raises `OSError`, and `ValueError` with a sentence.
     """
@@ -76,7 +74,7 @@ def read_plan(script: Path, more: Sequence[str] = ()) -> JobPlan:
 
 
 def parse_plan(text: str, source: str, more: Sequence[str] = ()) -> JobPlan:
-    """The same of a script's text. Raises `ValueError` with a sentence."""
+    """As `read_plan`, for a script's text."""
     try:
         asked = list(read_pairs([*read_words(text), *more]))
         said = dict(asked)
@@ -114,7 +112,7 @@ def parse_signal(text: str) -> EarlySignal:
 
 
 def parse_limit(text: str) -> float | None:
-    """Seconds of a time limit in any of the forms of sbatch(1); None for none.
+    """Seconds of a time limit in any form of sbatch(1); None for no limit.
 
     Raises `ValueError`.
     """
@@ -134,8 +132,8 @@ def parse_limit(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class Partition:
-    """`grace` and `longest` are in seconds: `grace` None if its jobs give way to no others,
-    `longest` without a limit."""
+    """A partition. `grace` and `longest` are in seconds; None if its jobs are never preempted, and
+    without a limit."""
 
     name: str
     grace: float | None
@@ -145,11 +143,9 @@ class Partition:
 
 @dataclass(frozen=True)
 class SlurmFacts:
-    """`controller` and `accounting` say why they do not answer, empty if they do; `ahead` is by how
-    many seconds the controller's clock is ahead of ours, None if not known.
-
-    `partition` is None where there is none to look at, with the reason in `no_partition`.
-    """
+    """`controller` and `accounting` say why they do not answer; empty if they do. `ahead` is by how
+    many seconds the controller's clock is ahead of ours, None if unknown. `partition` is None if
+    unknown, for the reason in `no_partition`."""
 
     controller: str = ""
     accounting: str = ""
@@ -160,8 +156,8 @@ class SlurmFacts:
 
 
 def there_is_slurm(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this host has Slurm's commands, and belongs to a cluster: a laptop with the package
-    alone has neither a file nor a server that configures them."""
+    """Whether this host has Slurm's commands, and a configuration for them: a laptop with only the
+    package has neither a file nor a server for that."""
     if shutil.which("scontrol") is None:
         return False
     if environ.get("SLURM_CONF") or _CONFIGURATION.exists():
@@ -174,10 +170,8 @@ def there_is_slurm(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def look_at_slurm(partition: str, within: float = SHORTLY) -> SlurmFacts:
-    """Ask the controller, the accounting, and about a partition; empty for the default one.
-
-    Each is asked again for `within` seconds while it gives no answer.
-    """
+    """Ask the controller and the accounting, and about a partition unless `partition` is empty.
+    Each question is repeated for `within` seconds until there is an answer."""
     try:
         settings = scontrol.cluster_settings(within)
     except SlurmError as error:
@@ -198,13 +192,13 @@ def look_at_slurm(partition: str, within: float = SHORTLY) -> SlurmFacts:
 
 
 def _short(error: Exception) -> str:
-    """The command, and the last of what it complains about."""
+    """The command, and its last complaint."""
     command, colon, said = str(error).partition(": ")
     return f"{command}{colon}{said.rpartition('; ')[2]}"
 
 
 def read_partition(fields: Mapping[str, str]) -> Partition:
-    """What `scontrol show partition` shows. Raises `ValueError` with a sentence."""
+    """Parse the fields of `scontrol show partition`. Raises `ValueError` with a sentence."""
     return Partition(
         name=fields["PartitionName"],
         grace=scontrol.preemption_grace(fields),
@@ -214,8 +208,8 @@ def read_partition(fields: Mapping[str, str]) -> Partition:
 
 
 def job_plan(job: str) -> JobPlan | None:
-    """What a running job was submitted with: its script, and the command line where accounts are
-    kept. None where it has no script, as under `salloc`."""
+    """The plan of a running job, by its script and, if there is accounting, its command line. None
+    if it has no script, as under `salloc`."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "script"
         try:

@@ -1,7 +1,4 @@
-"""The disk for the checkpoints, and the run that is in the run directory already.
-
-What is found of the data that a configuration names.
-"""
+"""Facts about the disk for checkpoints, a run in the run directory, and the configured data."""
 
 from __future__ import annotations
 
@@ -21,11 +18,9 @@ from kempner.run.record.run_dir import RunDirectory
 
 @dataclass(frozen=True)
 class Disk:
-    """Where the checkpoints go: `existing` is the nearest folder above it that is there.
-
-    `inodes` is how many files may still be made, None where the file system has no such limit;
-    `committed` is how many checkpoints are there already. `trouble` says why nothing is known.
-    """
+    """The folder for checkpoints; `existing` is the nearest existing folder above it. `inodes` is
+    how many files may still be created, None without a limit, `committed` the number of checkpoints
+    there. `trouble` says why nothing is known."""
 
     folder: str
     existing: str
@@ -38,8 +33,8 @@ class Disk:
 
 @dataclass(frozen=True)
 class RunState:
-    """`gave_up` is why kempner gave the run up, empty if it did not; `running` is whether a
-    supervisor lives, None where that cannot be told."""
+    """`gave_up` says why kempner gave the run up, empty if it did not; `running`: a supervisor is
+    alive, None if unknown."""
 
     path: str
     gave_up: str = ""
@@ -51,7 +46,7 @@ def look_at_disk(folder: Path) -> Disk:
     try:
         free = shutil.disk_usage(existing).free
         system = os.statvfs(existing)
-        # Some file systems make inodes as they are needed, and say that they have none at all.
+        # Some file systems create inodes on demand, and report none at all.
         inodes = system.f_favail if system.f_files else None
         steps = CheckpointFolder(folder).committed() if folder.is_dir() else []
         files = CheckpointFolder(folder).step(steps[-1]).iterdir() if steps else ()
@@ -62,7 +57,7 @@ def look_at_disk(folder: Path) -> Disk:
 
 
 def look_at_run(run: RunDirectory) -> RunState:
-    """Takes seconds where a supervisor on another machine may live."""
+    """Takes seconds if a supervisor on another machine may be alive."""
     try:
         found = gave_up.read(run)
         given_up = "" if found is None else found.headline
@@ -82,14 +77,14 @@ def nearest(folder: Path) -> Path:
     return next((path for path in (whole, *whole.parents) if path.is_dir()), Path("/"))
 
 
-_AT_ONCE = 16  # token files that are opened at a time
+_AT_ONCE = 16  # token files opened at a time
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """A prepared folder, which the key `key` names. `index` is None where it cannot be used, of
-    which `trouble` says why; `unreadable` is about its token files, `tokenizer` about the tokenizer
-    beside them: sentences, empty if all is well."""
+    """The prepared folder that the configuration's `key` names. If it cannot be used, `index` is
+    None and `trouble` says why. `unreadable` is a sentence about its token files, `tokenizer` about
+    its tokenizer; empty if all is well."""
 
     key: str
     folder: str
@@ -104,7 +99,7 @@ class DataSet:
 
 
 def find_data_set(key: str, folder: str) -> DataSet:
-    """Look at the folder that `key` names; every token file is opened."""
+    """Examine the folder that `key` names; opens every token file."""
     try:
         index = find_data(key, folder)
     except RunError as error:

@@ -1,7 +1,5 @@
-"""The page: one HTML file that needs nothing else, and says it all without a script.
-
-What the plots are drawn from: a few hundred points of each series, none of them made up.
-"""
+"""The report page: one self-contained HTML file, readable without JavaScript, which only draws the
+plots, from a few hundred measured points of each series."""
 
 from __future__ import annotations
 
@@ -24,14 +22,13 @@ from kempner.run.output.units import count
 Plot: TypeAlias = dict[str, Any]  # one plot, as report.js reads it
 
 BUCKETS = 600
-"""Buckets of a series, of which the lowest and the highest value are kept: no spike is lost."""
+"""Buckets of a series; the lowest and the highest value of each are kept, so that no spike is
+lost."""
 
 
 def decimate(x: Numbers, y: Numbers, buckets: int = BUCKETS) -> tuple[Numbers, Numbers]:
-    """At most two points for each bucket: the lowest and the highest, in their order.
-
-    What is no number is left out. `x` does not fall.
-    """
+    """The lowest and the highest point of each bucket, in order. Skips NaN and infinities; `x` must
+    not decrease."""
     known = np.isfinite(x) & np.isfinite(y)
     x, y = x[known], y[known]
     if len(x) <= 2 * buckets:
@@ -45,7 +42,7 @@ def decimate(x: Numbers, y: Numbers, buckets: int = BUCKETS) -> tuple[Numbers, N
 
 
 def plots_of(runs: Sequence[RunData]) -> list[Plot]:
-    """The plots of these runs together; those without a single point are left out."""
+    """The plots of these runs together; empty plots are left out."""
     losses, norms = _by_step(runs, "loss", "grad_norm")
     found = [
         _plot("Loss", "nats per token", "step", [*losses, *_held_out(runs)], runs),
@@ -58,14 +55,14 @@ def plots_of(runs: Sequence[RunData]) -> list[Plot]:
 def _plot(
     title: str, unit: str, axis: str, series: list[dict[str, Any]], runs: Sequence[RunData]
 ) -> Plot:
-    """Interruptions are marked only for a single run: else it would be unclear whose they are."""
+    """A plot; interruptions are marked only if there is a single run."""
     marks = _marks(runs[0], axis) if len(runs) == 1 else []
     drawn = [one for one in series if one["x"]]
     return {"title": title, "unit": unit, "axis": axis, "series": drawn, "marks": marks}
 
 
 def _by_step(runs: Sequence[RunData], *fields: str) -> list[list[dict[str, Any]]]:
-    """For each field a series of each run; of a step that was made twice the last one counts."""
+    """A series for each field and run; for a repeated step the last one counts."""
     found: list[list[dict[str, Any]]] = [[] for _ in fields]
     for place, run in enumerate(runs):
         steps = run.steps.last_of_each_step()
@@ -91,10 +88,8 @@ def _held_out(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 
 def _speeds(runs: Sequence[RunData]) -> tuple[str, list[dict[str, Any]]]:
-    """The unit of time, and tokens per second by time since the begin.
-
-    The line is interrupted between two attempts.
-    """
+    """The unit of time, and tokens per second over the time since the start, with a gap between two
+    attempts."""
     unit, seconds = _unit(max(run.report.time.wall for run in runs))
     found = []
     for place, run in enumerate(runs):
@@ -139,7 +134,7 @@ def _marks(run: RunData, axis: str) -> list[dict[str, Any]]:
 
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-"""What a browser may load for the page: nothing that is not in it."""
+"""Content security policy: the page loads nothing from outside."""
 
 _DEFINITIONS = """
 <p><b>Goodput</b> is the effective training time ratio: the time of steps that count, by the whole
@@ -283,7 +278,7 @@ def _figures(report: RunReport) -> str:
 
 
 def _plots(plots: Sequence[Plot]) -> str:
-    """Places for the plots; without a script they stay empty."""
+    """Placeholders for the plots; they stay empty without JavaScript."""
     places = "".join(
         f'<figure data-plot="{n}"><figcaption>{plot["title"]} <small>{plot["unit"]}</small>'
         f"</figcaption><div></div></figure>"

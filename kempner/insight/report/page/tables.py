@@ -1,7 +1,5 @@
-"""The tables of a run: where the time went, interruptions, checkpoints, nodes, advice.
-
-The timeline: what the run did at each moment of its wall time, as SVG without any script.
-"""
+"""The tables of a run (time, interruptions, checkpoints, nodes, advice), and its timeline as SVG:
+what the run did at each moment of its wall time."""
 
 from __future__ import annotations
 
@@ -15,12 +13,12 @@ from kempner.insight.report.summary import Cost, Interruption, RunReport
 from kempner.insight.report.timeline import Category, Timeline
 from kempner.run.output.units import count, size_text
 
-LEAST = 0.0005  # seconds of a category that are as good as none
-MANY = 100  # rows of a table; more are summed up in one sentence
+LEAST = 0.0005  # seconds of a category below which it is not shown
+MANY = 100  # most rows of a table; a sentence sums up the others
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], name: str = "") -> str:
-    """A table of cells that are HTML; a head that begins with `>` is of a column of numbers."""
+    """A table of HTML cells; a head that begins with `>` marks a column of numbers."""
     kinds = [' class="n"' if head.startswith(">") else "" for head in heads]
     top = "".join(map(_head, heads))
     body = "".join(
@@ -36,7 +34,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], name: str = "") -
 
 
 def _head(head: str) -> str:
-    """The cell above a column; one without words is no head, since it would be read out."""
+    """The cell above a column; an empty one is not a `th`, which screen readers would read out."""
     kind = ' class="n"' if head.startswith(">") else ""
     return f"<th{kind}>{head.removeprefix('>')}</th>" if head else "<td></td>"
 
@@ -112,7 +110,7 @@ def _interruption(one: Interruption, report: RunReport, unit: TimeUnit) -> tuple
 
 
 def _hang_parts(cost: Cost) -> str:
-    """What the time of a hang is made of: the cause tells only of what the supervisor watched."""
+    """The parts of a hang's time; its cause covers only the time that the supervisor watched."""
     if cost.still_seconds is None:
         return ""
     evidence = cost.evidence_seconds or 0.0
@@ -212,11 +210,11 @@ def comparison(reports: Sequence[RunReport]) -> str:
 
 
 COLUMNS, HEIGHT = 400, 100
-"""A column is so much of the wall time that it goes into the width; in it the categories stand on
-each other, by their shares. Nothing is left out, however short."""
+"""Each column is an equal part of the wall time; in it the categories are stacked by their
+shares."""
 
-THINNEST = 0.004  # the share of a column, or of the wall time, below which nothing could be seen
-CROWDED = 0.022  # marks that are nearer to each other, as a share of the width, become one
+THINNEST = 0.004  # share of a column below which a category would be invisible
+CROWDED = 0.022  # marks closer to each other than this share of the width become one
 
 _TICKS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
 
@@ -257,7 +255,7 @@ def _legend(interruptions: Sequence[Interruption], width: float) -> str:
 
 
 def _rectangles(parts: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> str:
-    """Columns that look the same become one rectangle per category."""
+    """The SVG rectangles; equal neighbouring columns become one rectangle per category."""
     rounded = np.round(parts, 2)
     drawn = []
     changes = np.flatnonzero((rounded[1:] != rounded[:-1]).any(axis=1)) + 1

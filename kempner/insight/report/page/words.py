@@ -1,4 +1,4 @@
-"""Numbers as a person reads them, and text that is safe in HTML."""
+"""Durations, ratios and dates as text, for the report and `kempner status`; and text for HTML."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ UNKNOWN = "-"
 
 
 def text(value: object) -> str:
-    """Anything that comes from a run, for HTML: a name or a message may hold anything."""
+    """Escape text of a run for HTML, and replace unprintable characters."""
     printable = "".join(
         c if c.isprintable() or c in " \n\t" else "\N{REPLACEMENT CHARACTER}" for c in str(value)
     )
@@ -19,7 +19,7 @@ def text(value: object) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """`3 h 12 min`: the two largest units that say something."""
+    """`3 h 12 min`: the two largest units that are not zero."""
     if seconds is None:
         return UNKNOWN
     if seconds < 60:
@@ -32,7 +32,7 @@ def duration(seconds: float | None) -> str:
 
 
 def share(part: float | None) -> str:
-    """A ratio (0 to 1) in percent, with no more digits than say something."""
+    """A ratio (0 to 1) in percent, with one decimal."""
     if part is None:
         return UNKNOWN
     percent = 100 * part
@@ -45,7 +45,7 @@ def share(part: float | None) -> str:
 
 @dataclass(frozen=True)
 class TimeUnit:
-    """What time on all ranks is shown in, such as `GPU hours`, and how many of it are an hour."""
+    """The unit for time on all ranks: its name, such as `GPU hours`, and how many are an hour."""
 
     name: str
     per_hour: float

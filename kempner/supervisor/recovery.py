@@ -448,7 +448,7 @@ def _better_without(
     launcher, history, config = context.launcher, context.history, context.config
     bad = nodes_to_exclude(launcher, node, history, config, decision, verdict.last)
     # If the environment is at fault these nodes are unusable, even if the job has to wait.
-    return bad if bad and (decision.environment or job.finds_others(list(bad))) else {}
+    return bad if bad and (decision.environment or job.has_other_nodes(list(bad))) else {}
 
 
 def _comes_back(context: SupervisorContext) -> bool:

@@ -90,7 +90,7 @@ class NodesWatch:
         due, self._tries = self._tries % SENT_EVERY == 0, self._tries + 1
         try:
             if due:
-                scontrol.have_nodes_tried(self._job)
+                scontrol.ping_nodes(self._job)
         except SlurmError as error:  # then Slurm notices by itself, later
             logger().info("Slurm does not try the job's nodes", reason=str(error))
 

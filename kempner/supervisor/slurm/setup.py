@@ -37,7 +37,7 @@ from kempner.cluster.slurm.node_step import (
     run_on_nodes,
 )
 from kempner.cluster.slurm.resources import (
-    TELLING,
+    SIGNIFICANT,
     NodeResources,
     WantedResources,
     detect,
@@ -79,7 +79,7 @@ def _forget(environ: MutableMapping[str, str], fields: Mapping[str, str]) -> Non
     names = inherited(environ, fields)
     for name in names:
         del environ[name]
-    if misleading := sorted(names & TELLING):
+    if misleading := sorted(names & SIGNIFICANT):
         logger().warning(
             f"ignoring {', '.join(misleading)} of the shell that submitted this job: according to "
             "Slurm it belongs to another job"

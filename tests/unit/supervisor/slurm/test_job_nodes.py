@@ -35,7 +35,7 @@ class Controller:
         self.kept: list[Sequence[str]] = []
         patch.setattr(scontrol, "shown_nodes", self.show)
         patch.setattr(scontrol, "reservations", self.reservations)
-        patch.setattr(scontrol, "have_nodes_tried", lambda job: self.asked.append("try"))
+        patch.setattr(scontrol, "ping_nodes", lambda job: self.asked.append("try"))
         patch.setattr(scontrol, "job_state", self.job)
         patch.setattr(scontrol, "keep_nodes", lambda job, nodes: self.kept.append(nodes))
 
@@ -107,7 +107,7 @@ def test_a_controller_that_refuses_to_look_is_asked_all_the_same(
     def refuse(job: str) -> None:
         raise SlurmRefusedError(f"scancel {job}", "Access/permission denied")
 
-    monkeypatch.setattr(scontrol, "have_nodes_tried", refuse)
+    monkeypatch.setattr(scontrol, "ping_nodes", refuse)
     nodes = NodesWatch("7", batch=True)
     nodes.leave(["node2"])
     controller.states["node2"] = "DOWN"

@@ -1,4 +1,4 @@
-"""What the saves and the loads of one attempt have in common, and how its ranks agree."""
+"""What the saves and loads of one attempt share, and how its ranks agree."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ T = TypeVar("T")
 
 
 def record_nothing(event: LedgerEvent) -> None:
-    """A `EventRecorder` for where there is no ledger."""
+    """An `EventRecorder` without a ledger."""
 
 
 @dataclass(frozen=True)
 class CheckpointContext:
-    """Where the checkpoints of a run are, who writes them, and who hears of it.
+    """The checkpoint folder of a run, the attempt that writes to it, and its process group.
 
-    `identity` says what a checkpoint must have in common with the run, `fence` which attempt is
-    writing. `group` is a Gloo group of its own over all ranks. `record` takes events for the
-    ledger. `waiting` is entered while a load waits for other ranks. `known` is the step of the
-    newest checkpoint that the ledger knows of: there must be some, then; `known_here` says that
-    they were in `path`, which may be away for now. `local_ranks` share this node's memory.
-    """
+    `identity` is compared with that of a checkpoint to resume from, `fence` guards against a newer
+    attempt. `group` is a Gloo group over all ranks that nothing else uses. `record` takes events
+    for the ledger. `waiting` is entered while a load waits for other ranks. `known` is the step of
+    the newest checkpoint in the ledger, so that one must exist; `known_here` says that it was in
+    `path`, which may be unavailable for now. `local_ranks` share this node's memory."""
 
     path: Path
     identity: Identity
@@ -60,18 +59,19 @@ class CheckpointContext:
         return dist.get_world_size(self.group)
 
     def broadcast_from_rank0(self, answer: Callable[[], T]) -> T:
-        """What only one process may ask of the file system, asked by rank 0 for all. It asks again
-        where storage fails. A `RunError` of rank 0 is raised on every rank."""
+        """The result of `answer` on rank 0, for questions about the file system that only one
+        process may ask; retried while storage fails. A `RunError` on rank 0 is raised on every
+        rank."""
         box: list[object] = [self._answer_or_error(answer) if self.rank == 0 else None]
         with self.waiting("the word of rank 0"):
             dist.broadcast_object_list(box, group_src=0, group=self.group)
         if isinstance(box[0], RunError):
             raise box[0]
-        told: T = box[0]  # type: ignore[assignment]  # what rank 0's answer returned
-        return told
+        result: T = box[0]  # type: ignore[assignment]  # what rank 0's answer returned
+        return result
 
     def gather(self, mine: T) -> list[T]:
-        """What each rank gives, in their order, on every rank."""
+        """The value of each rank, in rank order, on every rank."""
         gathered: list[T | None] = [None] * self.world
         with self.waiting("the others' part of a checkpoint"):
             dist.all_gather_object(gathered, mine, group=self.group)

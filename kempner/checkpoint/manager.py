@@ -1,13 +1,12 @@
-"""Saves in the background, commits, and finds the way back.
+"""Saves in the background, commits, and restores checkpoints.
 
 `CheckpointEngine` saves a model and its optimizer, `FolderCheckpoints` what another library writes.
 Every method is called on every rank, in the same order. The process group of a context is used for
-nothing else: the background half of a save talks on it while training goes on.
+nothing else: the background half of a save communicates on it while training goes on.
 
 A save ends earlier on one rank than on another. So what a rank knows of it (`in_flight`,
-`failures`, `poll`, `committed_step`, `durations`) is for votes and for rank 0's choices: no rank
-may go another way because of its own.
-"""
+`failures`, `poll`, `committed_step`, `durations`) may only go into votes and rank 0's decisions: no
+rank may act on its own knowledge."""
 
 from __future__ import annotations
 
@@ -53,17 +52,15 @@ from kempner.run.record.save_times import Durations, SaveSeconds
 _READ_BYTES = 4 << 20
 
 _OF_STORAGE = re.compile(r"PytorchStreamWriter|inline_container|I/O error|No space left|quota")
-"""In the words of errors that are no `OSError` though storage has failed: torch's and safetensors'.
-"""
+"""Matches storage errors of torch and safetensors that are no `OSError`."""
 
 Write = Callable[[Path], None]
-"""Writes this rank's part of the state into a folder; called on every rank at once."""
+"""Writes this rank's part of the state into a folder; called on every rank at the same time."""
 
 
 class Checkpoints:
-    """What both managers do: find the way back, note how a save has ended, and prune. Below the
-    folder of `context`. Every method is called on every rank, in the same order. `keep` says which
-    checkpoints stay, `durations` is what is known of earlier saves."""
+    """The common part of both managers: restore, note the ends of saves, and prune, in the folder
+    of `context`. `keep` says which checkpoints stay, `durations` are those of earlier saves."""
 
     _restorer: Restorer
 
@@ -75,13 +72,13 @@ class Checkpoints:
         self._failed = SaveFailures()
         self._superseded: str | None = None
         self.committed_step: int | None = None
-        """Step of the newest commit of this run that this rank knows of."""
+        """The newest committed step that this rank knows of."""
         self.durations = durations
-        """How long saves take; rank 0 knows, of this attempt and those before."""
+        """The durations of saves, of this attempt and earlier ones; complete on rank 0."""
 
     def poll(self) -> tuple[SaveFailures, bool]:
-        """Take note of a save that has ended; the saves that failed since the last commit, and
-        whether a newer attempt owns the run, as far as this rank knows it without waiting."""
+        """Note a save that has ended. Returns the failures since the last commit, and whether a
+        newer attempt owns the run, as far as this rank knows without waiting."""
         self.settle(timeout=0)
         return self.failures, self._superseded is not None
 
@@ -92,17 +89,17 @@ class Checkpoints:
 
     @property
     def failures(self) -> SaveFailures:
-        """The saves that failed since the last commit; none while another one is under way."""
+        """The saves that failed since the last commit; none while another is under way."""
         return self._failed if self.in_flight is None else SaveFailures()
 
     def settle(self, timeout: float | None = None) -> None:
-        """Wait for the save in flight and take note of how it ended; a failure is counted. After
-        `timeout` seconds it stays in flight: what the ranks know may differ then, and what they do
-        next must not follow from it before they have voted."""
+        """Wait for the save in flight and note its end; a failure is counted. After `timeout`
+        seconds it stays in flight; then the ranks' knowledge may differ, and they must vote before
+        they act on it."""
 
     def join(self) -> None:
-        """Wait for the save in flight and take note of how it ended, as `settle` does. Raises
-        `SupersededError`, on all ranks alike, if a newer attempt owns the run."""
+        """As `settle`, without a timeout. Raises `SupersededError`, on all ranks alike, if a newer
+        attempt owns the run."""
         self.settle()
         if self._superseded is not None:
             raise SupersededError(self._superseded)
@@ -112,8 +109,8 @@ class Checkpoints:
         self._pruner.close(timeout)
 
     def _restore_newest(self, accept: Collection[str]) -> TrainState | None:
-        """Load the newest checkpoint that verifies; None if the run has none. A damaged one is set
-        aside, never deleted. Raises `DataError` if none of those that there are can be used."""
+        """Load the newest checkpoint that verifies; None if the run has none. Damaged ones are set
+        aside, never deleted. Raises `DataError` if there are checkpoints but none can be used."""
         self._restorer.prepare_folder()
         if (train_state := self._load_newest(partial(head, self._folder), accept)) is not None:
             self._context.record(Resumed(train_state.step))
@@ -130,7 +127,7 @@ class Checkpoints:
         return train_state
 
     def _note_commit(self, step: int, took: SaveSeconds | None) -> None:
-        """A save has worked, and `took` so long where that is known: rank 0 tells of it."""
+        """Note a successful save; `took` is None where it is not known."""
         self.committed_step = step
         failed, self._failed = self._failed, SaveFailures()
         if failed.count and self._context.rank == 0:
@@ -142,22 +139,21 @@ class Checkpoints:
         if self._context.rank == 0:
             self._pruner.request()
 
-    def _tell_of_failure(self, step: int, path: Path, reasons: dict[str, str], first: bool) -> None:
-        """Rank 0: the save to `path` has failed; `first` since the last commit or not."""
-        say = logger().warning if first else logger().info  # once for all that follow
-        say("checkpoint failed; the last one is intact", step=step, **reasons)
+    def _report_failure(self, step: int, path: Path, reasons: dict[str, str], first: bool) -> None:
+        """Rank 0: log and record that the save to `path` failed; `first`: since the last commit."""
+        log = logger().warning if first else logger().info  # one warning until the next commit
+        log("checkpoint failed; the last one is intact", step=step, **reasons)
         self._context.record(CheckpointFailed(step, reasons))
         retention.discard(path)
 
 
 class CheckpointEngine(Checkpoints):
-    """Saves and restores a model and its optimizer below the folder of `context`.
+    """Saves and restores a model and its optimizer in the folder of `context`.
 
-    `keep` says which checkpoints stay. Without `background` a save is waited for at once.
-    `durations` is what is known of earlier saves, `registered` what is saved beside model and
-    optimizer, `memory` where steps are kept, if they are to be. Raises `UsageError`, on all ranks
-    alike, if a checkpoint cannot hold the state; `check_state` does so for what appears later.
-    """
+    `keep` says which checkpoints stay. Without `background`, `save` waits for its end. `durations`
+    are those of earlier saves, `registered` is what is saved besides model and optimizer, `memory`
+    is where steps are kept in memory, if wanted. Raises `UsageError`, on all ranks alike, if a
+    checkpoint cannot hold the state; `check_state` does so for state that appears later."""
 
     def __init__(
         self,
@@ -187,32 +183,32 @@ class CheckpointEngine(Checkpoints):
         self._saver.check(contents=False)
 
     def check_state(self) -> None:
-        """Raise `UsageError`, on all ranks alike, if a checkpoint cannot hold the state as it is.
-        To be called after the first step, since optimizers have no state before it; or else the
-        first save does. What is not sharded must be the same on all ranks, bit for bit."""
+        """Raise `UsageError`, on all ranks alike, if a checkpoint cannot hold the present state.
+        What is not sharded must be the same on all ranks, bit for bit. Call after the first step,
+        before which optimizers have no state; else the first save does so."""
         self._saver.check(contents=True)
 
     def check_registered(self) -> None:
-        """Raise `UsageError`, on all ranks alike, if a program changes what is not registered. The
-        save in flight is waited for. Raises as `join`."""
+        """Raise `UsageError`, on all ranks alike, if the program changes objects that are not
+        registered. Waits for the save in flight. Raises as `join`."""
         self.join()
         self._saver.check_registered()
 
     def restore(self, accept: Collection[str] = ()) -> TrainState | None:
-        """Load the newest checkpoint that verifies; None if the run has none. A damaged one is set
-        aside, never deleted. Raises `DataError` if what there is cannot be used: damaged
-        throughout, or made with another model, other data or another seed (unless `accept` names
-        "data" or "seed"); `NotSharedError` on a rank that does not see what rank 0 has chosen."""
+        """Load the newest checkpoint that verifies; None if the run has none. Damaged ones are set
+        aside, never deleted. Raises `DataError` if all are damaged, or if it was made with another
+        model, other data or another seed (unless `accept` names "data" or "seed"); `NotSharedError`
+        on a rank that does not see the checkpoint that rank 0 has chosen."""
         return self._restore_newest(accept)
 
     def branch(self) -> list[int]:
-        """The steps of the live branch that are committed, ascending; `latest` is the last one."""
+        """The committed steps of the live branch, ascending; the last one is `latest`."""
         return self._context.broadcast_from_rank0(self._branch)
 
     def roll_back(self, to: int, accept: Collection[str] = ()) -> TrainState:
-        """Load the newest checkpoint up to step `to` that verifies; `latest` names it afterwards.
-        The save in flight is waited for. Where none of them verifies, the oldest later one is
-        taken. Raises `DataError` if that does not verify either, and as `restore`."""
+        """Load the newest checkpoint up to step `to` that verifies, or else the oldest later one;
+        `latest` names it afterwards. Waits for the save in flight. Raises `DataError` if none
+        verifies, and as `restore`."""
         self.join()
         train_state = self._load_newest(lambda: choose_to_go_back(self._branch(), to), accept)
         if train_state is None:
@@ -223,17 +219,16 @@ class CheckpointEngine(Checkpoints):
         return train_state
 
     def save(self, train_state: TrainState, counted: int | None = None) -> None:
-        """Start to save the state as of `train_state`; the previous save is waited for.
+        """Start to save the state as of `train_state`, after the previous save has ended.
 
-        `counted` is how many failed saves in a row the ranks have agreed on in their last vote.
-        Where there are more by now, nothing is started: they must see this one before there is
-        another. Without a vote every call starts a save. Raises as `join`, and `UsageError`, on all
-        ranks alike, if a checkpoint cannot hold the state, or the last save found that out.
-        """
+        `counted` is the number of failed saves in a row in the ranks' last vote: if there are more
+        by now, nothing is started, since the ranks must first vote on the new failure. None: start
+        in any case. Raises as `join`, and `UsageError`, on all ranks alike, if a checkpoint cannot
+        hold the state, as the last save may have found."""
         self.join()
         if self._refusal is not None:
             raise UsageError(self._refusal)
-        # What this rank knew before it waited depends on its pace: no other rank would do the same.
+        # Compared after the wait: before it, the ranks' knowledge may differ.
         if counted is not None and self._failed.count > counted:
             return
         if not self._saver.checked:
@@ -243,14 +238,14 @@ class CheckpointEngine(Checkpoints):
             self.join()
 
     def hold(self, train_state: TrainState, verdict: Verdict) -> None:
-        """Start to keep the state as of `train_state` in memory, where that was asked for. It
-        outlives this process, and becomes a checkpoint should that die. `verdict` is asked, by the
-        thread that copies, whether the state is worth it."""
+        """Start to keep the state as of `train_state` in memory, if that is configured. The memory
+        outlives this process, and becomes a checkpoint if it dies. The copying thread asks
+        `verdict` whether the state is sound."""
         self._saver.hold(train_state, verdict)
 
     def release_staging(self) -> None:
-        """Wait until the copy of the state is out; call it before anything writes the state."""
-        self._saver.release()  # a failure is the save's, and join tells of it
+        """Wait until the state is copied; call before anything writes to it."""
+        self._saver.release()  # a failure is that of the save, which `join` notes
 
     @property
     def in_flight(self) -> tuple[int, float] | None:
@@ -279,7 +274,7 @@ class CheckpointEngine(Checkpoints):
         self._refusal = error.refusal
         if self._context.rank == 0:
             reasons = {f"rank {rank}": why for rank, why in error.reasons.items()}
-            self._tell_of_failure(save.job.train_state.step, save.job.path, reasons, first)
+            self._report_failure(save.job.train_state.step, save.job.path, reasons, first)
 
     def close(self, timeout: float | None = None) -> None:
         super().close(timeout)
@@ -288,24 +283,23 @@ class CheckpointEngine(Checkpoints):
     def _load_newest(
         self, choose: Callable[[], int | None], accept: Collection[str]
     ) -> TrainState | None:
-        self._saver.forget()  # or the optimizer's state would be in memory twice
+        self._saver.forget()  # else the optimizer's state would be in memory twice
         return super()._load_newest(choose, accept)
 
     def _branch(self) -> list[int]:
-        self._pruner.settle()  # or a step that is named may be gone when it is read
+        self._pruner.settle()  # else a step may be deleted before it is read
         tip = head(self._folder)
         return [s for s in self._folder.committed() if tip is None or s <= tip]
 
 
 class FolderCheckpoints(Checkpoints):
-    """Commits what another library writes; `restore` says which folder to load from.
+    """Commits what another library writes; `restore` returns the folder to load from.
 
-    The library writes its files into a folder that it is given, each rank its own. When all of them
-    are on disk and summed, rank 0 commits that folder as it commits kempner's own: a crash leaves
-    the commit before or this one, never a torn one, and what does not verify is set aside and not
-    loaded. A save ends before `save` returns, since the library may change its state afterwards:
-    there is never one under way.
-    """
+    Each rank of the library writes its files into a given folder. When all files are on disk and
+    checksummed, rank 0 commits the folder as it commits kempner's own: a crash leaves the previous
+    commit or this one, never a torn one, and a folder that does not verify is set aside. `save`
+    returns after the end of the save, since the library may change its state afterwards; so none is
+    ever in flight."""
 
     def __init__(
         self,
@@ -325,9 +319,9 @@ class FolderCheckpoints(Checkpoints):
         return None if train_state is None else (train_state, self.path(train_state.step))
 
     def save(self, train_state: TrainState, counted: int | None = None) -> None:
-        """Save and commit the state as of `train_state`; how it ended, `failures` tells. `counted`
-        is as for `CheckpointEngine.save`. Raises `SupersededError`, on all ranks alike, if a newer
-        attempt owns the run, and what the library raises that is no `OSError`."""
+        """Save and commit the state as of `train_state`; a failure shows in `failures`. `counted`
+        as in `CheckpointEngine.save`. Raises `SupersededError`, on all ranks alike, if a newer
+        attempt owns the run."""
         self.join()
         if counted is not None and self._failed.count > counted:
             return
@@ -341,18 +335,19 @@ class FolderCheckpoints(Checkpoints):
         sums = self._context.gather(
             _PartReport() if any(note.why for note in notes) else _sums(path, names[rank::world])
         )
-        told = self._context.broadcast_from_rank0(
+        outcome = self._context.broadcast_from_rank0(
             partial(self._conclude, train_state, path, [*notes, *sums], started, written)
         )
-        self._superseded = told.superseded
-        if told.failed:
+        self._superseded = outcome.superseded
+        if outcome.failed:
             now = time.monotonic()
-            self._failed = self._failed.with_another(now, now - started, told.failed, told.passing)
-        if told.took is not None:
-            self._note_commit(step, told.took)
+            took = now - started
+            self._failed = self._failed.with_another(now, took, outcome.failed, outcome.passing)
+        if outcome.took is not None:
+            self._note_commit(step, outcome.took)
 
     def make_again(self) -> None:
-        """The newest commit is not all of its step: a save of that step takes its place."""
+        """Let the next save of the newest committed step replace it: that commit is incomplete."""
         self._unfinished, self.committed_step = self.committed_step, None
 
     def path(self, step: int) -> Path:
@@ -362,7 +357,8 @@ class FolderCheckpoints(Checkpoints):
         self._pruner.keep = keep
 
     def _name(self, step: int) -> tuple[str, _PartReport | None]:
-        """Of a new folder for the files of all ranks; and why there must be none yet."""
+        """The name of a new folder for all ranks' files, and an error if there is no room for
+        it."""
         name = in_progress_name(step, self._context.fence.attempt.number, secrets.token_hex(4))
         try:
             self._pruner.make_room()
@@ -371,7 +367,8 @@ class FolderCheckpoints(Checkpoints):
         return name, None
 
     def _write_part(self, path: Path) -> _PartReport:
-        """Have this rank's files written. An error is kept: the others wait to be told of it."""
+        """Write this rank's files. An error is returned, since the other ranks wait for this
+        one."""
         try:
             join_directory(path)
             self._write(path)
@@ -387,7 +384,7 @@ class FolderCheckpoints(Checkpoints):
         started: float,
         written: float,
     ) -> _Outcome:
-        """Rank 0: commit, if every part is there; how the save has ended."""
+        """Rank 0: commit if no part failed; the outcome of the save."""
         world = self._context.world
         reasons = {f"rank {at % world}": part.why for at, part in enumerate(parts) if part.why}
         if not reasons:
@@ -398,7 +395,7 @@ class FolderCheckpoints(Checkpoints):
                 return _Outcome(superseded=str(error))
             except OSError as error:
                 reasons = {"rank 0": describe(error)}
-        self._tell_of_failure(train_state.step, path, reasons, first=not self._failed.count)
+        self._report_failure(train_state.step, path, reasons, first=not self._failed.count)
         why = "; ".join(f"{who}: {why}" for who, why in reasons.items())
         return _Outcome(failed=why, passing=all(part.passing for part in parts))
 
@@ -416,7 +413,7 @@ class FolderCheckpoints(Checkpoints):
 
 
 class _FolderRestorer(Restorer):
-    """Finds a folder whose files are all as they were committed; the ranks share the reading."""
+    """Verifies the files of a folder; the ranks share the reading."""
 
     def _fill(self, path: Path, manifest: Manifest) -> list[Damage]:
         mine = sorted(manifest.files)[self._context.rank :: self._context.world]
@@ -430,7 +427,7 @@ class _FolderRestorer(Restorer):
 
 @dataclass(frozen=True)
 class _PartReport:
-    """What a rank has to say of its part: the names that it sees, or sums; or why there is none."""
+    """A rank's part of a save: the file names that it sees, or checksums; or `why` it failed."""
 
     names: tuple[str, ...] = ()
     files: tuple[tuple[str, FileEntry], ...] = ()
@@ -439,7 +436,7 @@ class _PartReport:
 
     @classmethod
     def failed(cls, error: Exception) -> _PartReport:
-        """Why there is none; `passing` is whether storage is to blame, which may work again."""
+        """The report of an error; `passing` if storage is at fault, which may work again."""
         if isinstance(error, OSError):
             return cls(why=describe(error))
         passing = isinstance(error, StorageUnavailableError) or bool(_OF_STORAGE.search(str(error)))
@@ -448,7 +445,7 @@ class _PartReport:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """How a save has ended: how long it took, or why there is no commit."""
+    """The outcome of a save: its duration, or why there is no commit."""
 
     took: SaveSeconds | None = None
     failed: str = ""
@@ -465,7 +462,7 @@ def _list(path: Path) -> list[str]:
 
 
 def _sums(path: Path, names: Sequence[str]) -> _PartReport:
-    """Make these files durable, and say what is in them."""
+    """Make these files durable; their sizes and checksums."""
     try:
         commit.await_files(path, names)
         files = tuple((name, _sum(path / name)) for name in names)

@@ -25,7 +25,12 @@ _EVERY_DAY: dict[str, tuple[str, ...]] = {
     "stop": ("program.stop",),
     "report": ("insight.report",),
     "triage": ("insight.triage",),
-    "checkpoint": ("checkpoint.inspect", "checkpoint.convert", "checkpoint.compare"),
+    "checkpoint": (
+        "checkpoint.inspect",
+        "checkpoint.convert",
+        "checkpoint.push",
+        "checkpoint.compare",
+    ),
     "eval": ("checkpoint.trained_on",),
     "sample": ("checkpoint.trained_on",),
 }

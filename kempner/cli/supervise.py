@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kempner.cluster.slurm.allocation import Allocation
     from kempner.supervisor.launchers.base import Program
     from kempner.supervisor.launchers.launcher import Launcher
-    from kempner.supervisor.launchers.surroundings import Surroundings
+    from kempner.supervisor.launchers.rank_runtime import RankRuntime
     from kempner.supervisor.slurm.job_monitor import JobMonitor
 
 app = typer.Typer(rich_markup_mode=None)
@@ -199,7 +199,7 @@ def _find_place(
     given: Sequence[str],
     chosen: LauncherName,
 ) -> tuple[Launcher, Program, JobMonitor]:
-    from kempner.supervisor.launchers.surroundings import Surroundings
+    from kempner.supervisor.launchers.rank_runtime import RankRuntime
     from kempner.supervisor.slurm import setup
     from kempner.supervisor.slurm.job_monitor import JobMonitor
 
@@ -209,17 +209,19 @@ def _find_place(
     if command and config.slurm.resubmit:
         raise UsageError("slurm.resubmit=true works with a configuration, not with a command")
     job = setup.find_job(os.environ, jobid)
-    allocation, resources = setup.enter(job, os.environ, config, given=named, per_task=per_task)
-    around = Surroundings.of(config.slurm, config.distributed.interface)
-    program = _program(command, run, config, around.python)
-    grows = per_task and config.supervise.grow and not (command or around.contained)
-    step = _launcher(config, allocation, around, per_task, grows)
+    allocation, resources = setup.inspect_job(
+        job, os.environ, config, given=named, per_task=per_task
+    )
+    runtime = RankRuntime.of(config.slurm, config.distributed.interface)
+    program = _program(command, run, config, runtime.python)
+    grows = per_task and config.supervise.grow and not (command or runtime.contained)
+    step = _launcher(config, allocation, runtime, per_task, grows)
     meeting = setup.meeting_place(allocation, config, os.environ)
     restarts = restart_count(os.environ)
-    say(setup.introduction(allocation, resources, run, given, restarts, meeting))
+    say(setup.banner(allocation, resources, run, given, restarts, meeting))
     inbox().pause_within(_never_paused)
     stopped = lambda: bool(inbox().received)  # noqa: E731
-    setup.check_surroundings(around, config.slurm.setup, allocation, stopped)
+    setup.check_runtime(runtime, config.slurm.setup, allocation, stopped)
     if allocation.batch:
         _check_changed(run, config, job, allocation.size)
     monitor = JobMonitor(job, allocation.batch, given if config.slurm.resubmit else None)
@@ -227,7 +229,7 @@ def _find_place(
 
 
 def _launcher(
-    config: Config, allocation: Allocation, around: Surroundings, per_task: bool, grows: bool
+    config: Config, allocation: Allocation, runtime: RankRuntime, per_task: bool, grows: bool
 ) -> Launcher:
     """A launcher with an agent on each node; with `grows`, also on nodes that join."""
     from kempner.supervisor.launchers.agents.step import SlurmAgents
@@ -243,9 +245,9 @@ def _launcher(
         return True
 
     nodes = RunNodes(allocation, config.supervise, fits if grows else None)
-    agents = SlurmAgents(nodes, config.supervise, around)
+    agents = SlurmAgents(nodes, config.supervise, runtime)
     agents.bound |= bound_here(allocation, config, os.environ)
-    step = Launcher(nodes, agents, torchrun=not per_task, contained=around.contained)
+    step = Launcher(nodes, agents, torchrun=not per_task, contained=runtime.contained)
     refuse_absent_ranks(config.resilience.faults, allocation.size)
     resolve_mesh(config, allocation.size)
     return step

@@ -1,13 +1,10 @@
-"""Finds this process's rank and world size, from the launcher that really started it.
+"""Finds this process's rank and world size, from the launcher that started it; and a rank's network
+interface.
 
-A login shell's stale `RANK=0 WORLD_SIZE=99` must not make a lone process wait for phantom peers:
-torch's variables count only if torchrun or a kempner supervisor set them. Nor do Slurm's outside of
-a step: a batch script and a shell under `salloc` see `SLURM_NTASKS=8`, yet are one process each.
-They have a step's variables, too, if the shell that submitted them was in one.
-
-
-The network of a rank, decided on its node: by this one function, however the rank is started.
-"""
+A login shell's stale `RANK=0 WORLD_SIZE=99` must not make a single process wait for peers that do
+not exist: torch's variables count only if torchrun or a kempner supervisor set them. Slurm's count
+only in a step: a batch script and a shell under `salloc` see `SLURM_NTASKS=8`, but are one process
+each. They even have a step's variables if the shell that submitted them was in one."""
 
 from __future__ import annotations
 
@@ -27,14 +24,14 @@ from kempner.cluster.slurm.hostlist import expand_counts
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 OF_AGENT = "KEMPNER_OF_AGENT"
-"""Is in the environment of a rank that was started by its node's agent."""
+"""Set in the environment of a rank that its node's agent started."""
 
 
 @dataclass(frozen=True)
 class World:
-    """A rank's place. `local_rank` and `local_size` count the ranks of this node, whatever the
-    others have. `launcher` says who placed it; `warning` is a sentence for the log, empty if all is
-    well."""
+    """A rank's place. `local_rank` and `local_size` count the ranks of this node, which may differ
+    from other nodes'. `launcher` is what set the place; `warning` is a sentence for the log, or
+    empty."""
 
     rank: int
     size: int
@@ -48,7 +45,7 @@ class World:
         return self.local_size == self.size
 
     def environment(self) -> dict[str, str]:
-        """The place under torch's names, for what reads `env://`."""
+        """The place as torch's environment variables, for `env://`."""
         place = (self.rank, self.size, self.local_rank, self.local_size)
         return dict(zip(_NAMES, map(str, place), strict=True))
 
@@ -73,8 +70,8 @@ def _placed(environ: Mapping[str, str], launcher: str) -> World:
 
 
 def _task(environ: Mapping[str, str]) -> World:
-    """A task of a Slurm step. Its place on the node is Slurm's word, not rank modulo GPUs: tasks
-    may be dealt out unevenly (`2(x3),1`) or in turns (`srun -m cyclic`)."""
+    """A task of a Slurm step. Its local rank is Slurm's, not rank modulo GPUs: tasks may be
+    distributed unevenly (`2(x3),1`) or in turns (`srun -m cyclic`)."""
     names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")
     rank, size, local_rank, node = (_number(environ, name, "srun") for name in names)
     per_node = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
@@ -126,7 +123,7 @@ def network_of_rank(
     master: str,
     interfaces: Sequence[Interface] | None = None,
 ) -> InterfaceChoice:
-    """The interface for a rank that meets the others at `master` (may be empty). `configured` is
+    """The interface for a rank whose rendezvous is at `master` (may be empty). `configured` is
     distributed.interface, `interfaces` are this node's. Raises `ValueError` as `choose`."""
     return choose(
         read_interfaces() if interfaces is None else interfaces,

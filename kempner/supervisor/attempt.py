@@ -1,7 +1,6 @@
-"""What the supervisor knows of the attempt under way, and does about it at once.
-
-`policy.attempt_state` says what states it goes through, and `monitors` judge how it fares; here is
-what is done about it."""
+"""`AttemptFollower` follows the attempt under way: it handles signals, ranks' messages and job
+states, enforces deadlines, and records events. `policy.stop` has the attempt's states; `monitors`
+judge its progress."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ from kempner.supervisor.policy.stop import (
     AttemptState,
     Deadline,
     StopOrder,
-    StopSoFar,
+    StopStatus,
     Trigger,
     renew,
     time_to_abandon,
@@ -80,40 +79,41 @@ from kempner.supervisor.policy.stop import (
 from kempner.supervisor.slurm.job_monitor import JobSeen, JobView
 
 LOOK = 0.5
-"""Seconds between looks at the clock; whatever happens ends the wait at once."""
+"""Seconds between two checks without an event."""
 
 EXIT_GRACE = 5.0
-"""Seconds after the last word of the last rank that its process may take to be gone."""
+"""Seconds for the processes to exit after the last rank has reported its end."""
 
 KILLED_WITHIN = 15.0
-"""Seconds within which a rank that was killed is gone, unless it is stuck in the kernel."""
+"""Seconds within which a killed rank is gone, unless it is stuck in the kernel."""
 
 RESTART_TAKES = 60.0
 """Seconds from the end of an attempt to the first step of the next one."""
 
 SURE_AFTER = 5.0
-"""Seconds after a SIGKILL from which on a rank that is still there is known to be stuck."""
+"""Seconds after SIGKILL after which a rank that is left is certainly stuck."""
 
 EXPLAINED_WITHIN = 3.0
-"""Seconds within which Slurm says why a signal came. So long the ledger waits for the reason; the
-ranks are told at once."""
+"""Seconds to wait for Slurm to explain a signal, before the stop goes into the ledger; the ranks
+are told at once."""
 
 
 @dataclass(frozen=True)
 class UserStopSignal:
-    """A signal by which this process told itself that a person has asked for a stop."""
+    """A signal that this process sent to itself because of `kempner stop`."""
 
     received: ReceivedSignal
 
 
 _UNEXPLAINED = (StopReason.SIGNAL, StopReason.PEER_STOPPED)
-"""Of these Slurm may know the reason."""
+"""Reasons that Slurm may explain further."""
 
 AttemptEvent: TypeAlias = ReceivedSignal | UserStopSignal | RankExit | News | JobSeen
 
 
 class AttemptFollower:
-    """Follows one attempt. Times are seconds of a clock that stands still while suspended."""
+    """Follows one attempt. Times are seconds of a clock that stops while this process is
+    suspended."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class AttemptFollower:
     ) -> None:
         self.attempt, self.roster, self.job = attempt, roster, job
         self._launcher, self._channel = launcher, channel
-        self.times, self.stop = times, StopSoFar()
+        self.times, self.stop = times, StopStatus()
         self._record = partial(ledger.record, attempt=attempt.number)
         supervise, resilience, now = config.supervise, config.resilience, times.now()
         graces = {
@@ -153,28 +153,29 @@ class AttemptFollower:
 
     @property
     def ends(self) -> list[RankExit]:
-        """How ranks ended, in the order of the first sign of it."""
+        """The ends of ranks, in the order of their first sign."""
         usage, ends = self._channel.usage, self.roster.ends
         if self.reports_nothing:
-            # One may have said more since; or the signal that ended it came here a moment later.
+            # Its files may say more by now, and the signal that ended it may have come here later.
             asked = self.stop.standing is not None
             ends = [self._channel.interpret(replace(end, asked=end.asked or asked)) for end in ends]
         return [explained(end, usage, self.roster.joined) for end in ends]
 
     @property
     def reports_nothing(self) -> bool:
-        """Whether it is a program that has not said a word over the channel."""
+        """Whether it is a program that has not used the control channel."""
         return not (self.roster.must_report or self.roster.joined)
 
     @property
     def left_with_0_alone(self) -> bool:
-        """Whether such a program has left with what would be a stop if it was asked to stop."""
+        """Whether such a program has exited with a code that means stopped if it was asked to
+        stop."""
         ends = [self._channel.interpret(replace(end, asked=True)) for end in self.roster.ends]
         return self.reports_nothing and any(end.code == ExitCode.STOPPED for end in ends)
 
     @property
     def was_signalled(self) -> bool:
-        """Whether the ranks were asked to stop, in whatever way, or Slurm is ending the job."""
+        """Whether the ranks were asked to stop in any way, or Slurm is ending the job."""
         by_us = self.stop.standing is not None or any(end.asked for end in self.roster.ends)
         return by_us or self.stop.signalled or self.job.is_ending()
 
@@ -184,9 +185,8 @@ class AttemptFollower:
         return max((last.report.step for last in seen), default=0)
 
     def step_of(self, rank: int | None) -> int:
-        """The step that a rank was in when last heard, or had done where it was in none.
-
-        The furthest of all for None, and for a rank that never said where it is."""
+        """The step in which a rank was at its last report, or the last one it had done. For None,
+        and for a rank without reports, the largest of all ranks."""
         seen = self._channel.last_reports()
         reports = [seen[rank].report] if rank in seen else [s.report for s in seen.values()]
         return max((r.step + (r.phase in (Phase.COMPILE, Phase.STEP)) for r in reports), default=0)
@@ -196,7 +196,7 @@ class AttemptFollower:
         return self.job.ends_within(RESTART_TAKES, self.times)
 
     def must_stop(self) -> bool:
-        """Whether only the time for a stop is left of the job's time."""
+        """Whether the rest of the job's time is needed for a stop."""
         return self.job.ends_within(0.0, self.times)
 
     @property
@@ -207,12 +207,12 @@ class AttemptFollower:
         return self.times.now() - (self.seconds_ending() or 0.0)
 
     def seconds_ending(self) -> float | None:
-        """Since the first rank ended; None if none has."""
+        """Seconds since the first rank ended; None if none has."""
         first = self.roster.first_ended_at
         return None if first is None else self.times.now() - first
 
     def take_in(self, incoming: SimpleQueue[AttemptEvent], *, wait: bool = True) -> None:
-        """Act on all that has happened; `wait` until something has, or `LOOK` seconds are over."""
+        """Handle all incoming events; `wait` for one, at most `LOOK` seconds."""
         try:
             self._act_on(incoming.get(wait, LOOK))
             while True:
@@ -221,21 +221,21 @@ class AttemptFollower:
             return
 
     def enforce(self) -> None:
-        """Stop in time, and end what outstays: a connection, a stop, the failure of another."""
+        """Run the monitors, stop in time, and enforce the deadlines."""
         snapshot = self._snapshot()
         findings = self._monitors.check(snapshot)
-        self._tell_of_gpus()
+        self._record_gpu_errors()
         if self.job.id is not None:
             self._stop_for_job_end()
         for hang in (finding for finding in findings if isinstance(finding, Hang)):
-            self._end_a_hang(hang, snapshot)
+            self._handle_hang(hang, snapshot)
         reports, all_are_due = self._channel.last_reports(), self.life.holds(Deadline.JOIN)
         for end in self.roster.missing(reports, snapshot.now, all_are_due):
             self._note_end(end)
         collected = self.life.state is AttemptState.COLLECTING_EVIDENCE
         known = collected and self.evidence.complete(snapshot)
         over = known or snapshot.now > self.life.until
-        time_up = over and self._end_its_time(snapshot.now)
+        time_up = over and self._handle_time_up(snapshot.now)
         if self.life.state is AttemptState.KILLING:
             self._launcher.kill()
         if time_up and collected:
@@ -251,23 +251,23 @@ class AttemptFollower:
                 self._reporter.report(finding, snapshot)
         self._record_stop(snapshot.now)
 
-    def _tell_of_gpus(self) -> None:
-        for node, told in self._launcher.gpu_news():
-            reason = f"{told.reason} on {node}"
+    def _record_gpu_errors(self) -> None:
+        for node, report in self._launcher.gpu_news():
+            reason = f"{report.reason} on {node}"
             logger().warning(reason)
-            self._record(GpuFailed(node, told.gpu, told.xid, reason))
-            if told.broken:
-                self._record(NodeSuspected(node, told.reason))
+            self._record(GpuFailed(node, report.gpu, report.xid, reason))
+            if report.broken:
+                self._record(NodeSuspected(node, report.reason))
 
-    def _end_its_time(self, now: float) -> bool:
-        """Leave behind who outlives a kill; whether who is left is to be killed now."""
+    def _handle_time_up(self, now: float) -> bool:
+        """Abandon ranks that survive a kill; whether the others are to be killed now."""
         if self.life.state is AttemptState.KILLING:
-            self._leave_behind(now)
+            self._abandon_ranks(now)
         left = self.job.seconds_left(now)
         return self._advance(Trigger.TIME_UP, time_to_abandon(left, KILLED_WITHIN))
 
-    def _leave_behind(self, now: float) -> None:
-        """Name the ranks that outlive a SIGKILL, and their nodes: nothing else can start there."""
+    def _abandon_ranks(self, now: float) -> None:
+        """Record the ranks that survive SIGKILL, and their nodes, which are not used again."""
         sure = now - self.life.since >= SURE_AFTER
         stuck = {**self.roster.survivors(), **local_processes(self.roster.joined)} if sure else {}
         gone = self.roster.joined.keys() - self.roster.survivors().keys()
@@ -281,7 +281,8 @@ class AttemptFollower:
                 self._record(NodeSuspected(there.host, reason))
 
     def tell_phase_durations(self) -> None:
-        """Note for the next attempt how long the phases of this one took, and what is left."""
+        """Record the durations of this attempt's phases for the next one, and an unrecorded
+        stop."""
         self._record_stop()
         for finding in self.times.phases.findings():
             self._reporter.report(finding, self._snapshot())
@@ -299,12 +300,12 @@ class AttemptFollower:
                 self.times.clock.woke_at,
                 self._launcher.agents.waits,
                 frozenset(end.rank for end in self.roster.ends),
-                self._launcher.still(),
+                self._launcher.activity(),
             ),
         )
 
     def _advance(self, trigger: Trigger, within: float = inf) -> bool:
-        """Take in a trigger, whose deadline is at most `within` seconds from now; whether the state
+        """Apply a trigger, with a deadline at most `within` seconds from now; whether the state
         changes."""
         before, self.life = self.life, self.life.after(trigger, self.times.now(), within)
         if self.life.state is before.state:
@@ -314,8 +315,8 @@ class AttemptFollower:
         logger().debug(change, because=trigger.value, after=lasted)
         return True
 
-    def _end_a_hang(self, hang: Hang, snapshot: Snapshot) -> None:
-        """Collect evidence first, unless a stop or a failure ends the attempt anyway."""
+    def _handle_hang(self, hang: Hang, snapshot: Snapshot) -> None:
+        """Collect evidence before the kill, unless a stop or a failure ends the attempt anyway."""
         if self._advance(Trigger.HANG_FOUND):
             if not hang.deadlock:
                 self.times.phases.note_false_hang(hang.phase, hang.still)
@@ -336,8 +337,8 @@ class AttemptFollower:
             case Disconnected() as gone:
                 self.roster.disconnected(gone, self.times.now())
                 logger().info("rank disconnected", rank=gone.rank, reason=gone.reason)
-            case RankMessage(rank, Event() as said):
-                self._hear(rank, parse_event(said.name, said.fields))
+            case RankMessage(rank, Event(name=name, fields=fields)):
+                self._hear(rank, parse_event(name, fields))
             case RankMessage(rank, Outcome() as outcome):
                 self._note_end(RankExit(rank, outcome.code, sentence=outcome.sentence))
 
@@ -375,14 +376,14 @@ class AttemptFollower:
 
     def _pass_on(self, received: ReceivedSignal) -> None:
         self.stop.signals.append(received)
-        self.job.look()  # it knows why, and until when
+        self.job.look()  # Slurm knows why, and until when
         reason, sentence = reason_of_signal(received.signal), received.signal.name
         left, grace = self.job.seconds_left(self.times.now()), self.life.graces[Deadline.STOP]
         within = grace if left is None else min(grace, max(0.0, left))
         self.ask_to_stop(StopOrder(reason, sentence, within))
 
     def _stop_for_user(self, received: ReceivedSignal) -> None:
-        """A person has asked for a stop with `kempner stop`: no signal is Slurm's warning then."""
+        """Stop because of `kempner stop`; then no signal is Slurm's warning."""
         self.stop.signals.append(received)
         self.stop.by_user = True
         within = self.life.graces[Deadline.STOP]
@@ -396,7 +397,7 @@ class AttemptFollower:
             self.ask_to_stop(order)
 
     def ask_to_stop(self, order: StopOrder) -> None:
-        """Ask the ranks once, and again whenever there is more to say."""
+        """Ask the ranks to stop, and again if the order says more than the one before."""
         now, before = self.times.now(), self.stop.standing
         first, standing = before is None, renew(before, order, now)
         if standing is None:
@@ -406,40 +407,40 @@ class AttemptFollower:
         self._advance(Trigger.STOP_REQUESTED, seconds_left)
         if first:
             logger().warning(f"{standing.sentence}: stopping after this step, with a checkpoint")
-        told = StopRequested(standing.reason.label, standing.sentence, round(seconds_left, 1))
-        self.stop.unrecorded = (told, now)
+        event = StopRequested(standing.reason.label, standing.sentence, round(seconds_left, 1))
+        self.stop.unrecorded = (event, now)
         if self.job.id is None or standing.reason not in _UNEXPLAINED:
             self._record_stop()
 
     def _record_stop(self, now: float = inf) -> None:
-        """Tell the ledger of the stop, unless Slurm may still say at `now` why there is one."""
+        """Record the stop, unless Slurm may still explain it at `now`."""
         if self.stop.unrecorded is None:
             return
-        told, since = self.stop.unrecorded
+        event, since = self.stop.unrecorded
         if now - since > EXPLAINED_WITHIN or self.life.over:
             self.stop.unrecorded = None
-            self._record(told)
+            self._record(event)
 
     def _note_end(self, end: RankExit) -> None:
         if not (self.roster.must_report or end.rank in self.roster.joined):
-            # What its exit means is not said over the channel.
+            # The program does not report what its exit means.
             asked = replace(end, asked=end.asked or self.stop.standing is not None)
             end = self._channel.interpret(asked, look=not self.roster.any_failed)
         first_to_fail = failed(end) and not self.roster.any_failed
         if not self.roster.ended(end, self.times.now()):
-            return  # its own words came first and say more than its exit status
+            return  # the rank's own report came first and says more than its exit status
         if first_to_fail and self.stop.loop is not ReportedLoop.COMPLETE:
-            # After the last step the others may still evaluate, or export: they need not wait.
+            # After the last step the others may still evaluate or export, without this rank.
             self._channel.tell(PeerLost(end.rank, shorten(describe_exit(end))))
             self._advance(Trigger.RANK_FAILED)
         logger().info("rank ended", rank=end.rank, how=describe_exit(end))
         if end.code == ExitCode.STOPPED and self.stop.standing is None:
-            # A rank that was signalled alone, before it knew the others: they would wait for it.
-            # What the ranks have said of it meanwhile is better than that one of them was asked.
+            # Only this rank was signalled, before it had met the others, which would wait for it.
+            # A reason that the ranks have reported meanwhile is better than PEER_STOPPED.
             reason = self.stop.said or StopReason.PEER_STOPPED
             sentence = f"rank {end.rank} was asked to stop"
-            self.job.look()  # a preemption signals the ranks alone
+            self.job.look()  # in a preemption Slurm signals only the ranks
             self.ask_to_stop(StopOrder(reason, sentence, self.life.graces[Deadline.STOP]))
         if end.code == ExitCode.STOPPED and self.roster.left_early(end):
-            # Others may have met it a moment before: no order frees them, since they wait for it.
+            # Others may have met it just before and wait for it, so an order to stop is not enough.
             self._channel.tell(PeerLost(end.rank, LEFT_EARLY))

@@ -1,7 +1,6 @@
-"""What a supervisor looks after, and with what.
-
-Looks after the nodes without ranks, and those of other jobs: the ranks start again on more nodes
-once these are fit, and on fewer when one has to leave."""
+"""`SupervisorContext`, the parts of a supervisor; `Growth`, which watches idle and joined nodes and
+has the ranks restart on more of them, or on fewer; `Departures`, which moves the ranks off nodes
+that Slurm takes away."""
 
 from __future__ import annotations
 
@@ -59,22 +58,22 @@ from kempner.supervisor.watchdog.board import board
 _OF_A_RANK = StopReason.SIGNAL, StopReason.PEER_STOPPED
 
 LEAVES_IN = 3.0
-"""Seconds before a node has to have left by which its ranks must have."""
+"""Seconds between the exit of a node's ranks and the time by which the node has to be gone."""
 
 LOOKS = 4
-"""Times that a node is asked within the seconds for which it must be well."""
+"""Probes of a node within the seconds for which it must be healthy."""
 
 OFTEN, SELDOM = 1.0, 30.0
-"""Fewest and most seconds between two questions."""
+"""The least and most seconds between two probes."""
 
 YOUNG = 3 * SETTLED
-"""Seconds for which a node is new."""
+"""Seconds for which a node counts as new."""
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """The nodes that were well `at` a time (`time.monotonic`, seconds), and those that no check
-    can clear; the seconds that a restart takes, as far as the ledger tells by now."""
+    """The nodes that were healthy `at` a time (`time.monotonic`, seconds), the nodes that no check
+    can clear (`barred`), and the seconds of a restart according to the ledger."""
 
     at: float
     well: frozenset[str]
@@ -83,8 +82,8 @@ class Sighting:
 
 
 class IdleNodesWatch:
-    """Looks at idle nodes again and again, from a thread, until it is ended; `latest` is what was
-    seen. At those that are new it looks at once, and again soon."""
+    """Probes idle nodes from a thread until `done` is set; new nodes at once, and again soon.
+    `latest` is the last result."""
 
     def __init__(
         self,
@@ -109,9 +108,9 @@ class IdleNodesWatch:
 
 
 class Growth:
-    """The nodes without ranks, from attempt to attempt: since when they are well, and whether the
-    ranks are to stop for them; those that have joined, and whether they have to leave. For ranks
-    that say where they are, and commit when asked to stop."""
+    """Decides when the ranks restart on more nodes, or without a joined node that leaves. Knows
+    over all attempts since when idle nodes have been healthy, and which nodes have joined. Only for
+    kempner's own `train`, whose ranks report their steps and commit when asked to stop."""
 
     def __init__(
         self,
@@ -145,13 +144,13 @@ class Growth:
         self.watched = IdleNodesWatch(lambda: self._launcher.nodes.idle.nodes, look, every)
 
     def end_watch(self) -> None:
-        """Look no more: the attempt is over. A question that is under way is not waited for."""
+        """Stop probing at the end of an attempt, without waiting for a probe under way."""
         if self.watched is not None:
             self.watched.done.set()
         self.watched = None
 
     def consider(self, follower: AttemptFollower) -> None:
-        """Ask the ranks to stop if it is time to start them again on other nodes."""
+        """Ask the ranks to stop if it is time to restart them on other nodes."""
         if self._joined and follower.trains:
             for node, how in self._departing().items():
                 until = max(0.0, (how.seconds_left or 0.0) - LEAVES_IN)
@@ -183,7 +182,7 @@ class Growth:
             follower.ask_to_stop(StopOrder(StopReason.GROW, decision.reason, within))
 
     def take_back(self, ledger: Ledger, attempt: Attempt) -> None:
-        """Before a start: nodes that have been well for long enough are suspect no more."""
+        """Before a start: clear suspect nodes that have been healthy for long enough."""
         if not self._on or not (idle := self._launcher.nodes.idle).missing:
             return
         able = trusted(self._idle_nodes(), self._config.supervise.grow_after)
@@ -203,8 +202,8 @@ class Growth:
             logger().warning(f"resilience.suspects_dir={folder} cannot be used: {error.strerror}")
 
     def note_changes(self, ledger: Ledger, attempt: Attempt) -> None:
-        """Before a start, when its nodes are chosen: tell of those of other jobs that have ranks
-        now, or none any more. It belongs to the attempt before, if this supervisor had one."""
+        """Before a start, with its nodes chosen: record which nodes of other jobs now have ranks,
+        or no longer. Recorded for the attempt before, if this supervisor had one."""
         number = attempt.number if self._attempt is None else self._attempt
         used, joined = self._launcher.nodes.allocation.nodes, self._launcher.nodes.joined
         now = {node: joined[node].job for node in used if node in joined}
@@ -221,13 +220,12 @@ class Growth:
         self._joined = now
 
     def explains(self, reason: StopReason) -> bool:
-        """Whether ranks that stopped for a signal were signalled by the end of a job that had
-        joined: Slurm signals all that it ends."""
+        """Whether ranks that stopped for a signal got it because a joined job ends."""
         return reason in _OF_A_RANK and bool(self._departing())
 
     @property
     def _names(self) -> set[str]:
-        """What this run is called among those that share their suspects."""
+        """The names of this run among those that share their suspects."""
         return {self._run.path.name, self._config.run.name or ""}
 
     def _departing(self) -> dict[str, JoinedNode]:
@@ -252,7 +250,7 @@ class Growth:
     def _look(
         self, attempt: Attempt, own: dict[str, Suspect], history: RunHistory, idle: Sequence[str]
     ) -> Sighting:
-        """Ask the nodes, and this one to compare them with."""
+        """Probe the idle nodes, and this one for comparison."""
         here = node_name(os.environ)
 
         def ask(question: ProbeQuestion) -> list[ProbeResult]:
@@ -268,19 +266,19 @@ class Growth:
             theirs = read_shared(Path(folder), steady_time())
             barred |= {n for n, s in theirs.items() if s.run not in self._names}
         well = found.answered - found.unfit.keys()
-        takes = restart_seconds(history)  # the start of this attempt included
+        takes = restart_seconds(history)  # including this attempt's start
         return Sighting(time.monotonic(), well & set(idle), frozenset(barred), takes)
 
 
 class Departures:
-    """The job's own nodes that Slurm is about to take away, or that the site mends soon: the ranks
-    move off them at a vote, to others of the job, or with the job by way of the queue."""
+    """Moves the ranks off nodes of the job that drain or will be in maintenance: to other nodes of
+    the job, or by a requeue."""
 
     def __init__(self, launcher: Launcher, job: JobMonitor | None, ledger: Ledger, grace: float):
         self._launcher, self._job, self._ledger, self._grace = launcher, job, ledger, grace
-        self._told = ""
+        self._logged = ""
         self.left: frozenset[str] = frozenset()
-        """Those without which the run has gone on, though they did respond."""
+        """Nodes that the run has left although they responded."""
 
     def consider(self, follower: AttemptFollower) -> None:
         """Ask the ranks to stop if they have to move."""
@@ -288,20 +286,19 @@ class Departures:
             return
         for event in self._job.nodes.given_back():
             self._ledger.record(event, follower.attempt.number)
-        if not self._job.nodes.going:
+        if not self._job.nodes.departing:
             return
         now = self._decide(self._job, commits=not follower.reports_nothing)
         if now.departure is DepartureAction.LEAVE_OUT:
             self._leave_out(self._job, now)
         elif now.departure is not DepartureAction.NOTHING and follower.trains:
             follower.ask_to_stop(StopOrder(StopReason.NODE_LEAVES, now.reason, self._grace))
-        elif now.departure is DepartureAction.NOTHING and now.nodes and now.reason != self._told:
-            self._told = now.reason
+        elif now.departure is DepartureAction.NOTHING and now.nodes and now.reason != self._logged:
+            self._logged = now.reason
             logger().warning(now.reason)
 
     def leave(self, attempt: Attempt, unable: CannotRestart | None) -> CannotRestart | None:
-        """Before a start: do without nodes that are to go, or say why there can be no other start.
-
+        """Before a start: leave nodes that depart, or return why there can be no other start here.
         `unable` is why there can be none anyway."""
         if self._job is None:
             return unable
@@ -320,7 +317,7 @@ class Departures:
         return None
 
     def _decide(self, job: JobMonitor, commits: bool) -> DepartureDecision:
-        going, launcher = job.nodes.going, self._launcher
+        going, launcher = job.nodes.departing, self._launcher
         there = [node for node in launcher.nodes.all if node in going]
         return decide_departure(
             DepartureSituation(
@@ -354,7 +351,8 @@ class SupervisorContext:
 
     @cached_property
     def began(self) -> float | None:
-        """When the supervisor's process began, or the batch script that became it or its keeper."""
+        """Start time of the supervisor's process, or of the batch script that became it or its
+        watchdog's keeper."""
         began = process_began(process="self" if board().alone else os.getppid())
         return None if began is None else round(began, 3)
 
@@ -364,7 +362,8 @@ class SupervisorContext:
 
     @cached_property
     def history(self) -> RunHistory:
-        """What the ledger tells, and what is recorded in it; read again after each attempt."""
+        """The ledger's entries; includes what this process records, and is read again after each
+        attempt."""
         return storage_waits().retry(partial(RunHistory.of, self.ledger), worked=True)
 
     @cached_property
@@ -377,7 +376,7 @@ class SupervisorContext:
 
     @cached_property
     def growth(self) -> Growth:
-        # Outside of a job there is one machine, and no other one to grow to.
+        # Outside of a job there is only this machine.
         grows = self.program.ours and self.job is not None
         return Growth(self.launcher, self.run, self.config, grows, self.clock)
 
@@ -386,7 +385,7 @@ class SupervisorContext:
         return Departures(self.launcher, self.job, self.ledger, self.config.supervise.stop_grace)
 
     def terms(self) -> LaunchTerms | None:
-        """What a program of the user's own is told; ours reads the configuration."""
+        """The terms for a user's program; kempner's own reads the configuration."""
         section, patience = self.config.supervise, self.config.resilience.patience
         if self.program.ours:
             return None

@@ -1,12 +1,4 @@
-"""The daemon: runs one attempt after another, passes stops on, decides how the run ends.
-
-Bounds what ranks print into files of the attempt: the first and the last of it are kept.
-
-A rank writes into its file by itself, appending, so that nothing slows it down and no reader can
-block it. A thread looks at the sizes; from a file that has grown too large it takes the middle out.
-
-
-"""
+"""The daemon: runs one attempt after another, passes stops on, and decides how the run ends."""
 
 from __future__ import annotations
 
@@ -91,7 +83,7 @@ from kempner.supervisor.watchdog.board import board
 NOT_KEPT = "checkpoint.in_memory=true is for `kempner train`; this program's steps are not kept"
 
 STORAGE_FAILED = (StorageUnavailableError, WaitStoppedError)
-"""What ends a wait for storage without it."""
+"""Raised when retries on storage end without success."""
 
 
 def supervise(
@@ -102,11 +94,11 @@ def supervise(
     signals: SignalInbox,
     job: JobMonitor | None = None,
 ) -> ExitCode:
-    """Start the ranks, and again when they fail, until the run is over or must leave the machine.
+    """Start the ranks, and restart them when they fail, until the run or its time on these nodes is
+    over; the run's exit code.
 
-    Returns the exit code of the run. Raises `GaveUpError` if it was given up before, `UsageError`
-    if it has a supervisor already, `SupersededError` when another one takes it over, and as
-    `check_ready` where the ranks could not even begin."""
+    Raises `GaveUpError` if the run was given up before, `UsageError` if it has a supervisor
+    already, `SupersededError` when another one takes it over, and as `check_ready`."""
     storage_waits().configure(config.resilience.patience, lambda: bool(signals.received))
     raise_open_file_limit()
     leave_no_cores()
@@ -121,10 +113,10 @@ def supervise(
 
 
 def _end(stage: str, do: Callable[[], None]) -> None:
-    """One stage of the end of a run; those after it come even if it fails."""
+    """Run one stage of the end of a run; an error is logged, so that the next stages follow."""
     try:
         do()
-    except Exception as error:  # noqa: BLE001 - told, and no reason to skip what is left to do
+    except Exception as error:  # noqa: BLE001 - logged; the stages that are left must follow
         logger().warning(f"{stage} failed at the end of the run", error=repr(error))
 
 
@@ -137,11 +129,10 @@ def _supervise(
     job: JobMonitor | None,
     hooks: Hooks,
 ) -> ExitCode:
-    """As `supervise`, with a launcher that is closed afterwards."""
     try:
         refuse_if_given_up(run)
         launcher.prepare(program)
-        _tell_of_launch(run, job)
+        _brief_watchdog(run, job)
         if program.ours:
             for warning in check_ready(config, run).warnings:
                 logger().warning(warning)
@@ -165,13 +156,13 @@ def _supervise(
         return code
     finally:
         complete = code is ExitCode.COMPLETED
-        # After the job was put back into the queue.
+        # After the requeue of the job, which comes first.
         _end("ending the exporters", lambda: exports.close(complete))
         _end("releasing the lease", lease.release)
 
 
-def _tell_of_launch(run: RunDirectory, job: JobMonitor | None) -> None:
-    """What the watchdog needs if this process is killed before it has an attempt."""
+def _brief_watchdog(run: RunDirectory, job: JobMonitor | None) -> None:
+    """Give the watchdog what it needs if this process is killed before its first attempt."""
     if job is None or not job.batch:
         return
     history = storage_waits().retry(partial(RunHistory.read, run.ledger))
@@ -192,17 +183,17 @@ def _bring_to_an_end(context: SupervisorContext) -> ExitCode:
         except STORAGE_FAILED as error:
             end = Decision(error.code, str(error))
         except SupersededError:
-            board().settle()  # another supervisor has the run: no watchdog brings this job back
+            board().settle()  # another supervisor has the run, so this job must not be requeued
             raise
         except RunError:
             raise  # with an exit code of its own
-        except Exception as error:  # noqa: BLE001 - whatever it is, the ranks have saved
+        except Exception as error:  # noqa: BLE001 - the ranks have saved, so the run can go on
             end = _own_fault(context, error)
     if (end.code not in RESUMES_ELSEWHERE and not end.bad_nodes) or context.lease.stop_asked:
         board().settle()
-    # Before the job goes: what is left of it would be killed.
+    # Before the requeue, which would kill what is left of the job.
     _end("ending the ranks", context.launcher.close)
-    # Read by now, or it cannot be read at all.
+    # If it has not been read by now, storage does not answer.
     history = context.history if "history" in vars(context) else RunHistory()
     job, suspect = context.job, None
     if job is not None and context.lease.stop_asked:
@@ -232,9 +223,8 @@ def _leave(
     follower: AttemptFollower | None,
     suspect: Collection[str],
 ) -> ExitCode:
-    """Have the job put back into the queue where that makes sense, and say how the run ends.
-
-    `follower` is of the last attempt, if there was one."""
+    """Requeue the job if that makes sense, and log how the run ends. `follower` is that of the last
+    attempt, if there was one."""
     if job is not None:
         first, number, since = None, 0, None
         if follower is not None:
@@ -246,7 +236,7 @@ def _leave(
     return end.code
 
 
-def _tell_of_wait(ledger: Ledger, attempt: Attempt, waited: StorageWait) -> None:
+def _record_wait(ledger: Ledger, attempt: Attempt, waited: StorageWait) -> None:
     ledger.record(StorageWaited(**asdict(waited)), attempt.number)
 
 
@@ -254,10 +244,10 @@ def _follow_attempt(context: SupervisorContext) -> tuple[AttemptFollower, Decisi
     launcher, signals = context.launcher, context.signals
     incoming: SimpleQueue[AttemptEvent] = SimpleQueue()
 
-    def pass_on(came: ReceivedSignal) -> None:
-        incoming.put(UserStopSignal(came) if context.lease.stop_asked else came)
+    def pass_on(received: ReceivedSignal) -> None:
+        incoming.put(UserStopSignal(received) if context.lease.stop_asked else received)
 
-    signals.react_with(pass_on)  # from here on a stop is passed on to the ranks
+    signals.react_with(pass_on)  # from now on, stops go to the ranks
     attempt, secret, size = _begin(context), Secret.new(), launcher.nodes.allocation.size
     program = None
     if not context.program.ours:
@@ -277,10 +267,10 @@ def _follow_attempt(context: SupervisorContext) -> tuple[AttemptFollower, Decisi
     follower.tell_phase_durations()
     statuses, ending = {str(e.rank): e.status for e in follower.ends}, follower.seconds_ending()
     seconds = None if ending is None else round(ending, 3)
-    said = int(decision.code), decision.reason, decision.culprit
-    ended = AttemptEnded(*said, statuses, seconds, decision.left_at)
+    what = int(decision.code), decision.reason, decision.culprit
+    ended = AttemptEnded(*what, statuses, seconds, decision.left_at)
     context.ledger.record(ended, attempt.number)
-    # Once: what this process records until the next end is known.
+    # Once per attempt: until the next end, only this process adds to the ledger.
     by_the_end(context, follower, context.history.refresh, "ledger")
     if program is not None and follower.reports_nothing:
         note = partial(_note_advance, context, follower, program.furthest_step)
@@ -311,14 +301,14 @@ def _note_advance(context: SupervisorContext, follower: AttemptFollower, step: i
 
 
 def _begin(context: SupervisorContext) -> Attempt:
-    """The next attempt is the live one from now on, on the nodes that are fit for it."""
+    """Begin the next attempt, and choose its nodes."""
     run, launcher, ledger = context.run, context.launcher, context.ledger
     context.lease.check()
     container = context.config.slurm.container
     if not (context.program.ours or container.image or container.prefix):
         await_script(context.program.words, run)
     attempt = begin_attempt(run, worked=True)  # the lease is in the same folder
-    storage_waits().tell_to(partial(_tell_of_wait, ledger, attempt))
+    storage_waits().tell_to(partial(_record_wait, ledger, attempt))
     open_log(run.supervisor_log(attempt.number), attempt=attempt.number)
     patient = partial(unless, partial(is_asked_to_stop, context, None), name="survey")
     history, clock = context.history, context.clock
@@ -384,7 +374,7 @@ def _run_attempt(
         context.launcher.kill()
         context.growth.end_watch()
         progress.close(clean=any(end.rank == 0 and (end.status or 0) >= 0 for end in follower.ends))
-    # Or what follows would be written into another supervisor's ledger.
+    # Else what follows could go into another supervisor's ledger.
     by_the_end(context, follower, context.lease.check, "lease")
     follower.take_in(incoming, wait=False)
     rank_status.update(channel.last_reports(), now=True)

@@ -1,5 +1,5 @@
-"""What runs beside a run and cannot disturb it: the hooks of the site, commands that are run for
-events of the ledger; and the exporters of metrics, processes of their own."""
+"""What runs beside a run without disturbing it: the site's hooks, which are commands for events of
+the ledger; and the exporters of metrics, which are processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.watchdog.board import board
 
 LEFT_ALONE = 5.0
-"""Seconds beyond its timeout for a hook that cannot even be killed, before it is left behind."""
+"""Seconds beyond its timeout after which a hook that cannot be killed is abandoned."""
 
 
 class Hooks:
@@ -62,7 +62,7 @@ class Hooks:
             start_thread("hooks", self._work)
 
     def close(self) -> None:
-        """Wait for hooks that still run, each for as long as it may."""
+        """Wait for hooks that still run, each until its timeout."""
         while self._left > self._done:
             before, patience = self._done, time.monotonic() + self._section.timeout + LEFT_ALONE
             while self._done == before and time.monotonic() < patience:
@@ -94,7 +94,7 @@ class LedgerWithHooks(Ledger):
 
 
 def hook_of(event: LedgerEvent) -> str:
-    """The key in `[hooks]` of what an event says; empty if there is none."""
+    """The key in `[hooks]` for an event; empty if there is none."""
     match event:
         case NodeSuspected():
             return "node_suspect"
@@ -114,12 +114,12 @@ def about_run(run: RunDirectory, attempt: int) -> dict[str, str]:
         "KEMPNER_RUN_PATH": str(run.path.absolute()),
         "KEMPNER_ATTEMPT_NUMBER": str(attempt),
         "KEMPNER_JOB_ID": job,
-        SUPERVISED: "",  # what a hook does is no part of the run
+        SUPERVISED: "",  # a hook is not part of the run
     }
 
 
 def about_event(name: str, event: LedgerEvent) -> dict[str, str]:
-    """An event's facts by variable; a fact that is not known is empty."""
+    """The environment variables with an event's fields; an unknown value is empty."""
     fields: Mapping[str, object] = event.to_fields()
     simple = {
         f"KEMPNER_{key.upper()}": "" if value is None else str(value)
@@ -130,7 +130,7 @@ def about_event(name: str, event: LedgerEvent) -> dict[str, str]:
 
 
 def run_hook(name: str, command: str, facts: Mapping[str, str], seconds: float) -> str:
-    """Run a hook, with its output in the log; what went wrong, in words, or nothing."""
+    """Run a hook, and log its output; what went wrong, or an empty text."""
     end = run_shell(command, facts, seconds)
     logger().info("a hook has ended", hook=name, status=end.status, said=end.said.strip())
     if end.failure:
@@ -139,18 +139,17 @@ def run_hook(name: str, command: str, facts: Mapping[str, str], seconds: float) 
 
 
 LEFT_WITHIN, LEFT_AT_LAST = 5.0, 60.0
-"""Seconds at the end of a job in which all exporters hand on what is left; then they are killed.
-The second is for a run that is complete: no later start hands on what is missing."""
-
+"""Seconds at the end of a job for all exporters to hand on the last metrics, before they are
+killed; and for a run that is complete, since no later start hands on what is missing."""
 
 SILENT = 2.0
-"""Seconds of it after which the user is told what is waited for."""
+"""Seconds of that wait after which the user is told of it."""
 
 
 @dataclass(frozen=True)
 class Export:
-    """An exporter to start: its name, which is that of its extra, the options of `kempner metrics`,
-    and the module that it needs."""
+    """An exporter to start: its name, also that of its extra, its options of `kempner metrics`, and
+    the module that it needs."""
 
     name: str
     options: Sequence[str]
@@ -170,17 +169,16 @@ def wanted_exports(section: MetricsSection) -> Iterator[Export]:
 
 
 class MetricsExports:
-    """The exporters of a run. Each follows metrics.jsonl by itself, with a log in `exports/`.
-
-    They take no part in training: no rank knows of them. One that fails, hangs or finds the disk
-    full is told of once, or killed at the end, and goes on where it was at the next start."""
+    """The exporters of a run. Each is a process that follows metrics.jsonl, with a log in
+    `exports/`. No rank knows of them. An exporter that fails is reported once, one that hangs is
+    killed at the end, and the next start continues where it was."""
 
     def __init__(self) -> None:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._closing = threading.Event()
 
     def start(self, run: RunDirectory, section: MetricsSection) -> None:
-        """To be called in the main thread: they end with the thread that has started them."""
+        """Call in the main thread: the exporters end with the thread that started them."""
         for export in wanted_exports(section):
             if export.module is not None and not _is_installed(export.module):
                 logger().warning(
@@ -196,7 +194,8 @@ class MetricsExports:
             start_thread("exporter", partial(self._follow, export.name))
 
     def close(self, complete: bool = False) -> None:
-        """Let them hand on what is left, and end them. `complete`: the run is not started again."""
+        """Let the exporters hand on the last metrics, and end them. `complete`: the run will not be
+        started again."""
         self._closing.set()
         for process in self._running.values():
             process.terminate()
@@ -209,7 +208,7 @@ class MetricsExports:
             try:
                 process.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
-                with suppress(ProcessLookupError):  # with all that it has started
+                with suppress(ProcessLookupError):  # kill all that it has started, too
                     os.killpg(process.pid, signal.SIGKILL)
                 if complete:
                     logger().warning(
@@ -228,13 +227,13 @@ class MetricsExports:
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package around it
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
 def _start(run: RunDirectory, export: Export) -> subprocess.Popen[bytes]:
-    """In the supervisor's session, or it would be taken for one of the ranks' processes; in a group
-    of its own, which a terminal's Ctrl-C does not reach. Raises `OSError`."""
+    """Start an exporter in the supervisor's session, or it would be taken for a rank's process, but
+    in its own process group, which a terminal's Ctrl-C does not reach. Raises `OSError`."""
     run.exports.mkdir(parents=True, exist_ok=True)
     command = [
         sys.executable,
@@ -245,7 +244,7 @@ def _start(run: RunDirectory, export: Export) -> subprocess.Popen[bytes]:
         *export.options,
         "--follow",
     ]
-    # A SIGTERM that comes while its interpreter starts waits until `kempner metrics` traps it.
+    # SIGTERM is blocked while its interpreter starts, until `kempner metrics` traps it.
     with (run.exports / f"{export.name}.log").open("wb") as log, stop_signals_blocked():
         return subprocess.Popen(
             command,

@@ -1,4 +1,4 @@
-"""Joins a run from another job: keeps an agent on this node, for as long as its job has time."""
+"""Joins a run from another job: keeps an agent on this node while its job has time."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class AgentEnded:
 
 
 class Agent:
-    """An agent of this node, in a session of its own: it is told by its input when to leave, and
-    ends with this process. `post` is called with its end, from a thread."""
+    """An agent on this node, in a session of its own. It is told through its standard input when to
+    leave, and ends with this process. `post` is called with its end, from a thread."""
 
     def __init__(
         self, invitation: Invitation, terms: JoinTerms, post: Callable[[AgentEnded], None]
@@ -86,26 +86,26 @@ class Agent:
 
 
 LOOK_AT_INVITATION = 1.0
-"""Seconds between two looks."""
+"""Seconds between two looks at the invitation."""
 
 
 @dataclass(frozen=True)
 class InvitationSeen:
-    """It is another one than before, or none any more."""
+    """The invitation has changed, or is gone (None)."""
 
     invitation: Invitation | None
 
 
 class InvitationWatch:
-    """Looks at a file, and posts what has changed."""
+    """Watches the invitation's file, and posts changes."""
 
     def __init__(self, path: Path, post: Callable[[InvitationSeen], None]) -> None:
         self._path, self._post = path, post
         self._seen: Invitation | None = None
 
     def start(self) -> Invitation | None:
-        """The invitation that is there now; changes are posted from a thread. Raises `UsageError`
-        for one of another user."""
+        """The current invitation; later changes are posted from a thread. Raises `UsageError` if it
+        is another user's."""
         self._look_once()
         found = self._seen
         keep_running("invitation", self._look)
@@ -131,7 +131,7 @@ class InvitationWatch:
 
 
 class StopTimes:
-    """`times` is what is known of the run, whatever its number of ranks, which changes."""
+    """The run's `times`, for its changing number of ranks, read from its ledger."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run, self.times = run, RunTimes()
@@ -139,10 +139,9 @@ class StopTimes:
         self._reader: threading.Thread | None = None
 
     def update(self, left: float | None) -> None:
-        """Have the ledger read when half of the time is over that was `left` when it was read last,
-        in seconds (None: without end): a run learns, and a long ledger is not read often.
-
-        By a thread: storage that does not answer must not keep the agent from leaving in time."""
+        """Read the ledger again once half of the seconds have passed that were `left` at the last
+        read (None: no end): the run's times change, but a long ledger must not be read often. In a
+        thread, so that storage that hangs does not keep the agent from leaving in time."""
         now = inf if left is None else left
         before = self._read_with
         due = before is None or (now < inf and now <= before / 2)
@@ -164,22 +163,22 @@ class StopTimes:
 
 
 LOOK = 1.0
-"""Seconds between two looks at what there is to do."""
+"""Seconds between two checks without an event."""
 
 SLURM_ANSWERS = 10.0
-"""Seconds for Slurm to say until when this job runs."""
+"""Seconds to wait for Slurm to report this job's end before joining."""
 
-UNTOLD = 30.0
-"""Seconds in which to leave after a signal of unknown cause: Slurm's usual KillWait."""
+UNKNOWN_SIGNAL_GRACE = 30.0
+"""Seconds to leave after a signal of unknown cause: Slurm's default KillWait."""
 
 EXPLAINED_WITHIN = 2.0
-"""Seconds for Slurm to say it."""
+"""Seconds to wait for Slurm to explain a signal."""
 
 AGAIN_AFTER = 1.0
-"""Seconds before an agent that has ended is followed by another one."""
+"""Seconds before an agent that has ended is replaced."""
 
 WORKED = 2 * node_agent.ALONE
-"""Seconds after which an agent must have been connected: it does not stay alone for as long."""
+"""An agent that ran for this many seconds was connected: without a supervisor it ends sooner."""
 
 OVER = "the run is complete"
 
@@ -188,7 +187,7 @@ _Event: TypeAlias = ReceivedSignal | JobSeen | InvitationSeen | AgentEnded
 
 
 class Joiner:
-    """Has room for `ranks` ranks, and waits for a supervisor for `patience` seconds."""
+    """Offers room for `ranks` ranks, and waits `patience` seconds for a supervisor."""
 
     def __init__(
         self,
@@ -208,9 +207,9 @@ class Joiner:
         self._alone_since = time.monotonic()
 
     def run(self) -> ExitCode:
-        """Until the run or this job's time is over, or the run has no supervisor for too long.
-
-        Raises `UsageError` if the run takes no node of another job, or not this one."""
+        """Take part until the run or this job's time is over, or the run has had no supervisor for
+        `patience` seconds. Raises `UsageError` if the invitation is another user's, and
+        `GaveUpError` if the run was given up."""
         self._signals.react_with(self._incoming.put)
         if self._job is not None:
             self._job.watch(self._incoming.put)
@@ -252,7 +251,7 @@ class Joiner:
         match event:
             case ReceivedSignal():
                 if self._job is not None:
-                    self._job.look()  # it knows why
+                    self._job.look()  # Slurm knows why
             case JobSeen():
                 times = self._stop_times.times
                 self._view.take_in(event, times.now())
@@ -283,7 +282,7 @@ class Joiner:
         return None
 
     def _join(self) -> None:
-        """Start an agent if there is none, and a supervisor to connect to."""
+        """Start an agent if there is none and the run has a supervisor."""
         invitation = self._invitation
         if self._agent is not None or invitation is None:
             return
@@ -295,14 +294,14 @@ class Joiner:
         self._agent = Agent(invitation, terms, self._incoming.put)
 
     def _leave_in_time(self) -> None:
-        """Ask to be released when the end of this job is near, or a signal has asked for it."""
+        """Have the agent ask for its release if the end of this job is near or a signal came."""
         signals = self._signals.received
         order = self._view.stop_order(self._stop_times.times, signals)
         if order is None and signals:
             silent_for = time.monotonic() - signals[0].at
             if self._job is None or silent_for > EXPLAINED_WITHIN:
                 first = signals[0].signal
-                order = StopOrder(reason_of_signal(first), first.name, UNTOLD)
+                order = StopOrder(reason_of_signal(first), first.name, UNKNOWN_SIGNAL_GRACE)
         if order is None or self._leaving is not None:
             return
         by = time.monotonic() + order.seconds_left
@@ -312,7 +311,7 @@ class Joiner:
             self._agent.depart(Departure(order.seconds_left, order.sentence))
 
     def _part(self, order: StandingStop) -> ExitCode:
-        """After the agent was released: requeue the job, to join again, if that is due."""
+        """Requeue this job, if that is due, so that it joins again; the agent was released."""
         job, decision = self._job, Decision(ExitCode.STOPPED, order.sentence)
         if job is not None and job.batch:
             job.close()
@@ -329,7 +328,7 @@ class Joiner:
         return ExitCode.COMPLETED
 
     def _is_complete(self) -> bool:
-        """Whether the run has made all its steps. Raises `GaveUpError` if it was given up."""
+        """Whether the run is complete. Raises `GaveUpError` if it was given up."""
         try:
             refuse_if_given_up(self._run)
             ended = RunHistory.read(self._run.ledger).events(AttemptEnded)

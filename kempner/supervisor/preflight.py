@@ -1,4 +1,4 @@
-"""Preflight: checks the nodes before an attempt, and chooses those to use."""
+"""Preflight: checks the nodes before an attempt, and chooses which to use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kempner.supervisor.policy.outcome import Decision
 
 Answers: TypeAlias = Sequence[ProbeResult]
 Patiently: TypeAlias = Callable[[Callable[[], Answers]], Answers | None]
-"""Does something slow; None if it was left to itself because of a stop."""
+"""Runs a slow function; None if it was not waited for because of a stop."""
 
 
 def choose_nodes(
@@ -45,21 +45,21 @@ def choose_nodes(
     patiently: Patiently,
     clock: Callable[[], float] = time.time,
 ) -> None:
-    """Have the launcher do without nodes that are unfit or suspect, as far as it can.
+    """Have the launcher avoid unfit and suspect nodes, as far as it can.
 
-    The nodes are waited for `patiently`, and are not examined if a stop is asked for meanwhile.
-    Theirs are compared with the `clock`, in seconds since the epoch: the controller's, if there is
-    one, for this host's may be the one that is wrong."""
+    The nodes are examined `patiently`, or not if a stop is requested meanwhile. Their clocks are
+    compared with `clock`, in seconds since the epoch: the controller's if there is one, since this
+    host's own may be wrong."""
     if config.resilience.health_check or config.hooks.before_start:
 
         def ask(question: ProbeQuestion) -> Answers | None:
             began = time.monotonic()
-            told = patiently(lambda: launcher.survey(question))
-            if told is not None:
+            results = patiently(lambda: launcher.survey(question))
+            if results is not None:
                 seconds = round(time.monotonic() - began, 2)
                 nodes = len(launcher.nodes.all)
-                logger().info("health check", nodes=nodes, answers=len(told), seconds=seconds)
-            return told
+                logger().info("health check", nodes=nodes, answers=len(results), seconds=seconds)
+            return results
 
         ranks = launcher.nodes.allocation.size
         found = examine(launcher.nodes.all, ask, ranks, attempt, run, config, clock)
@@ -79,12 +79,14 @@ def nodes_to_exclude(
     decision: Decision,
     last: bool,
 ) -> dict[str, str]:
-    """Nodes without which an attempt that failed on `node` had better be made, each with a reason.
+    """The nodes to exclude after a failure on `node`, each with a reason: suspects that no spare
+    node can replace.
 
-    No spare node could take their place. That a node's ranks fail first may be chance, or the
-    program's own fault: that alone is a reason only where there are other nodes to compare it with,
-    and the next start is the `last` one. Where a checkpoint could not be written, rank 0 says so
-    for all; where the nodes do not fit together, any rank; of a hang that none began, none does."""
+    Failing first may be chance or the program's fault, so without more evidence it counts only if
+    there are other nodes to compare with and the next start is the `last` one. `node` is not blamed
+    if a checkpoint could not be written, which rank 0 reports for all, if the environment is at
+    fault, which any rank may report, or for a hang without a first rank; then only proven suspects
+    are excluded."""
     suspected = known_suspects(history, config.resilience, config.run.name or "")
     used = launcher.nodes.unavoidable(suspected)
     began_by_none = decision.code is ExitCode.HUNG and not node
@@ -105,7 +107,7 @@ def examine(
     config: Config,
     clock: Callable[[], float],
 ) -> Diagnosis:
-    """What is wrong with nodes by what they answer, if they are asked before a stop comes."""
+    """Ask the nodes, and diagnose their answers; an empty diagnosis if a stop comes first."""
     folders = [run.attempt(attempt.number) / "health"]
     if config.checkpoint.dir is not None:
         folders.append(Path(config.checkpoint.dir) / f".health-{attempt.nonce}")
@@ -123,22 +125,22 @@ def examine(
             for folder, why in unwritable.items():
                 return Diagnosis({}, (f"{folder} cannot be written: {why}",))
             began = clock()
-            told = ask(question)
-            if told is None:
+            results = ask(question)
+            if results is None:
                 return Diagnosis({})
             during = (began, clock())
-            hidden = {vitals.node: words for vitals in told if (words := _unseen(question, vitals))}
+            hidden = {r.node: words for r in results if (words := _unseen(question, r))}
     except OSError as error:
         return Diagnosis({}, (f"{error.filename} cannot be read: {error.strerror}",))
-    answered = frozenset(vitals.node for vitals in told)
+    answered = frozenset(result.node for result in results)
     if config.resilience.health_check:
-        return replace(diagnose(nodes, told, hidden, during, ranks), answered=answered)
-    troubles = {v.node: v.troubles[SITE_CHECK] for v in told if SITE_CHECK in v.troubles}
+        return replace(diagnose(nodes, results, hidden, during, ranks), answered=answered)
+    troubles = {r.node: r.troubles[SITE_CHECK] for r in results if SITE_CHECK in r.troubles}
     return Diagnosis(troubles, answered=answered)
 
 
 def _unseen(question: ProbeQuestion, vitals: ProbeResult) -> str:
-    """Why what a node wrote has not come to this one; empty if all of it has."""
+    """Why the files that a node wrote are not visible on this one; empty if they are."""
     if set(question.folders) & set(vitals.troubles):
         return ""
     folder = next(unseen(question, vitals), None)

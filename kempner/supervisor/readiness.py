@@ -1,7 +1,8 @@
-"""Readiness: checks in a second, before any rank starts, what a configuration asks for.
+"""Readiness: checks, within a second and before any rank starts, that a run can begin with its
+configuration.
 
-Nothing is left behind, so that a corrected command starts as if there had been no other. The ranks
-check what they read again, for themselves."""
+Leaves nothing behind, so that a corrected command starts afresh. The ranks check again what they
+read."""
 
 from __future__ import annotations
 
@@ -73,10 +74,8 @@ class Ready:
 
 
 def check_run_directory(run: RunDirectory, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise `UsageError` if the run's directory cannot be created or written.
-
-    A directory that was written before raises nothing here: the error may pass, and writes retry.
-    """
+    """Raise `UsageError` if the run's directory cannot be created or written. Not if it was written
+    before: the error may pass, and writes are retried."""
     advice = "set run.dir and run.name to a folder that can be written"
     if any(len(os.fsencode(name)) > _LONGEST_NAME for name in run.path.parts):
         raise UsageError(f"the run's directory cannot be {run.path}: a name is too long; {advice}")
@@ -106,9 +105,9 @@ def check_run_directory(run: RunDirectory, environ: Mapping[str, str] = os.envir
 
 
 def _check_rights(run: RunDirectory) -> None:
-    """Raise `UsageError` if the modes of what is there keep this user from writing it.
-
-    A right that is away for now, with a ticket that has run out say, shows otherwise."""
+    """Raise `UsageError` if the modes of the run's files keep this user from writing them. A
+    permission that is lost for a while, such as with an expired Kerberos ticket, does not show in
+    the modes."""
     for path in (run.path, run.ledger, run.metrics, run.attempts, run.supervisors, run.checkpoints):
         found = _look(path.stat, path)
         if found is not None and not (os.access(path, os.W_OK) or _may_write(found)):
@@ -135,7 +134,7 @@ def _name(user: int) -> str:
 
 
 def _check_inside(run: RunDirectory) -> None:
-    """Raise `UsageError` if something else is in the place of what the run has there."""
+    """Raise `UsageError` if a folder is in the place of one of the run's files, or vice versa."""
     for file in (run.ledger, run.metrics, run.gave_up, run.config):
         if _look(file.is_dir, file):
             raise UsageError(f"{file} is a folder, where the run needs a file; move it away")
@@ -147,12 +146,13 @@ def _check_inside(run: RunDirectory) -> None:
 def check_ready(
     config: Config, run: RunDirectory, environ: Mapping[str, str] = os.environ
 ) -> Ready:
-    """Check data, the newest checkpoint and the room for others against a configuration.
+    """Check that data and newest checkpoint fit the configuration, and that there is room for
+    checkpoints.
 
-    Raises `DataError` if data or checkpoint do not fit or checkpoints are gone, `UsageError` if the
-    model cannot be spread over a tensor group or the file system cannot hold checkpoints,
-    `CheckpointWriteError` if not even one checkpoint has room, each saying what to do, and as
-    `StorageWaits.retry` where it cannot be seen now."""
+    Raises `DataError` if data or checkpoint do not fit or checkpoints are missing, `UsageError` if
+    the model cannot be spread over a tensor group or the file system cannot hold checkpoints,
+    `CheckpointWriteError` if there is no room for even one checkpoint, and as
+    `StorageWaits.retry`."""
     index = _find_data(run, "data.dataset_path", config.data.dataset_path)
     vocab_size = vocabulary(config, index)
     check_tensor_degree(config, vocab_size)
@@ -189,23 +189,20 @@ def _refuse_if_missing(config: Config, run: RunDirectory, folder: CheckpointFold
     except MissingError as error:
         raise DataError(describe(error)) from error
     except OSError:
-        return  # the ranks will see
+        return  # the ranks will report it
 
 
 def await_script(command: Sequence[str], run: RunDirectory) -> None:
-    """Wait for the script of a program that has run before, and is away for a moment.
-
-    Raises as `StorageWaits.retry`. Of one that never was here, the program's interpreter says more.
-    """
+    """Wait for the script of a program that has run before, if it is unavailable for a moment. One
+    that never existed is reported by the interpreter. Raises as `StorageWaits.retry`."""
     script = script_of_words(command, Path.cwd())
     if script is not None:
         _look(script.stat, script, _began_before(run, os.environ))
 
 
 def keep_accepted(run: RunDirectory, config: Config) -> None:
-    """Keep a configuration that was checked, for the ranks and for a start that finds it changed.
-
-    A file that is edited while the run goes on is not read by half of its ranks. Raises as
+    """Write the accepted configuration, which all ranks read: the user's file may be edited
+    meanwhile. A later start whose configuration cannot be used falls back to it. Raises as
     `StorageWaits.retry`."""
     content = dumps(config).encode()
 
@@ -220,9 +217,8 @@ def keep_accepted(run: RunDirectory, config: Config) -> None:
 
 
 def complete_before(config: Config, run: RunDirectory, command: Sequence[str] = ()) -> str:
-    """Why nothing is to be started: the run is complete, and the same is asked for again.
-
-    Empty if anything may have changed since, or cannot be read, the last checkpoint included."""
+    """Why there is nothing to start: the run is complete, and nothing has changed. Empty if
+    anything may have changed or cannot be read, including the last checkpoint."""
     try:
         if run.gave_up.exists() or not _is_same(config, run):
             return ""
@@ -260,7 +256,7 @@ def _is_same(config: Config, run: RunDirectory) -> bool:
 
 
 def _older(command: Sequence[str], than: float) -> bool:
-    """Whether all files of a command's program that can be found are older than that."""
+    """Whether all files of a command's program that can be found are older than a time."""
     found = files_of_words(command, Path.cwd())
     return bool(found) and all(
         max(path.stat().st_mtime, path.stat().st_ctime) < than for path in found.values()
@@ -268,7 +264,8 @@ def _older(command: Sequence[str], than: float) -> bool:
 
 
 def _look(work: Callable[[], T], path: Path, worked: bool = False) -> T | None:
-    """What `work` finds; None where it fails in another way than for now: the ranks will see."""
+    """The result of `work`, retried while errors may pass; None after another error, which the
+    ranks will report."""
     try:
         return storage_waits().retry(work, worked, path=path)
     except OSError:
@@ -276,13 +273,13 @@ def _look(work: Callable[[], T], path: Path, worked: bool = False) -> T | None:
 
 
 def _free_bytes(folder: Path) -> int:
-    """On the disk where a folder is or will be. Raises `OSError`."""
+    """Free bytes on the disk of a folder that exists or will. Raises `OSError`."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     return shutil.disk_usage(there).free
 
 
 def _began_before(run: RunDirectory, environ: Mapping[str, str]) -> bool:
-    """Whether this is not the run's first start, as far as that can be seen."""
+    """Whether the run was started before, as far as can be seen."""
     return restart_count(environ) > 0 or os.access(run.attempts / CURRENT, os.R_OK)
 
 
@@ -293,9 +290,8 @@ def _find_data(run: RunDirectory, key: str, folder: str) -> Index:
 def _check_resume(
     config: Config, run: RunDirectory, checkpoint: Path, index: Index, vocab_size: int
 ) -> None:
-    """Raise `DataError` if the run cannot go on from a checkpoint, configured so.
-
-    Of one that is damaged nothing is said: the ranks go on to the next."""
+    """Raise `DataError` if the run cannot resume from a checkpoint with this configuration. A
+    damaged checkpoint is ignored: the ranks load the one before."""
     try:
         manifest = read(checkpoint)
     except (DataError, OSError):

@@ -1,5 +1,6 @@
-"""What is done after an attempt failed: save its last step from the ranks' memory; start the ranks
-again, leave the machine, or give up, with the reason in the ledger and in the file `GAVE_UP`."""
+"""What follows an attempt that failed: its last step is salvaged from the ranks' memory; then the
+ranks are restarted, the job is requeued, or kempner gives up, with the reason in the ledger and in
+the file `GAVE_UP`."""
 
 from __future__ import annotations
 
@@ -49,18 +50,18 @@ from kempner.supervisor.policy.outcome import Decision, RankExit, is_lost
 from kempner.supervisor.policy.restart import (
     FAILURES,
     HEALED_BY_A_RESTART,
-    WORTH_IT,
+    SALVAGEABLE,
     Failure,
     RestartDecision,
-    as_it_worked_before,
+    blame_environment,
     decide_restart,
     decide_salvage,
     decide_storage_restart,
     dismissed_steps,
     find_outage,
-    in_vain,
     prevents_restart,
     salvage_patience,
+    useless_salvage,
 )
 from kempner.supervisor.preflight import nodes_to_exclude
 
@@ -68,12 +69,11 @@ T = TypeVar("T")
 
 
 def salvage(context: SupervisorContext, follower: AttemptFollower, decision: Decision) -> None:
-    """After an attempt that ended with `decision`: its last step becomes the newest checkpoint, if
-    it is held in memory by all ranks. What cannot be salvaged is lost, and the run goes on.
-
-    Raises `SupersededError` if a newer attempt owns the run."""
+    """Make the last step of an attempt that ended with `decision` the newest checkpoint, if all
+    ranks hold it in memory. If that fails the step is lost, and the run goes on. Raises
+    `SupersededError` if a newer attempt owns the run."""
     wanted = context.program.ours and context.config.checkpoint.in_memory
-    if not wanted or decision.code not in WORTH_IT:
+    if not wanted or decision.code not in SALVAGEABLE:
         return
     try:
         attempt, history = follower.attempt, context.history
@@ -86,13 +86,12 @@ def salvage(context: SupervisorContext, follower: AttemptFollower, decision: Dec
         logger().warning("the steps in memory cannot be salvaged", reason=str(error))
 
 
-def dismiss_if_in_vain(context: SupervisorContext, attempt: Attempt, reached: int) -> None:
-    """After a failure in step `reached`: a salvaged step gets one chance, and where none was made
-    after it, the checkpoint before it is the newest again.
-
-    Raises as `StorageWaits.retry`."""
+def dismiss_useless_salvage(context: SupervisorContext, attempt: Attempt, reached: int) -> None:
+    """Set a salvaged step aside if the attempt that resumed from it failed in step `reached`,
+    before it made another: then the checkpoint before it is the newest again. Raises as
+    `StorageWaits.retry`."""
     history = context.history
-    step = in_vain(history, attempt.number, reached)
+    step = useless_salvage(history, attempt.number, reached)
     if step is None:
         return
     folder = _folder(context)
@@ -101,7 +100,7 @@ def dismiss_if_in_vain(context: SupervisorContext, attempt: Attempt, reached: in
     if not older:
         return
     patient(Fence(context.run.attempts, attempt).check)
-    # Each by itself: what has worked must not be done again after what has not.
+    # Each retried by itself, so that what has succeeded is not done again.
     aside = patient(partial(folder.set_aside, step, "abandoned", attempt.number))
     fence = Fence(context.run.attempts, attempt)
     patient(partial(commit.go_on_from, folder, older[-1], fence, logger().warning))
@@ -114,8 +113,8 @@ def dismiss_if_in_vain(context: SupervisorContext, attempt: Attempt, reached: in
 def by_the_end(
     context: SupervisorContext, follower: AttemptFollower | None, work: Callable[[], T], name: str
 ) -> T | None:
-    """What work on storage returns, after the ranks; it is left to itself, with None, once the time
-    is needed to put the job back into the queue. Raises what the work raises."""
+    """The result of `work` on storage after the ranks have ended; None, with the work left running,
+    once the time is needed to requeue the job. Raises what `work` raises."""
     if follower is None or context.job is None:
         return work()
     done = unless(partial(follower.job.too_late_to_wait, follower.times), work, name)
@@ -127,14 +126,14 @@ def by_the_end(
 def _is_too_late(
     context: SupervisorContext, follower: AttemptFollower, clock: AwakeClock, seconds: float
 ) -> bool:
-    """Whether a salvage is no longer waited for: storage may hang, or be unavailable on one node.
-    The fence stops what is left of it once the next attempt begins."""
+    """Whether to stop waiting for a salvage: storage may hang. The fence stops what is left of it
+    once the next attempt begins."""
     over = clock.now() > seconds or follower.job.too_late_to_wait(follower.times)
     return over or insists(context.signals.received) or context.lease.lost
 
 
 def _salvage(context: SupervisorContext, attempt: Attempt) -> int:
-    """How many steps need not be made again."""
+    """Salvage the newest step; the number of steps saved."""
     folder, began = _folder(context), time.monotonic()
     latest = storage_waits().retry(partial(newest, folder), worked=True, path=folder.path)
     offers = context.launcher.offers(attempt.nonce)
@@ -164,7 +163,7 @@ def _make_checkpoint(
     step: int,
     offers: Sequence[Offer],
 ) -> int:
-    """Have the files written, and commit them; their size in bytes. Raises `OSError`."""
+    """Have the nodes write a step, and commit it; its size in bytes. Raises `OSError`."""
     fence = Fence(context.run.attempts, attempt)
     keep = retention.Keep.of(context.config.checkpoint)
     retention.Pruner(folder, keep, fence).make_room()
@@ -188,8 +187,8 @@ def _manifest(poured: Sequence[Poured], attempt: Attempt) -> Manifest:
     files: Mapping[str, FileEntry] = {
         name: entry for each in poured for name, entry in each.files.items()
     }
-    told = dict(first.identity)
-    identity = Identity(**told | {"origin": Origin(**told["origin"])})
+    fields = dict(first.identity)
+    identity = Identity(**fields | {"origin": Origin(**fields["origin"])})
     return Manifest(first.train_state, identity, attempt.number, time.time(), files)
 
 
@@ -220,11 +219,11 @@ def give_up(
     node: str,
     mark: bool = True,
 ) -> GaveUp:
-    """Record in the ledger and in the run's directory why kempner gives up; returns the record.
+    """Record in the ledger and in the run's directory why kempner gives up; the record.
 
-    `decision.reason` is why, `node` the host of the rank that failed first. Without `mark` another
-    start is not prevented. A run that a newer attempt has taken over is not marked: it is not over.
-    """
+    `decision.reason` is why, `node` the host of the rank that failed first. Without `mark`, no
+    `GAVE_UP` is written, so another start is possible. Nothing is recorded for a run that a newer
+    attempt has taken over."""
     rank = decision.culprit
     advice = _IN_ORDER if is_deadlock(failure.raised) else _advise(decision)
     verdict = GaveUp(
@@ -256,7 +255,8 @@ def _advise(decision: Decision) -> str:
 
 
 def evidence(run: RunDirectory, attempt: int, rank: int | None) -> list[Path]:
-    """The files that tell more about the rank that failed first, or the supervisor's own log."""
+    """The log, output and stacks of the rank that failed first; without one, the supervisor's
+    log."""
     if rank is None:
         return [run.supervisor_log(attempt)]
     kinds = (run.log(attempt, rank), run.output(attempt, rank), run.stacks(attempt, rank))
@@ -264,14 +264,14 @@ def evidence(run: RunDirectory, attempt: int, rank: int | None) -> list[Path]:
 
 
 BEGINS_WITHIN = 30.0
-"""Seconds within which a program that fails before it has said a word has not begun."""
+"""A program that fails within these seconds without a report has not begun to train."""
 
 GIVEN_BACK_WITHIN = 30.0
-"""Seconds that Slurm gets before a requeue to see that a lost node does not respond: it takes some
+"""Seconds before a requeue for Slurm to notice that a lost node does not respond; it takes about
 twelve."""
 
 LONG = 60.0
-"""Seconds after which a program of whose steps nothing is known counts as one that has worked."""
+"""Seconds after which a program that reports no steps counts as having worked."""
 
 
 def restart_or_finish(
@@ -280,15 +280,15 @@ def restart_or_finish(
     decision: Decision,
     earlier: Sequence[Failure],
 ) -> Decision | None:
-    """Get ready to start again after a failure; how the run ends if that makes no sense."""
+    """Get ready to start again after an attempt; if that makes no sense, how the run ends."""
     if decision.code is ExitCode.USAGE:
-        decision = as_it_worked_before(decision, _has_worked(context.history, earlier))
+        decision = blame_environment(decision, _has_worked(context.history, earlier))
     why = follower.stop.reason
     if decision.code is ExitCode.STOPPED and (
         why.changes_nodes or (not context.signals.received and context.growth.explains(why))
     ):
         return _start_on_others(context, follower, decision)
-    # A rank of a program that does not report may have been signalled before the stop was known.
+    # A program that reports nothing may have got the signal before the stop was known here.
     healed = decision.code in HEALED_BY_A_RESTART and not decision.final
     stops = why.ends_run
     if stops and (decision.environment or (healed and follower.reports_nothing)):
@@ -310,7 +310,7 @@ def restart_or_finish(
         return replace(decision, code=ExitCode.STOPPED, reason=reason)
     end = _start_again(context, follower, decision, verdict, bad)
     if end is None:
-        dismiss_if_in_vain(context, attempt, failure.step)
+        dismiss_useless_salvage(context, attempt, failure.step)
     return end
 
 
@@ -322,13 +322,13 @@ def _end_after(
     node: str,
     earlier: Sequence[Failure],
 ) -> Decision:
-    """How the run ends after a failure that another start makes no sense after: with storage that
-    is away the job goes on later, all else is given up."""
+    """How the run ends after its last failure: if storage is unavailable, the job continues later;
+    else kempner gives up."""
     if final.code is ExitCode.STORAGE_UNAVAILABLE and _comes_back(context):
         return final
     mark = prevents_restart(failure, earlier, _ran_for_long(context, follower))
-    said = give_up(context.run, context.ledger, follower.attempt, final, failure, node, mark)
-    return replace(final, reason=str(said))
+    record = give_up(context.run, context.ledger, follower.attempt, final, failure, node, mark)
+    return replace(final, reason=str(record))
 
 
 def _has_worked(history: RunHistory, earlier: Sequence[Failure]) -> bool:
@@ -337,7 +337,7 @@ def _has_worked(history: RunHistory, earlier: Sequence[Failure]) -> bool:
 
 
 def _ran_for_long(context: SupervisorContext, follower: AttemptFollower) -> bool:
-    """Whether an attempt of a program that does not report its steps may have made some."""
+    """Whether an attempt of a program that reports nothing ran long enough to have made steps."""
     if not follower.reports_nothing:
         return False
     started = context.history.entries(AttemptStarted)
@@ -351,7 +351,8 @@ def _start_again(
     verdict: RestartDecision,
     bad: Mapping[str, str],
 ) -> Decision | None:
-    """Get ready to start once more, here; how the run ends here if it cannot, or had better not."""
+    """Get ready to restart in this job; how the run ends here if it cannot, or if the job had
+    better be requeued without the nodes `bad`."""
     attempt, nodes = follower.attempt, context.launcher.nodes
     before = nodes.all
     unable = _prepare_again(context, follower, 0.0 if bad else verdict.pause)
@@ -368,14 +369,14 @@ def _start_again(
         return replace(decision, reason=reason, bad_nodes=tuple(bad))
     logger().warning(verdict.reason)
     context.ledger.record(Restarting(verdict.reason), attempt.number)
-    context.growth.take_back(context.ledger, attempt)  # it costs nothing now
+    context.growth.take_back(context.ledger, attempt)  # a restart is due anyway
     return None
 
 
 def _start_on_others(
     context: SupervisorContext, follower: AttemptFollower, decision: Decision
 ) -> Decision | None:
-    """Get ready to start on other nodes, here; how the run ends here if it cannot."""
+    """Get ready to restart on other nodes of this job; how the run ends here if it cannot."""
     unable = _prepare_again(context, follower, 0.0)
     context.lease.check()
     if unable is None and is_asked_to_stop(context, follower):
@@ -389,9 +390,8 @@ def _start_on_others(
 def _prepare_again(
     context: SupervisorContext, follower: AttemptFollower, pause: float
 ) -> CannotRestart | None:
-    """Have the launcher get ready once more, `pause` seconds from now.
-
-    It is left to itself if a stop is asked for meanwhile."""
+    """Have the launcher get ready for another start, `pause` seconds from now. Stops waiting for it
+    if a stop is requested."""
     lost, stuck = follower.roster.lost_hosts(), follower.roster.stuck_pids()
     launcher = context.launcher
     before = set(launcher.nodes.all)
@@ -401,7 +401,7 @@ def _prepare_again(
         unable = launcher.prepare_again(lost, stuck)
         gone = before - set(launcher.nodes.all) - launcher.nodes.joined.keys()
         if context.job is not None:
-            # A requeued job would wait for a node that Slurm believes to be there.
+            # Else a requeued job would wait for a node that Slurm takes for healthy.
             waits = unable is not None and not gone <= set(stuck)
             context.job.leave(gone, GIVEN_BACK_WITHIN if waits else 0.0)
         return context.departures.leave(follower.attempt, unable)
@@ -410,7 +410,8 @@ def _prepare_again(
 
 
 def is_asked_to_stop(context: SupervisorContext, follower: AttemptFollower | None) -> bool:
-    """Whether, between two attempts, there is a reason to begin no other one."""
+    """Whether to begin no other attempt: a stop was requested, the lease is lost, or the job's time
+    is over."""
     if context.signals.received or context.lease.lost:
         return True
     return follower is not None and follower.must_stop()
@@ -419,7 +420,7 @@ def is_asked_to_stop(context: SupervisorContext, follower: AttemptFollower | Non
 def _decide_restart(
     context: SupervisorContext, decision: Decision, failure: Failure, earlier: Sequence[Failure]
 ) -> RestartDecision:
-    """Whether to start again; `earlier` are the failures before, but for those of storage."""
+    """Whether to start again; `earlier` are the failures before, except those of storage."""
     if decision.code is ExitCode.STORAGE_UNAVAILABLE:
         now, history = time.monotonic(), context.history
         before = context.outages[-1] if context.outages else None
@@ -437,9 +438,8 @@ def _better_without(
     node: str,
     verdict: RestartDecision,
 ) -> dict[str, str]:
-    """Nodes without which the job should go on, by way of the queue, each with a reason.
-
-    None where it cannot, or where the same failure would follow it everywhere."""
+    """Nodes to exclude when the job is requeued, each with a reason; empty if it cannot be
+    requeued, or if the same failure would follow it everywhere."""
     job = context.job
     if job is None or not _comes_back(context):
         return {}
@@ -447,13 +447,12 @@ def _better_without(
         return {}
     launcher, history, config = context.launcher, context.history, context.config
     bad = nodes_to_exclude(launcher, node, history, config, decision, verdict.last)
-    # Nodes that do not fit together cannot be used all the same: then the job waits for them.
-    return bad if bad and (decision.environment or job.finds_others(list(bad))) else {}
+    # If the environment is at fault these nodes are unusable, even if the job has to wait.
+    return bad if bad and (decision.environment or job.has_other_nodes(list(bad))) else {}
 
 
 def _comes_back(context: SupervisorContext) -> bool:
-    """Whether the job can be put back into the queue. Ranks may fail before Slurm has said anything
-    in their attempt."""
+    """Whether the job can be requeued, as far as Slurm has reported it at any time."""
     return context.job is not None and context.job.comes_back
 
 
@@ -461,11 +460,11 @@ def _failure(context: SupervisorContext, follower: AttemptFollower, decision: De
     culprit = next((end for end in follower.ends if end.rank == decision.culprit), None)
     raised = culprit.raised if culprit is not None else ""
     if follower.reports_nothing and not follower.steps_done and not _begins(follower):
-        raised = ""  # it may have made many steps: twice the same proves nothing
+        raised = ""  # it may have made many steps, so the same error twice proves nothing
     if decision.code is ExitCode.HUNG and follower.evidence.hang is not None:
         raised = raised or follower.evidence.hang.deadlock
     return Failure(
-        # Of a rank that was killed the last report is old; the others' came as they left.
+        # The last report of a rank that was killed is old; the others reported as they exited.
         step=follower.step_of(decision.culprit if raised else None),
         committed=context.history.last_step,
         raised=raised,
@@ -476,14 +475,15 @@ def _failure(context: SupervisorContext, follower: AttemptFollower, decision: De
 
 
 def _unstarted(follower: AttemptFollower, culprit: RankExit | None) -> int | None:
-    """The exit status of a program of the user's own that ended by itself, before it had said a
-    word, so soon that it cannot have begun: an import fails, say."""
+    """The exit status of a user's program that failed by itself, without a report, so soon that it
+    cannot have begun to train: an import failed, say."""
     if culprit is None or not follower.reports_nothing or follower.steps_done:
         return None
-    by_itself = culprit.status is not None and culprit.status > 0
-    return culprit.status if by_itself and _begins(follower) else None
+    exited = culprit.status is not None and culprit.status > 0
+    return culprit.status if exited and _begins(follower) else None
 
 
 def _begins(follower: AttemptFollower) -> bool:
-    """Whether the first rank ended so soon that a program that says nothing cannot have begun."""
+    """Whether the first rank ended before a program that reports nothing can have begun to
+    train."""
     return follower.seconds_run() < BEGINS_WITHIN

@@ -55,6 +55,13 @@ HUGGING_FACE = (
     Program("hugging_face.py", "DPO", "accumulate", epoch=3, micro=2),
     Program("hugging_face.py", "GRPO", "generations", evaluate_every=0, epoch=0, refused=GENERATES),
     Program("hugging_face.py", "GRPO", "steps", evaluate_every=0, epoch=0, refused=GENERATES),
+    Program(
+        *("hugging_face.py", "GRPO", "buffered"),
+        evaluate_every=0,
+        epoch=0,
+        micro=2,
+        refused=GENERATES,
+    ),
 )
 HUGGING_FACE_MODULES = (
     "datasets",

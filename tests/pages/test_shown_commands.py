@@ -24,6 +24,8 @@ ELSEWHERE = {
     "checkpoint/convert/test_import_hugging_face.py",
     "kempner checkpoint import models/Llama-3.2-1B --into runs/next": "tests/unit/checkpoint/"
     "convert/test_import_hugging_face.py",
+    "kempner checkpoint push runs/debug ours/debug --private": "tests/unit/cli/"
+    "test_push_command.py",
     "kempner checkpoint import stock --into runs/other --step 5 --cursor 40": "tests/distributed/"
     "saves/test_checkpoint_exchange.py",
 }

@@ -97,7 +97,7 @@ class Template:
     def __init__(
         self, modules: Sequence[str] = MODULES, environ: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        for limit in ("IMPORTED_WITHIN", "FORKED_WITHIN", "TOLD_WITHIN"):
+        for limit in ("IMPORTED_WITHIN", "FORKED_WITHIN", "STATUS_WITHIN"):
             setattr(client, limit, scaled(getattr(client, limit)))
         self._server = ForkServerClient(modules)
         self._environ = {**ENVIRON, **environ}

@@ -1,26 +1,25 @@
-"""The compact index: what is where in a checkpoint, in a few hundred kilobytes at any world size.
+"""The compact index: the place of each part of each tensor, in some 100 kB at any world size.
 
 DCP's `.metadata` lists every part of every tensor: a million objects at 512 ranks, gigabytes at
-thousands. Where the parts are follows from how each tensor is cut (`shard_plan`), so the index says
-only that:
+thousands. The places of the parts follow from how each tensor is cut (`shard_plan`), so the index
+lists only that:
 
     {"format": 1, "world": 4096, "tensors": [["model.norm.weight", [512], "float32", [4096], [0]]],
      "containers": [["float32", [1], 4, 1216]]}
 
-A tensor is its key, shape, dtype and device mesh; for each dimension of the mesh the dimension of
-the tensor that is cut along it, or null; and the order in which the dimensions of the mesh cut, if
-that is not from the first to the last. A container is what one part takes in a file: its dtype and
-sizes, the bytes of its data, and all of its bytes with the header. If any tensor is frozen,
-`"base": [0]` has the positions of those that are.
+A tensor is listed as key, shape, dtype and device mesh; for each mesh dimension the tensor
+dimension that is cut along it, or null; and the order in which the mesh dimensions cut, if that is
+not first to last. A container is listed as dtype and sizes of the part, its bytes of data, and its
+bytes with the header. If any tensor is frozen, `"base": [0]` has the positions of the frozen ones.
 
-Where another library has cut the tensors, the index lists the parts instead:
+If another library has cut the tensors, the index lists the parts instead:
 
     {"format": 1, "tensors": [["model.norm.weight", [512], "float32", 0]],
      "cuts": [[[0, [0], [256]], [1, [256], [256]]]], "containers": [["float32", [256], 1024, 2176]]}
 
-A tensor is its key, shape, dtype and the number of its cut; a cut is the parts, each with the
-number of its file, offsets and sizes. A large model has few cuts, as most of its tensors are cut
-alike. Where in a file a part is follows from what else is there (`shard_plan.arrange`).
+A tensor is listed as key, shape, dtype and the number of its cut; a cut as its parts, each with
+file number, offsets and sizes. Most tensors of a large model are cut alike, so there are few cuts.
+The place of a part in its file follows from the file's other contents (`shard_plan.arrange`).
 """
 
 from __future__ import annotations
@@ -74,7 +73,8 @@ class ListedTensor:
 
 
 class ListedIndex:
-    """The `Contents` of such a checkpoint; `cuts` are the pieces of each, in any order."""
+    """The `Contents` of a checkpoint whose index lists the parts; `cuts` has the parts of each cut,
+    in any order."""
 
     def __init__(
         self, listed: Sequence[ListedTensor], cuts: Sequence[Sequence[ListedPart]], extents: Extents
@@ -129,7 +129,7 @@ class ListedIndex:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> ListedIndex:
-        """Raises `ValueError`, `KeyError` or `TypeError` for a file that is not such an index."""
+        """Raises `ValueError`, `KeyError` or `TypeError` for fields of no such index."""
         cuts = [[_piece(*entry) for entry in cut] for cut in fields["cuts"]]
         dimensions = [{len(piece.offsets) for piece in cut} for cut in cuts]
         listed = [_tensor(dimensions, *entry) for entry in fields["tensors"]]
@@ -138,7 +138,7 @@ class ListedIndex:
     def _overlapping(
         self, cut: int, offsets: tuple[int, ...], sizes: tuple[int, ...]
     ) -> list[ListedPart]:
-        """The pieces that have something of a box, looked for once for all tensors cut alike."""
+        """The pieces that overlap a box; cached for all tensors that are cut alike."""
         box = (cut, offsets, sizes)
         if box not in self._overlaps:
             self._overlaps[box] = [
@@ -149,7 +149,7 @@ class ListedIndex:
         return self._overlaps[box]
 
     def _table(self, file: int) -> Mapping[tuple[str, tuple[int, ...]], Placed]:
-        """Where in a file each part is, by key and offsets."""
+        """The place of each part in a file, by key and offsets."""
         if file not in self._tables:
             placed = self.placed(file)
             self._tables[file] = {(item.chunk.key, item.chunk.offsets): item for item in placed}
@@ -157,7 +157,7 @@ class ListedIndex:
 
 
 def is_tensor(key: Any, shape: Any, dtype: Any) -> bool:
-    """Whether these are what an index says of a tensor."""
+    """Whether these are valid entries of an index."""
     return isinstance(key, str) and bool(_DTYPE.fullmatch(dtype)) and are_numbers(shape)
 
 
@@ -170,7 +170,7 @@ def _piece(file: Any, offsets: Any, sizes: Any) -> ListedPart:
 def _tensor(
     dimensions: Sequence[set[int]], key: Any, shape: Any, dtype: Any, cut: Any
 ) -> ListedTensor:
-    """One tensor, checked; `dimensions` are those of each cut's parts."""
+    """Parse one tensor; `dimensions` are those of each cut's parts."""
     sound = is_tensor(key, shape, dtype) and are_numbers([cut]) and cut < len(dimensions)
     if not sound or not dimensions[cut] <= {len(shape)}:
         raise ValueError(f"{key!r} makes no sense")
@@ -178,16 +178,16 @@ def _tensor(
 
 
 INDEX: Final = "index.json"
-"""The name of the file; every checkpoint has it, and every load goes by it."""
+"""The name of the index file; every checkpoint has one, and every load uses it."""
 
 METADATA_UP_TO = 1_024
-"""Ranks up to which a checkpoint has DCP's `.metadata` as well, for the stock reader."""
+"""The largest world for which a checkpoint also has DCP's `.metadata`, for torch's own reader."""
 
 _FORMAT = 1
 
 
 class CompactIndex:
-    """The `Contents` of what was cut by plan: parts are worked out when they are asked for."""
+    """The `Contents` of a checkpoint that was cut by plan; parts are computed on demand."""
 
     def __init__(self, specs: Sequence[TensorSpec], world: int, extents: Extents) -> None:
         self.specs, self.world = specs, world
@@ -207,7 +207,7 @@ class CompactIndex:
             pieces, table = self._file(number)
             piece = pieces[kind]
             if piece is None:
-                continue  # a box without elements can touch a piece that no rank has
+                continue  # an empty box can touch a piece that no rank has
             placed = table[key]
             length = placed.container.length
             yield Part(piece.offsets, piece.sizes, data_file(number), placed.start, length)
@@ -215,15 +215,15 @@ class CompactIndex:
     def _holders(
         self, nth: int, kind: int, offsets: tuple[int, ...], sizes: tuple[int, ...]
     ) -> list[int]:
-        """As `holders`, once for all tensors that are cut alike."""
+        """As `holders`, cached for all tensors that are cut alike."""
         box = (nth, kind, offsets, sizes)
         if box not in self._overlaps:
             self._overlaps[box] = list(holders(self._layouts[nth].examples[kind], offsets, sizes))
         return self._overlaps[box]
 
     def _file(self, number: int) -> tuple[list[Chunk | None], Mapping[str, Placed]]:
-        """The pieces in a file by kind, and where in it each tensor's container is, by key. Most
-        ranks' files are laid out alike, and share one such table."""
+        """The pieces in a file by kind, and the place of each tensor's container by key. Most
+        ranks' files have the same layout, and share this table."""
         if number not in self._files:
             nth, rank = divmod(number, self.world)
             pieces = self._layouts[nth].pieces(rank)
@@ -235,7 +235,7 @@ class CompactIndex:
 
 
 def encode(specs: Sequence[TensorSpec], world: int, extents: Extents) -> bytes:
-    """The bytes of the index of a state that `world` ranks write; the same at every save."""
+    """The index of a state that `world` ranks write; the same bytes at every save."""
     tensors = [
         [s.key, s.shape, s.dtype, s.mesh, s.placements, *([s.order] if s.order else [])]
         for s in specs
@@ -249,7 +249,6 @@ def encode(specs: Sequence[TensorSpec], world: int, extents: Extents) -> bytes:
 
 
 def encode_listed(index: ListedIndex) -> bytes:
-    """The bytes of an index that lists its parts."""
     return _encoded({"format": _FORMAT, **index.to_fields()})
 
 
@@ -258,7 +257,7 @@ def _encoded(fields: Mapping[str, Any]) -> bytes:
 
 
 def decode(content: bytes, where: Path) -> CompactIndex | ListedIndex:
-    """The index back from its bytes. Raises `DataError`, naming `where`, if they are not one."""
+    """Parse an index. Raises `DataError`, naming `where`, if it is invalid."""
     try:
         fields = json.loads(content)
         if fields["format"] != _FORMAT:
@@ -278,7 +277,7 @@ def decode(content: bytes, where: Path) -> CompactIndex | ListedIndex:
 def _spec(
     key: Any, shape: Any, dtype: Any, mesh: Any, placements: Any, order: Any = ()
 ) -> TensorSpec:
-    """One tensor, checked: the file is not trusted."""
+    """Parse one tensor, with checks: the file is not trusted."""
     dims = [dim for dim in placements if dim is not None]
     sound = (
         is_tensor(key, shape, dtype)

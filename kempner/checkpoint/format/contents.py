@@ -1,8 +1,8 @@
-"""What a checkpoint contains and where: one view of DCP's `.metadata` and the compact index.
+"""What a checkpoint contains and where: a common interface of DCP's `.metadata` and the compact
+index.
 
-How many bytes a container takes depends on dtype and sizes, but also on the torch that wrote it;
-another one, which loads, may put other bytes around a tensor. So the index says it.
-"""
+The bytes of a tensor's container depend on dtype and sizes, but also on the version of torch that
+wrote it, which may differ from the one that loads. So the index lists them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Saved:
 
 @dataclass(frozen=True)
 class Part:
-    """A rectangular part of a tensor, and the container that holds it. `offsets` and `sizes` in
-    elements, one per dimension; `start` and `length` in bytes of `file`."""
+    """A rectangular part of a tensor, and its container. `offsets` and `sizes` are in elements, one
+    per dimension; `start` and `length` in bytes of `file`."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -38,14 +38,14 @@ class Contents(Protocol):
     def tensors(self) -> Mapping[str, Saved]: ...
 
     def parts(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Iterable[Part]:
-        """The stored parts of a tensor that overlap the box at `offsets` of `sizes` elements.
-        Raises `DataError` if one of them is stored nowhere."""
+        """The stored parts of a tensor that overlap the box at `offsets` with `sizes` elements.
+        Raises `DataError` if a part is missing."""
         ...
 
 
 @dataclass(frozen=True)
 class RenamedContents:
-    """The same tensors under other keys; `before` has what each of them is saved as."""
+    """The same tensors under other keys; `before` maps each new key to the saved one."""
 
     contents: Contents
     before: Mapping[str, str]
@@ -62,7 +62,7 @@ class RenamedContents:
 def overlap(
     offsets: Sequence[int], sizes: Sequence[int], others: Sequence[int], other_sizes: Sequence[int]
 ) -> tuple[list[int], list[int]] | None:
-    """Where two boxes' common part begins and ends; None if they have nothing in common."""
+    """Begin and end of the intersection of two boxes; None if it is empty."""
     ends = zip(offsets, sizes, others, other_sizes, strict=True)
     low = [max(a, b) for a, b in zip(offsets, others, strict=True)]
     high = [min(a + n, b + m) for a, n, b, m in ends]
@@ -70,7 +70,7 @@ def overlap(
 
 
 class Extent(Protocol):
-    """A container: how many bytes of `data` are in it, and its whole `length`."""
+    """The bytes of `data` in a container, and its total `length`."""
 
     @property
     def data(self) -> int: ...
@@ -91,17 +91,17 @@ class _SharedContents(NamedTuple):
 def list_extents(
     pieces: Iterable[tuple[str, tuple[int, ...]]], extents: Extents
 ) -> list[list[Any]]:
-    """What an index says of the `pieces`, each a dtype and sizes, once for each kind."""
+    """The index entries for `pieces` (dtype and sizes), one per distinct kind."""
     listed = []
     for dtype, sizes in sorted(set(pieces)):
-        around = extents(dtype, sizes)
-        listed.append([dtype, sizes, around.data, around.length])
+        extent = extents(dtype, sizes)
+        listed.append([dtype, sizes, extent.data, extent.length])
     return listed
 
 
 def read_extents(listed: Any) -> Extents:
-    """The extents that an index lists. Raises `ValueError` or `TypeError` for what is no list. What
-    is returned raises `DataError` for a kind of piece that is not listed."""
+    """The extents that an index lists. Raises `ValueError` or `TypeError` for invalid entries. The
+    returned function raises `DataError` for a kind that is not listed."""
     known: dict[tuple[str, tuple[int, ...]], _SharedContents] = {}
     for dtype, sizes, data, length in listed:
         numbers = [*sizes, data, length]
@@ -118,5 +118,5 @@ def read_extents(listed: Any) -> Extents:
 
 
 def are_numbers(values: Iterable[Any]) -> bool:
-    """Whether all are whole numbers that are not negative."""
+    """Whether all are non-negative integers."""
     return all(type(number) is int and number >= 0 for number in values)

@@ -3,11 +3,11 @@
     step-00000120                      committed, if its manifest says so
     latest -> step-00000120            the newest commit of the live branch; a file with that name
                                        where there are no links
-    .latest.a3-77aa01bc.120            is to take the place of `latest` once step 120 is committed
+    .latest.a3-77aa01bc.120            replaces `latest` once step 120 is committed
     .step-00000120.a3-9f1c22ab         in progress, by attempt 3
     step-00000120.abandoned-a4         a commit that attempt 4 made again after a fallback
     step-00000120.damaged-a4           a commit that attempt 4 found damaged
-    verified.jsonl                     what `kempner checkpoint verify` found, and when
+    verified.jsonl                     the results of `kempner checkpoint verify`
     .step-00000120.a0-51d07be2         a commit whose deletion has begun
     .reading-step-00000120.7c0e44d1    a process reads step 120
 
@@ -29,12 +29,13 @@ LATEST = "latest"
 MANIFEST = "manifest.json"
 METADATA = ".metadata"  # what DCP calls its description of a checkpoint
 SHARED_OBJECTS = "objects.pt"
-"""What a program has registered for all ranks together, and is no module or optimizer."""
+"""The file of a program's registered objects that all ranks share, other than modules and
+optimizers."""
 
 VERIFIED = "verified.jsonl"
 WITHDRAWN = "manifest.withdrawn.json"  # the manifest's name once the checkpoint is to be deleted
 _NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
-"""Error numbers of a read where there is no file or link of that name."""
+"""Errors of a read if there is no such file or link."""
 
 _LONGEST_TEXT = 64  # characters of a file `latest` that are read
 _STEP = re.compile(r"step-(\d{8,})")
@@ -57,7 +58,7 @@ def in_progress_name(step: int, attempt: int, nonce: str) -> str:
 
 
 def dying_name(step: int, nonce: str) -> str:
-    """The name of a checkpoint whose deletion has begun: in progress, by no attempt."""
+    """The name of a checkpoint whose deletion has begun: in progress, by attempt 0."""
     return in_progress_name(step, 0, nonce)
 
 
@@ -70,7 +71,7 @@ def leftover_step(leftover: Path) -> int:
 
 
 def marker_name(step: int, nonce: str) -> str:
-    """The name of the file with which a reader says what it reads; `nonce` is hexadecimal."""
+    """The name of a reader's marker file; `nonce` is hexadecimal."""
     return f".reading-{step_name(step)}.{nonce}"
 
 
@@ -94,7 +95,7 @@ def parse_aside(name: str) -> SetAside | None:
 
 
 def _named_by(path: Path) -> int | None:
-    """The step that a link or a file names, or None if it is not there or names none of ours."""
+    """The step that a link or a file names; None if it does not exist or names no checkpoint."""
     try:
         try:
             return parse_step(str(path.readlink()))
@@ -111,9 +112,9 @@ def _named_by(path: Path) -> int | None:
 
 @dataclass
 class Tip:
-    """What this process knows of the live branch: its newest `step`, None before it has chosen one.
-    `durable` is whether the entry of that step is on disk, `pointed` whether `latest` names it. Two
-    threads catch up with it, one at a time."""
+    """The newest `step` of the live branch according to this process; None before it has chosen
+    one. `durable`: its directory entry is on disk; `pointed`: `latest` names it. Two threads update
+    these, under `lock`."""
 
     step: int | None = None
     durable: bool = True
@@ -121,7 +122,7 @@ class Tip:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def reach(self, step: int) -> None:
-        """From now on this is the newest; the folder does not show it yet."""
+        """Make `step` the newest; the folder does not show it yet."""
         with self.lock:
             self.step, self.durable, self.pointed = step, False, False
 
@@ -136,48 +137,47 @@ class CheckpointFolder:
         return self.path / step_name(step)
 
     def committed(self) -> list[int]:
-        """Steps that have a manifest, ascending. Whether it verifies is another question."""
+        """The steps that have a manifest, ascending; they may not verify."""
         return self._steps_with(MANIFEST)
 
     def withdrawn(self) -> list[int]:
-        """Steps whose deletion has begun, but whose folder still has its name, ascending."""
+        """The steps whose deletion has begun but whose folders are not renamed yet, ascending."""
         return self._steps_with(WITHDRAWN)
 
     def entries(self) -> list[Path]:
-        """All that is in it; empty if it is not there. Raises `OSError`."""
+        """All entries; empty if the folder does not exist. Raises `OSError`."""
         return list(self.path.iterdir()) if self.path.is_dir() else []
 
     def markers(self, step: int) -> list[Path]:
-        """The files of those who read the checkpoint of `step`."""
+        """The markers of readers of the checkpoint of `step`."""
         matches = ((entry, _MARKER.fullmatch(entry.name)) for entry in self.entries())
         return sorted(entry for entry, m in matches if m and m[1] == step_name(step))
 
     def latest(self) -> int | None:
-        """The step that `latest` names, or None if it is absent or names no step of ours. The text
-        of the link, or of the file, decides, not what it resolves to: a link that points out of
-        this folder is not followed. Raises `OSError` if it cannot be read now."""
+        """The step that `latest` names; None if it is absent or names no checkpoint. The text of
+        the link or file counts: a link out of this folder is not followed. Raises `OSError` if it
+        cannot be read now."""
         return _named_by(self.path / LATEST)
 
     def is_bare(self) -> bool:
-        """Whether nothing in it is ours, or it is not there. Raises `OSError`."""
+        """Whether the folder has no checkpoints, or does not exist. Raises `OSError`."""
         names = (entry.name for entry in self.entries())
         return not any(n == LATEST or parse_step(n) or parse_aside(n) for n in names)
 
     def copies(self) -> list[Path]:
-        """Everything in it that may hold a step: committed or not, in progress, set aside."""
+        """All entries that may hold a step: committed or not, in progress, set aside."""
         ours = (parse_step, parse_aside, _IN_PROGRESS.fullmatch)
         entries = self.entries()
         return sorted(e for e in entries if any(is_one(e.name) is not None for is_one in ours))
 
     def prepared(self) -> dict[Path, int]:
-        """What is to take the place of `latest`, and the step that it names."""
+        """The prepared replacements of `latest`, each with the step that it names."""
         entries = [e for e in self.entries() if e.name.startswith(f".{LATEST}.")]
         return {entry: step for entry in entries if (step := _named_by(entry)) is not None}
 
     def prepare_latest(self, step: int, unique: str) -> Path:
-        """Make what is to take the place of `latest`: a link, or a file where there are no links.
-        From then on `step` counts as the newest once it is committed, whenever the swap
-        succeeds."""
+        """Create the replacement of `latest`: a link, or a file if the file system has no links.
+        From then on `step` counts as the newest once it is committed, even before the swap."""
         next_latest = self.path / f".{LATEST}.{unique}.{step}"
         if _named_by(next_latest) != step:
             next_latest.unlink(missing_ok=True)
@@ -190,7 +190,7 @@ class CheckpointFolder:
         return next_latest
 
     def point_latest(self, step: int, unique: str) -> None:
-        """Swap `latest` to `step` by an atomic rename, durably; nothing else is prepared then."""
+        """Point `latest` to `step` by an atomic, durable rename; removes other replacements."""
         next_latest = self.prepare_latest(step, unique)
         rename(next_latest, self.path / LATEST, arrived=lambda: self.latest() == step)
         fsync_directory(self.path)
@@ -198,13 +198,13 @@ class CheckpointFolder:
             outdated.unlink(missing_ok=True)
 
     def leftovers(self, before_attempt: int) -> list[Path]:
-        """In-progress folders of attempts below `before_attempt`, which will not be finished."""
+        """In-progress folders of attempts before `before_attempt`, which will not be finished."""
         matches = ((entry, _IN_PROGRESS.fullmatch(entry.name)) for entry in self.entries())
         return sorted(entry for entry, m in matches if m and int(m[2]) < before_attempt)
 
     def set_aside(self, step: int, why: str, attempt: int) -> Path:
-        """Rename a checkpoint out of the way, to `step-<s>.<why>-a<attempt>`; return its new path.
-        `why` is "abandoned" or "damaged". The caller fsyncs the folder."""
+        """Rename a checkpoint to `step-<s>.<why>-a<attempt>`; its new path. `why` is "abandoned" or
+        "damaged". The caller fsyncs the folder."""
         name = f"{step_name(step)}.{why}-a{attempt}"
         target, again = self.path / name, 1
         while target.exists():
@@ -215,6 +215,6 @@ class CheckpointFolder:
 
     def _steps_with(self, file: str) -> list[int]:
         steps = (parse_step(entry.name) for entry in self.entries())
-        # A withdrawal is our own act.
+        # A withdrawn manifest was renamed by this run, so no file system shows it late.
         seen = is_listed if file == MANIFEST else lambda path: bool(path.is_file())
         return sorted(s for s in steps if s is not None and seen(self.step(s) / file))

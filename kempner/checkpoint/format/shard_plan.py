@@ -1,11 +1,11 @@
-"""Plans which rank writes what, and where in its file: a pure function of the sharding.
+"""Plans which rank writes which part of the state, and where in its file: a pure function of the
+sharding.
 
-No rank needs to ask another. What several ranks hold is written by one of them. Within a file the
-small come first, so that a reader of a counter need not read a block of weights.
+So ranks need not communicate. A part that several ranks hold is written by one of them. Within a
+file small tensors come first, so that a reader of a counter need not read a block of weights.
 
-What is frozen is the base: it is apart, in a second file of each rank, whose number is that of the
-rank after those of all ranks. Where nothing is frozen there are no such files.
-"""
+Frozen tensors are the base: they are in a second file of each rank, numbered `world + rank`. If
+nothing is frozen there are no such files."""
 
 from __future__ import annotations
 
@@ -27,14 +27,12 @@ SMALL = 256  # elements up to which a tensor takes no more room than its contain
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of the state, as every rank knows it.
+    """One tensor of the state, with its sharding.
 
-    `placements` has one entry per dimension of the device `mesh`: the tensor dimension that is cut
-    along it, or None where every rank along it holds the same. `order` lists the dimensions of the
-    mesh as they cut, where that is not from the first to the last: FSDP cuts what tensor
-    parallelism has cut before, although the tensor groups are the last dimension. `base` says that
-    it is frozen.
-    """
+    `placements` has one entry per dimension of the device `mesh`: the tensor dimension that is
+    sharded along it, or None if it is replicated. `order` lists the mesh dimensions in the order in
+    which they cut, if that is not first to last: FSDP cuts what tensor parallelism has cut before,
+    although the tensor groups are the last mesh dimension. `base`: the tensor is frozen."""
 
     key: str
     shape: tuple[int, ...]
@@ -46,7 +44,8 @@ class TensorSpec:
 
     @property
     def cuts(self) -> Iterator[tuple[int, int, int | None]]:
-        """The dimensions of the mesh as they cut: which one, its size, its placement."""
+        """For each mesh dimension, in the order in which they cut: its index, size and
+        placement."""
         for level in self.order or range(len(self.mesh)):
             yield level, self.mesh[level], self.placements[level]
 
@@ -63,7 +62,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Placed:
-    """A chunk in its rank's file, with its container starting at byte `start`."""
+    """A chunk and its container, which starts at byte `start` of the rank's file."""
 
     chunk: Chunk
     start: int
@@ -71,7 +70,7 @@ class Placed:
 
 
 class ListedChunk(NamedTuple):
-    """A chunk as a table of contents lists it: `length` bytes of its file from `start` on."""
+    """A chunk in a file's list of contents: `length` bytes from `start`."""
 
     key: str
     offsets: tuple[int, ...]
@@ -90,7 +89,7 @@ def coordinate(rank: int, mesh: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def chunk_of(spec: TensorSpec, rank: int) -> Chunk | None:
-    """The part that `rank` writes; None if it holds none, or another rank writes it."""
+    """The part of a tensor that `rank` writes; None if it holds none, or another rank writes it."""
     here = coordinate(rank, spec.mesh)
     if None in spec.placements:
         writer = _writer(spec)
@@ -102,7 +101,7 @@ def chunk_of(spec: TensorSpec, rank: int) -> Chunk | None:
 
 
 def piece_sizes(spec: TensorSpec) -> set[tuple[int, ...]]:
-    """The sizes of all parts of a tensor, found without asking every rank."""
+    """The sizes of all parts of a tensor, without enumerating ranks."""
     found = {spec.shape}
     for _, parts, dim in spec.cuts:
         if dim is not None:
@@ -115,15 +114,15 @@ def piece_sizes(spec: TensorSpec) -> set[tuple[int, ...]]:
 
 
 def _lengths(whole: int, parts: int) -> set[int]:
-    """How long the pieces are that `torch.chunk` makes."""
+    """The lengths of the pieces that `torch.chunk` makes."""
     piece = -(-whole // parts)
     return {piece, whole % piece or piece} if piece else {0}
 
 
 def holders(spec: TensorSpec, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[int]:
-    """The ranks that write what overlaps a box of a tensor, found without asking all of them."""
+    """The ranks that write parts of a tensor that overlap a box, without enumerating all ranks."""
     writer = _writer(spec)
-    # The next rank along a dimension is this much further on.
+    # The difference between neighbouring ranks along each mesh dimension.
     strides = [math.prod(spec.mesh[level + 1 :]) for level in range(len(spec.mesh))]
     cuts = [(strides[level], parts, dim) for level, parts, dim in spec.cuts]
 
@@ -147,14 +146,14 @@ def holders(spec: TensorSpec, offsets: Sequence[int], sizes: Sequence[int]) -> I
 
 
 def _writer(spec: TensorSpec) -> int:
-    """Which of its holders writes what is held several times, modulo their number. What is large is
-    spread over them. What is small is all with the first: a reader that needs every counter of an
-    optimizer would otherwise open hundreds of files for a few bytes each."""
+    """The number, modulo the number of holders, of the rank that writes a replicated tensor. Large
+    tensors are spread over the holders. Small ones are all written by the first: else a reader of
+    all counters of an optimizer would open hundreds of files for a few bytes each."""
     return crc32(spec.key.encode()) if math.prod(spec.shape) > SMALL else 0
 
 
 def _writers(spec: TensorSpec) -> tuple[int, ...]:
-    """Where the writer sits along each dimension of the mesh whose ranks hold the same."""
+    """The writer's coordinate along each mesh dimension on which the tensor is replicated."""
     writer = _writer(spec)
     sides = zip(spec.mesh, spec.placements, strict=True)
     return tuple(writer % parts for parts, dim in sides if dim is None)
@@ -172,9 +171,9 @@ def _cut(
     order: tuple[int, ...],
     here: tuple[int, ...],
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Offsets and sizes of the part at a place of the mesh; None where nothing is left for it. Cut
-    as `torch.chunk` does: every piece as large as the first, until nothing is left. A parameter and
-    its optimizer state are cut alike, and get the same objects."""
+    """Offsets and sizes of the part at the mesh coordinate `here`; None if it is empty. Cut as by
+    `torch.chunk`: all pieces are as large as the first, until nothing is left. Cached, since a
+    parameter and its optimizer state are cut alike."""
     offsets, sizes = [0] * len(shape), list(shape)
     for level in order or range(len(mesh)):
         at, dim = here[level], placements[level]
@@ -190,15 +189,15 @@ def _cut(
 
 
 def place(specs: Iterable[TensorSpec], rank: int, container: Extents) -> list[Placed]:
-    """The contents of the file of `rank`, in order of size and name."""
+    """The contents of the file of `rank`, sorted by size and name."""
     chunks = (chunk for spec in specs if (chunk := chunk_of(spec, rank)) is not None)
     return arrange(chunks, container)
 
 
 class Layouts:
-    """What lies in any rank's file. What is cut into pieces of the same sizes is placed once. A
-    large model has thousands of tensors, but few kinds of them, which are cut alike; and most
-    ranks' files differ in the offsets alone."""
+    """The contents of any rank's file, computed once for each distinct layout. A large model has
+    thousands of tensors but few kinds of them (which are cut alike), and most ranks' files differ
+    only in the offsets."""
 
     def __init__(self, specs: Sequence[TensorSpec], container: Extents) -> None:
         self._specs, self._container = specs, container
@@ -215,12 +214,12 @@ class Layouts:
         self._placed: dict[tuple[tuple[int, ...] | None, ...], list[Placed]] = {}
 
     def pieces(self, rank: int) -> list[Chunk | None]:
-        """What `rank` writes of each kind's example; None where that is nothing."""
+        """The part of each kind's example that `rank` writes; None if there is none."""
         return [chunk_of(spec, rank) for spec in self.examples]
 
     def placed(self, pieces: Sequence[Chunk | None], rank: int) -> list[Placed]:
-        """The file of `rank`, which has these `pieces`; offsets may be those of another rank. The
-        same object for all files that are laid out alike."""
+        """The layout of the file of `rank` with these `pieces`; its offsets may be another rank's.
+        The same object for all files with the same layout."""
         sizes = tuple(piece.sizes if piece is not None else None for piece in pieces)
         if sizes not in self._placed:
             self._placed[sizes] = place(self._specs, rank, self._container)
@@ -228,7 +227,7 @@ class Layouts:
 
 
 def by_file(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
-    """What goes into the first file of a rank and, if anything is frozen, into its second."""
+    """The tensors of a rank's first file and, if any are frozen, of its second."""
     parts = [[spec for spec in specs if spec.base is base] for base in (False, True)]
     return parts if parts[1] else parts[:1]
 
@@ -236,7 +235,7 @@ def by_file(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
 def list_all(
     specs: Sequence[TensorSpec], world: int, container: Extents
 ) -> Iterator[list[ListedChunk]]:
-    """The contents of every file, by its number."""
+    """The contents of every file, in the order of their numbers."""
     for part in by_file(specs):
         layouts = Layouts(part, container)
         kinds = layouts.kinds
@@ -244,8 +243,8 @@ def list_all(
             pieces = layouts.pieces(rank)
             placed = layouts.placed(pieces, rank)
             yield [
-                ListedChunk(key, piece.offsets, piece.sizes, start, around.length)
-                for key, start, around in ((p.chunk.key, p.start, p.container) for p in placed)
+                ListedChunk(key, piece.offsets, piece.sizes, start, extent.length)
+                for key, start, extent in ((p.chunk.key, p.start, p.container) for p in placed)
                 if (piece := pieces[kinds[key]]) is not None
             ]
 
@@ -258,12 +257,12 @@ def listed(placed: Iterable[Placed]) -> list[ListedChunk]:
 
 
 def arrange(chunks: Iterable[Chunk], container: Extents) -> list[Placed]:
-    """Chunks in one file, in order of size and name."""
+    """Chunks in one file, sorted by size and name."""
     sized = [(container(chunk.dtype, chunk.sizes), chunk) for chunk in chunks]
     placed, start = [], 0
-    for around, chunk in sorted(sized, key=lambda item: (item[0].data, item[1].key)):
-        placed.append(Placed(chunk, start, around))
-        start += -(-around.length // ALIGNMENT) * ALIGNMENT
+    for extent, chunk in sorted(sized, key=lambda item: (item[0].data, item[1].key)):
+        placed.append(Placed(chunk, start, extent))
+        start += -(-extent.length // ALIGNMENT) * ALIGNMENT
     return placed
 
 
@@ -272,7 +271,8 @@ def file_length(placed: Sequence[Placed]) -> int:
 
 
 def data_file(number: int) -> str:
-    """The name of the data file of a rank, as DCP's own writer would choose it; see `base_file`."""
+    """The name of a rank's data file, as DCP's own writer names it; for frozen tensors see
+    `base_file`."""
     return f"__{number}_0.distcp"
 
 
@@ -281,10 +281,10 @@ def base_file(rank: int, world: int) -> str:
 
 
 def digest(specs: Iterable[TensorSpec]) -> int:
-    """63 bits that differ between plans; ranks compare theirs at every save."""
+    """A 63-bit digest of a plan; ranks compare theirs at every save."""
     return number_of("\n".join(map(repr, specs)))
 
 
 def number_of(text: str) -> int:
-    """63 bits that differ between texts."""
+    """A 63-bit digest of a text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,15 +1,14 @@
 """Writes a buffer to a file: space reserved first, checksums on the way, fsync at the end.
 
-Everything happens in large calls that release the interpreter, so that training goes on beside it.
-The page cache is bypassed (O_DIRECT) where buffer and file system allow it: another copy, and the
-kernel's work to clean it up, would take a core from training. Where they do not, pages are written
-back early and dropped behind: a cache full of dirty checkpoint pages makes the last fsync, and
-whatever else needs memory, slow.
+All work is done in large calls that release the interpreter's lock, so that training continues.
+The page cache is bypassed (O_DIRECT) if buffer and file system allow it: another copy, and the
+kernel's reclaiming of pages, would take a core from training. Else pages are written back early and
+dropped: a cache full of dirty pages slows down the last fsync, and everything that needs memory.
 
-The files of what is frozen are written twice, then linked from one checkpoint to the next. Each
-checkpoint stays complete by itself: whatever reads, copies or deletes one need not know of it, and
-the file goes with the last checkpoint that has it. A flipped bit in it damages every checkpoint
-that it is linked to, so neighbours never share one: there are two, taken in turn.
+Files of frozen tensors are written twice, then hard-linked from one checkpoint to the next. Each
+checkpoint is complete by itself, so readers and deletions need not know of the links. Since a
+flipped bit in a file damages every checkpoint that links to it, there are two files, used in turn,
+so that neighbouring checkpoints never share one.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from kempner.run.process.exit_codes import DataError
 
 SLAB_BYTES = 16 * BLOCK_BYTES  # bytes per write(2)
 WRITE_BEHIND = 4
-"""Slabs that may be on their way to the disk before the writer waits for the oldest."""
+"""Slabs that may be in write-back before the writer waits for the oldest."""
 
 DIRECT_ALIGNMENT = 4096
-"""What addresses, places and lengths of writes past the page cache have to be multiples of."""
+"""Alignment of address, offset and length of direct writes."""
 
 _NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
 _START_WRITING, _WAIT_WRITTEN = 2, 7  # SYNC_FILE_RANGE_WRITE; WAIT_BEFORE | WRITE | WAIT_AFTER
@@ -53,7 +52,7 @@ def yield_to_training() -> None:
     thread = threading.get_native_id()
     os.setpriority(os.PRIO_PROCESS, thread, 19)
     if _SYS_IOPRIO_SET is not None:
-        # Best effort: a kernel without I/O priorities writes at the usual one.
+        # Best effort: the kernel may have no I/O priorities.
         _libc.syscall(_SYS_IOPRIO_SET, _IOPRIO_WHO_PROCESS, thread, _IOPRIO_LOWEST)
 
 
@@ -66,7 +65,7 @@ def write_stream(path: Path, content: memoryview) -> FileSums:
 
 
 def write_from(path: Path, length: int, read: Callable[[memoryview, int], None]) -> FileSums:
-    """The same of `length` bytes that `read` brings, slab by slab, from a place on."""
+    """As `write_stream`, with `length` bytes that `read` copies slab by slab from an offset."""
     buffer = memoryview(mmap.mmap(-1, max(1, min(length, SLAB_BYTES))))
 
     def take(start: int, end: int) -> memoryview:
@@ -82,14 +81,14 @@ def _write(
 ) -> FileSums:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        return _pour(descriptor, length, take, direct)
+        return _write_slabs(descriptor, length, take, direct)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
 
 
-def _pour(
+def _write_slabs(
     descriptor: int, length: int, take: Callable[[int, int], memoryview], direct: bool
 ) -> FileSums:
     reserve(descriptor, length)
@@ -117,7 +116,7 @@ def _begins_on_a_page(content: memoryview) -> bool:
 
 
 class _CachedWriter:
-    """Writes slabs, in order, through the page cache, and keeps it small."""
+    """Writes slabs in order through the page cache, and keeps few dirty pages."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -132,7 +131,7 @@ class _CachedWriter:
 
 
 class _DirectWriter(_CachedWriter):
-    """Writes slabs, in order, past the page cache as long as the file system takes them so."""
+    """Writes slabs in order with direct I/O, as long as the file system allows it."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor)
@@ -145,8 +144,8 @@ class _DirectWriter(_CachedWriter):
         except OSError as error:
             if error.errno not in _NOT_SUPPORTED:
                 raise
-            whole = 0  # it wants another alignment
-        if whole < len(slab):  # the end of the file, or all of it from here on
+            whole = 0  # the file system needs another alignment
+        if whole < len(slab):  # the unaligned end of the file, or all from here on
             self._bypass = self._set(0)
             super().__call__(slab[whole:], start + whole)
 
@@ -161,7 +160,7 @@ class _DirectWriter(_CachedWriter):
 
 
 def reserve(descriptor: int, length: int) -> None:
-    """Have `length` bytes set aside for a file, where the file system can. Raises `OSError`."""
+    """Reserve `length` bytes for a file, if the file system can. Raises `OSError`."""
     if length and _libc.fallocate(descriptor, 0, 0, length) != 0:
         code = ctypes.get_errno()
         if code not in _NOT_SUPPORTED:
@@ -182,16 +181,16 @@ def _sync_range(descriptor: int, start: int, length: int, flags: int) -> None:
 
 
 class BaseFiles:
-    """Those of one rank in the checkpoints of `folder`."""
+    """Writes or links one rank's files of frozen tensors in the checkpoints of `folder`."""
 
     def __init__(self, folder: CheckpointFolder) -> None:
         self._folder = folder
         self._sound: set[tuple[int, int]] = set()
-        """Device and inode of files that this process has written, or read and found sound."""
+        """Device and inode of files that this process has written or verified."""
 
     def write(self, path: Path, name: str, sidecar: str, content: memoryview) -> FileSums:
-        """Have `content` in the file `name` of `path`, by a link if the checkpoint before the
-        newest has the same; the checksums of its blocks. Raises `OSError` as `write_stream`."""
+        """Create the file `name` in `path` with `content`, as a link if the checkpoint before the
+        newest has the same content; the block checksums. Raises `OSError` as `write_stream`."""
         target = path / name
         sums = FileSums(bytes=len(content), blocks=tuple(_sum_blocks(content)))
         older = self._folder.committed()[-2:-1]
@@ -201,8 +200,8 @@ class BaseFiles:
         return sums
 
     def _link(self, older: Path, name: str, sidecar: str, sums: FileSums, target: Path) -> bool:
-        """Whether there is now a link to the file in `older`, which has these sums."""
-        with suppress(OSError, DataError):  # not there, or no links on this file system: written
+        """Link to the file in `older` if it has these checksums; whether that was done."""
+        with suppress(OSError, DataError):  # no such file, or no links on this file system
             source = older / name
             if decode_sidecar((older / sidecar).read_bytes(), older / sidecar)[1].get(name) != sums:
                 return False

@@ -1,10 +1,9 @@
-"""Reads the files that a manifest lists, and verifies every byte; needs no torch.
+"""Reads the files that a manifest lists and verifies every byte, or ranges of data files block by
+block; needs no torch.
 
-A file is damaged, or it cannot be read now: then it is tried again. Data files are read in ranges
-too, block by block. Results of `verify` are stored beside the checkpoints, one JSON object a line.
-A checkpoint is known there by the digest of its manifest, so that a finding follows it through a
-rename and never speaks of another one that came to have its name.
-"""
+Distinguishes a damaged file from one that cannot be read now, which is retried. Results of `verify`
+are stored beside the checkpoints, one JSON object per line, by the digest of the manifest: so they
+still apply after a rename, and never to another checkpoint of the same name."""
 
 from __future__ import annotations
 
@@ -41,14 +40,13 @@ from kempner.run.record.ledger import read_lines
 
 T = TypeVar("T")
 
-READERS = 4  # files that are read at a time
-
-OnRead = Callable[[int], None]  # told how many bytes more were read; from several threads
+READERS = 4  # files that are read at the same time
+OnRead = Callable[[int], None]  # called with the number of bytes just read; from several threads
 
 
 @dataclass(frozen=True)
 class Damage:
-    """One thing that is wrong: the file, and a sentence that names the block if there is one."""
+    """A damaged file, and a sentence that names the block if there is one."""
 
     file: str
     what: str
@@ -58,8 +56,8 @@ class Damage:
 
 
 def verify(checkpoint: Path, on_read: OnRead = lambda count: None) -> list[Damage]:
-    """Everything that is wrong with a checkpoint; empty if every byte is as committed. Raises as
-    `StorageWaits.retry` where it cannot be read now."""
+    """All damages of a checkpoint; empty if every byte is as committed. Raises as
+    `StorageWaits.retry` if it cannot be read now."""
     try:
         manifest = read(checkpoint)
     except DataError as error:
@@ -78,14 +76,14 @@ def verify(checkpoint: Path, on_read: OnRead = lambda count: None) -> list[Damag
         try:
             return [damage for found in pool.map(check, manifest.files) for damage in found]
         finally:
-            interrupted.set()  # without it, Ctrl-C would wait for the files being read
+            interrupted.set()  # else Ctrl-C would wait for the files being read
 
 
 def verify_files(
     checkpoint: Path, manifest: Manifest, names: Iterable[str], on_read: OnRead = lambda count: None
 ) -> list[Damage]:
-    """Check the named files against the manifest, so that ranks can share the reading. Raises as
-    `StorageWaits.retry` where one cannot be read now: that is no damage."""
+    """Verify the named files against the manifest; ranks can share the reading. Raises as
+    `StorageWaits.retry` if one cannot be read now, which is no damage."""
     damages: list[Damage] = []
     for name in names:
         path, entry = checkpoint / name, manifest.files.get(name)
@@ -102,10 +100,10 @@ def verify_files(
 
 
 def read_listed(path: Path, work: Callable[[], T]) -> T:
-    """What `work` returns, which opens and reads a file that its checkpoint's manifest lists. The
-    file was there when the manifest was written. So it is missing only if the manifest can still be
-    seen beside it; otherwise the folder is away. Raises `DataError` if it is missing, or empty and
-    stays so, and as `StorageWaits.retry` where it cannot be read now."""
+    """The result of `work`, which reads a file listed in its checkpoint's manifest. Since the file
+    existed when the manifest was written, it counts as missing only if the manifest is still
+    visible beside it; else the folder is unavailable. Raises `DataError` if the file is missing or
+    stays empty, and as `StorageWaits.retry` if it cannot be read now."""
 
     def once() -> T:
         try:
@@ -123,8 +121,8 @@ def read_listed(path: Path, work: Callable[[], T]) -> T:
 
 
 def read_checked(checkpoint: Path, manifest: Manifest, name: str) -> bytes | None:
-    """A file of a checkpoint as it was committed; None if it has none of that name. Raises
-    `DataError` unless every byte is, and as `StorageWaits.retry`."""
+    """The verified content of a checkpoint's file; None if there is none of that name. Raises
+    `DataError` if it is damaged, and as `StorageWaits.retry`."""
     entry = manifest.files.get(name)
     if entry is None:
         return None
@@ -134,7 +132,7 @@ def read_checked(checkpoint: Path, manifest: Manifest, name: str) -> bytes | Non
 
 
 def read_whole(path: Path, entry: FileEntry) -> bytes:
-    """A small file that has a sum of its own. Raises `DataError` unless it is as committed."""
+    """The content of a small file with a single checksum. Raises `DataError` if it is damaged."""
     try:
         content = read_listed(path, partial(_read_whole, path, entry))
         _check_length(len(content), entry.bytes)
@@ -153,7 +151,8 @@ def _read_whole(path: Path, entry: FileEntry) -> bytes:
 
 
 def _sum_whole(path: Path, entry: FileEntry, on_read: OnRead) -> str:
-    """Of a file of any size: `.metadata` may be hundreds of megabytes. Raises `OSError`."""
+    """The checksum of a file, read in blocks: `.metadata` may be hundreds of megabytes. Raises
+    `OSError`."""
     total = xxhash.xxh3_128()
     with open(path, "rb") as file:
         _check_open_length(file.fileno(), path, entry.bytes)
@@ -164,7 +163,7 @@ def _sum_whole(path: Path, entry: FileEntry, on_read: OnRead) -> str:
 
 
 def _check_blocks(file: VerifiedFile, on_read: OnRead) -> None:
-    """Read a file to its end. Raises `DataError` that names the first block that is not right."""
+    """Verify all blocks of a file. Raises `DataError`, naming the first damaged one."""
     damaged = read_listed(file.path, partial(_damaged_blocks, file, on_read))
     if damaged:
         more = f", and neither do {len(damaged) - 1} more blocks" if damaged[1:] else ""
@@ -173,7 +172,7 @@ def _check_blocks(file: VerifiedFile, on_read: OnRead) -> None:
 
 
 def _damaged_blocks(file: VerifiedFile, on_read: OnRead) -> list[int]:
-    """The numbers of the blocks that are wrong. Raises `OSError` if the file cannot be read."""
+    """The numbers of the damaged blocks. Raises `OSError` if the file cannot be read."""
     damaged = []
     with open(file.path, "rb") as opened:
         _check_open_length(opened.fileno(), file.path, file.sums.bytes)
@@ -199,7 +198,7 @@ def _check_length(length: int, expected: int) -> None:
 
 @dataclass(frozen=True)
 class MemoryCopy:
-    """What may be the content of a file, in shared memory from `start` on."""
+    """A possible copy of a file in shared memory, from `start`."""
 
     descriptor: int
     start: int
@@ -207,8 +206,8 @@ class MemoryCopy:
 
 
 class VerifiedFile:
-    """One data file of a checkpoint, with the checksums of its blocks. With a copy in `memory`,
-    blocks are read from there as long as they match their checksums."""
+    """A data file of a checkpoint, with its block checksums. With a copy in `memory`, blocks are
+    read from there as long as they match."""
 
     def __init__(
         self,
@@ -217,7 +216,7 @@ class VerifiedFile:
         files: Mapping[str, FileEntry],
         memory: MemoryCopy | None = None,
     ) -> None:
-        """Read the checksums; raises `DataError` if they are not as the manifest says."""
+        """Read the checksums. Raises `DataError` if they do not match the manifest."""
         self.path = path
         self.block_bytes, self.sums = _sums_of(path, entry, files)
         self.memory = memory if memory is not None and memory.bytes == self.sums.bytes else None
@@ -228,10 +227,9 @@ class VerifiedFile:
 
 
 class Cursor:
-    """One thread's way through a file: ranges in ascending order share blocks, read once. The file
-    is open from the first read to `close`, and opened anew where it cannot be read: a thread has
-    one file open. Memory is used again from read to read: fresh pages cost more than reading
-    into them."""
+    """Reads ranges of a file in ascending order, in one thread; a block that two ranges share is
+    read once. The file stays open from the first read to `close`, and is reopened after an error.
+    The buffer is reused, since fresh pages cost more than reading into them."""
 
     def __init__(self, file: VerifiedFile) -> None:
         self._file = file
@@ -249,26 +247,25 @@ class Cursor:
     def close(self) -> None:
         if self._descriptor is not None:
             descriptor, self._descriptor = self._descriptor, None
-            with suppress(OSError):  # of a server that has forgotten it
+            with suppress(OSError):  # a file server may have lost the handle
                 os.close(descriptor)
 
     def peek(self, start: int, length: int) -> bytes:
-        """Bytes as they are on disk, unchecked: for what is read and checked, too."""
+        """Unverified bytes, for data that is also read and verified."""
         if self._file.memory is not None:
             return bytes(self.read(start, min(start + length, self._file.sums.bytes)))
         return self._read(lambda descriptor: os.pread(descriptor, length, start))
 
     def fill(self, content: memoryview, first: int) -> None:
-        """Read whole blocks from block `first` on into `content`, and check each. Raises
-        `DataError`, naming the block, if one is not what was written, and as `StorageWaits.retry`
-        where it cannot be read now."""
+        """Read whole blocks from block `first` into `content`, and verify each. Raises `DataError`,
+        naming the damaged block, and as `StorageWaits.retry` if they cannot be read now."""
         file, start = self._file, first * self._file.block_bytes
         if file.memory is not None:
             if self._is_remembered(file.memory, content, first):
                 self.bytes_from_memory += len(content)
                 return
             file.memory = None
-        self._read(lambda descriptor: self._pour(descriptor, content, start))
+        self._read(lambda descriptor: self._read_fully(descriptor, content, start))
         if (number := self._damaged(content, first)) is not None:
             raise DataError(
                 f"{file.name}: block {number} (from byte {number * file.block_bytes}) "
@@ -276,13 +273,13 @@ class Cursor:
             )
 
     def _is_remembered(self, memory: MemoryCopy, content: memoryview, first: int) -> bool:
-        """Whether these blocks are in memory, by their checksums; they are in `content`, then."""
+        """Read these blocks from memory into `content`; whether they match their checksums."""
         start = memory.start + first * self._file.block_bytes
         count = os.preadv(memory.descriptor, [content], start)
         return count == len(content) and self._damaged(content, first) is None
 
     def _damaged(self, content: memoryview, first: int) -> int | None:
-        """The first block, from number `first` on, that is not what was written."""
+        """The number of the first damaged block, counted from `first`; None if all match."""
         size, sums = self._file.block_bytes, self._file.sums.blocks
         for number, begin in enumerate(range(0, len(content), size), first):
             if xxhash.xxh3_64_hexdigest(content[begin : begin + size]) != sums[number]:
@@ -290,7 +287,7 @@ class Cursor:
         return None
 
     def _read(self, work: Callable[[int], T]) -> T:
-        """Do `work` on the open file, and again on one opened anew."""
+        """Do `work` on the open file; after an error, retry on a reopened one."""
 
         def once() -> T:
             try:
@@ -310,18 +307,18 @@ class Cursor:
             _check_open_length(self._descriptor, self._file.path, self._file.sums.bytes)
         return self._descriptor
 
-    def _pour(self, descriptor: int, content: memoryview, start: int) -> None:
+    def _read_fully(self, descriptor: int, content: memoryview, start: int) -> None:
         done = 0
         while done < len(content):
             count = os.preadv(descriptor, [content[done:]], start + done)
             if count == 0:
                 self.close()
-                self._open()  # which says what has become of it
+                self._open()  # raises if the length has changed
                 raise OSError(errno.EIO, f"nothing was read at byte {start + done}")
             done += count
 
     def read(self, start: int, end: int) -> memoryview:
-        """The bytes from `start` up to `end`, checked; valid until the next read."""
+        """The verified bytes from `start` up to `end`; valid until the next read."""
         size = self._file.block_bytes
         first, last = start // size, -(-end // size)
         if not self._first <= first < last <= self._last:
@@ -330,7 +327,8 @@ class Cursor:
         return self._buffer[start - at : end - at]
 
     def _hold(self, first: int, last: int) -> None:
-        """Have the blocks from `first` up to `last` in the buffer; keep what is there already."""
+        """Fill the buffer with the blocks from `first` up to `last`, keeping those already
+        there."""
         size = self._file.block_bytes
         length = min(last * size, self._file.sums.bytes) - first * size
         kept = self._buffer[:0]
@@ -363,20 +361,21 @@ def _sums_of(path: Path, entry: FileEntry, files: Mapping[str, FileEntry]) -> tu
 
 @dataclass(frozen=True)
 class Verification:
-    """The outcome of reading every byte at `time` (Unix, seconds): how many files are damaged."""
+    """The result of a full verification at `time` (seconds since the epoch): the number of damaged
+    files."""
 
     time: float
     damaged: int
 
 
 def record(folder: Path, manifest: Manifest, damages: Sequence[Damage], now: float) -> None:
-    """Keep what a verification found. Raises `OSError`."""
+    """Store the result of a verification. Raises `OSError`."""
     entry = {"time": round(now, 3), "manifest": digest(manifest), "damaged": len(damages)}
     append_line(folder / VERIFIED, json.dumps(entry))
 
 
 def read_findings(folder: Path) -> dict[str, Verification]:
-    """The last finding on each checkpoint, by its manifest's digest."""
+    """The last result for each checkpoint, by its manifest's digest."""
     found = {}
     for line in read_lines(folder / VERIFIED):
         try:

@@ -1,9 +1,9 @@
-"""Several modules and optimizers as one of each, for what reads and fills tensors.
+"""Combines several modules into one, and several optimizers into one, for saving and loading
+tensors.
 
-The parameters of the first module keep their names; those of the others are `<name>/<parameter>`.
-No module that wraps another one, such as those that `torch.compile` and `DistributedDataParallel`
-return, is part of a name, so that a run may go on with other wrappers.
-"""
+Parameters of the first module keep their names; those of the others are `<name>/<parameter>`.
+Wrapper modules, such as those of `torch.compile` and `DistributedDataParallel`, are left out of
+names, so that a run may resume with other wrappers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WRAPPERS = {
         "ActivationWrapper",
     ): "_checkpoint_wrapped_module",
     ("lightning.fabric.wrappers", "_FabricModule"): "_forward_module",
-}  # where each class is, and under which name it has the module that it wraps
+}  # module and name of each wrapper class, and its attribute with the wrapped module
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -43,8 +43,8 @@ def has_wrappers(module: nn.Module) -> bool:
 
 
 def plain_name(module: nn.Module, name: str) -> str:
-    """The name of a parameter or buffer of `module` without what wraps the modules on its way. A
-    state dict may have left out some of them by itself."""
+    """The name of a parameter or buffer of `module` without wrapper modules, some of which a state
+    dict may have left out itself."""
     kinds, kept, at = _imported_classes(), [], module
     for part in name.split("."):
         while (attribute := _attribute(at, kinds)) is not None:
@@ -58,7 +58,7 @@ def plain_name(module: nn.Module, name: str) -> str:
 
 
 def without_wrappers(name: str) -> str:
-    """As `plain_name` of a name alone, where the module is not there: by the usual names."""
+    """As `plain_name`, without the module: removes the wrappers' usual attribute names."""
     return _USUAL.sub("", name)
 
 
@@ -67,7 +67,7 @@ _NOTHING = nn.Module()
 
 
 def _imported_classes() -> Mapping[type, str]:
-    """Those of the classes that anything has imported: torch's compiler takes seconds."""
+    """The wrapper classes that are already imported: importing torch's compiler takes seconds."""
     found = {}
     for (home, name), attribute in _WRAPPERS.items():
         if (kind := getattr(sys.modules.get(home), name, None)) is not None:
@@ -86,8 +86,8 @@ T = TypeVar("T")
 
 
 class Modules(nn.Module):
-    """A module, and others that are registered by name; what wraps them does not count. `wrapped`
-    are the modules as they were given."""
+    """A module and others registered by name, as one module without wrappers. `wrapped` are the
+    modules as given."""
 
     def __init__(self, first: nn.Module, others: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Modules(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Of all, by their names here; one that two modules share has its first name."""
+        """The parameters of all modules; one that two modules share has its first name."""
         seen: set[nn.Parameter] = set()
         for start, module in self._named.items():
             found = module.named_parameters(prefix, recurse, remove_duplicate)
@@ -118,7 +118,7 @@ class Modules(nn.Module):
 
 
 def plainly_named(model: nn.Module) -> nn.Module:
-    """A module with the state of `model`, whose names are the same with and without wrappers."""
+    """A module with the state of `model`, whose names do not depend on wrappers."""
     if isinstance(model, Modules) or not has_wrappers(model):
         return model
     return Modules(model, {})
@@ -131,10 +131,10 @@ def _plain(module: nn.Module, named: Iterable[tuple[str, T]]) -> Iterable[tuple[
 
 
 class Optimizers(Optimizer):
-    """Several optimizers, of which each parameter has one."""
+    """Several optimizers as one; each parameter belongs to one of them."""
 
     def __init__(self, all_of_them: Iterable[Optimizer]) -> None:
-        # Not Optimizer's own: nothing is stepped here.
+        # Without Optimizer's constructor, since this one never steps.
         self._all = list(all_of_them)
         self.state = _States(self._all)  # type: ignore[assignment]
 
@@ -150,10 +150,10 @@ class _States(MutableMapping[Tensor, Any]):
         self._optimizers = optimizers
         self._owners: dict[Tensor, Optimizer] = {}
         self._sizes: list[int] = []
-        self._of(None)  # refuses what two optimizers have
+        self._of(None)  # raises if two optimizers share a parameter
 
     def _of(self, parameter: Tensor | None) -> Optimizer | None:
-        """Its optimizer, also if that has been given the parameter since."""
+        """The optimizer of a parameter, which may have been added since."""
         groups = [group["params"] for one in self._optimizers for group in one.param_groups]
         if (sizes := [*map(len, groups)]) != self._sizes:
             self._owners, self._sizes = _owners(self._optimizers), sizes
@@ -175,7 +175,7 @@ class _States(MutableMapping[Tensor, Any]):
         del self._state(parameter)[parameter]
 
     def get(self, parameter: Tensor, default: Any = None) -> Any:
-        """As `dict.get`: makes nothing."""
+        """As `dict.get`: creates no entry."""
         optimizer = self._of(parameter)
         return default if optimizer is None else optimizer.state.get(parameter, default)
 

@@ -1,8 +1,7 @@
-"""The parameter groups of an optimizer, held by the names of their parameters.
+"""Saves the parameter groups of an optimizer by the names of their parameters.
 
-A run may go on with groups that are built in another order, or with parameters in another order in
-a group. What a scheduler keeps for each group, in lists by their place, is put in the new order.
-"""
+So a run may resume with groups, or parameters within a group, in another order. Lists in which a
+scheduler has an entry per group are put into the new order."""
 
 from __future__ import annotations
 
@@ -22,14 +21,14 @@ from kempner.run.process.exit_codes import MismatchError, UsageError
 
 _PARAMETERS = "params"
 _BY_THE_PROGRAM = frozenset({_PARAMETERS, "foreach", "fused", "capturable", "differentiable"})
-"""What is not taken from a checkpoint: how a step is computed, and the parameters themselves."""
+"""Keys that are not restored: how a step is computed, and the parameters themselves."""
 
 _BY_GROUP = frozenset(
     {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums"}
     | {"base_values"}  # of timm
-)  # what schedulers keep in lists with an entry for each group
+)  # lists of schedulers with an entry per group
 _BY_STEP = frozenset({"_milestones", "milestones", "_schedulers", "_schedule_phases"})
-"""What they keep in other lists."""
+"""Other lists of schedulers."""
 
 
 class ParameterNames:
@@ -43,7 +42,7 @@ class ParameterNames:
 
     @property
     def order(self) -> str:
-        """The same where the model has the same parameters in the same order."""
+        """A digest of the parameters' names, in the order of the model."""
         text = "\n".join(self.known.values())
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -52,8 +51,8 @@ class ParameterNames:
 
 
 class ParameterGroups:
-    """The groups of one optimizer. `name` is what it is registered as, for messages. With
-    `in_order` its state depends on the order of the parameters, as that of LBFGS does."""
+    """The groups of one optimizer, registered as `name`. With `in_order` its state depends on the
+    order of the parameters, as that of LBFGS does."""
 
     def __init__(
         self, name: str, optimizer: Optimizer, names: ParameterNames, in_order: bool = False
@@ -62,22 +61,23 @@ class ParameterGroups:
         self._in_order = in_order
         self._begun = _partition(self._named())
         self.order: list[int] | None = None
-        """For each group the place of its like in the checkpoint; None where all are the same."""
+        """For each group, the position of the same group in the checkpoint; None if all are
+        unchanged."""
         self.reordered = False
-        """Whether the model has its parameters in another order than in the checkpoint."""
+        """Whether the model's parameters are in another order than in the checkpoint."""
 
     @property
     def parameters(self) -> Iterable[Tensor]:
-        """All that have names, in the order of the model."""
+        """All named parameters, in the order of the model."""
         return self._names.known
 
     def held(self) -> Held:
-        """How a checkpoint holds them; earlier ones may lack them."""
+        """The accessors for a checkpoint; earlier ones may lack the groups."""
         return Held(self.give, self.take, automatic=True)
 
     def give(self) -> Any:
-        """Hyperparameters, and the names of the parameters. Raises `UsageError` for a trained
-        parameter that no registered module has."""
+        """The state: hyperparameters and parameter names. Raises `UsageError` for a trained
+        parameter of no registered module."""
         groups = [
             {k: v for k, v in group.items() if k != _PARAMETERS and not callable(v)}
             | {_PARAMETERS: "\n".join(names)}
@@ -86,9 +86,9 @@ class ParameterGroups:
         return {"groups": groups, "begun": self._begun, "order": self._names.order}
 
     def take(self, saved: Any) -> None:
-        """Give every parameter the hyperparameters that it had. Raises `MismatchError` where no
-        group has all of what its parameters had."""
-        if isinstance(saved, list):  # as up to 6743c10, without names
+        """Restore the hyperparameters of every parameter. Raises `MismatchError` if the parameters
+        of a group had different ones."""
+        if isinstance(saved, list):  # of kempner up to 6743c10, without names
             self._take_by_place(saved)
             return
         self.reordered = saved["order"] != self._names.order
@@ -120,7 +120,7 @@ class ParameterGroups:
         return [[known[p] for p in group if p in known] for group in groups]
 
     def _places(self, saved: Sequence[Mapping[str, Any]], then: Sequence[list[str]]) -> list[int]:
-        """Of each group, where in the checkpoint the hyperparameters of its parameters are."""
+        """For each group, the position in the checkpoint of its parameters' hyperparameters."""
         where = {name: place for place, group in enumerate(then) for name in group}
         empty = iter([place for place, group in enumerate(then) if not group])
         return [
@@ -145,7 +145,7 @@ class ParameterGroups:
         return first
 
     def _regroup(self, then: Sequence[list[str]]) -> None:
-        """Change the groups as the program had changed them after it had built them."""
+        """Change the groups as the program had changed them after building them."""
         optimizer, left = self.optimizer, [[*names] for names in then]
         kept: list[dict[str, Any]] = []
         for group, names in zip([*optimizer.param_groups], self._named(), strict=True):
@@ -171,8 +171,8 @@ class ParameterGroups:
 
 
 def in_their_order(name: str, thing: object, held: Held, every: Iterable[ParameterGroups]) -> Held:
-    """As `held`, with what a scheduler keeps for each group in the order of its optimizer's. What
-    has a tensor for each parameter, by its place, is refused where those are in another order."""
+    """As `held`, with a scheduler's lists per group put into the order of its optimizer's groups. A
+    list with a tensor per parameter is refused if the parameters are in another order."""
     where = f"state[{name!r}]"
 
     def take(saved: Any) -> None:
@@ -192,7 +192,7 @@ def in_their_order(name: str, thing: object, held: Held, every: Iterable[Paramet
 
 
 def _goes_by_parameters(saved: Any, parameters: Iterable[Tensor]) -> bool:
-    """Whether a state has a list of as many tensors as there are parameters, or trained ones."""
+    """Whether a state has a list with a tensor for each parameter, or each trained one."""
     every = list(parameters)
     counts = {len(every), sum(parameter.requires_grad for parameter in every)} - {0, 1}
 
@@ -208,7 +208,7 @@ def _goes_by_parameters(saved: Any, parameters: Iterable[Tensor]) -> bool:
 
 
 def is_optimizer_of(optimizer: Optimizer, other: object) -> bool:
-    """Whether both are the same, or one wraps the other."""
+    """Whether both are the same optimizer, or one wraps the other."""
     return getattr(other, "param_groups", None) is optimizer.param_groups
 
 
@@ -256,14 +256,14 @@ def _equal(first: object, second: object) -> bool:
 
 
 def _partition(groups: Iterable[Iterable[str]]) -> str:
-    """The same for the same groups, in whichever order they and their parameters are."""
+    """A digest of groups, independent of the order of groups and parameters."""
     text = "\n\n".join(sorted("\n".join(sorted(names)) for names in groups))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
 class RegisteredState:
-    """All of it, as a `CheckpointEngine` takes it."""
+    """The arguments of a `CheckpointEngine`."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -276,13 +276,14 @@ def gather(
     state: Mapping[str, object],
     per_rank: Mapping[str, object],
 ) -> RegisteredState:
-    """What a program has given. Raises `UsageError` for what no checkpoint can hold."""
+    """Collect the objects that a program registers. Raises `UsageError` for objects that no
+    checkpoint can hold."""
     _check_names(state, per_rank)
     modules = {name: thing for name, thing in state.items() if isinstance(thing, nn.Module)}
     optimizers = {name: thing for name, thing in state.items() if isinstance(thing, Optimizer)}
     others = {n: thing for n, thing in state.items() if n not in modules and n not in optimizers}
     every = {"optimizer": optimizer, **optimizers}
-    # Its state is lists of tensors that grow, in the place of its first parameter.
+    # LBFGS keeps growing lists of tensors, all in the state of its first parameter.
     whole = {name: one for name, one in every.items() if isinstance(one, torch.optim.LBFGS)}
     rest = [one for name, one in every.items() if name not in whole]
     alone = not modules and not optimizers and not whole

@@ -1,12 +1,10 @@
-"""What a program registers beside model and optimizer, by name, and how each kind is held.
+"""Saves and restores the objects that a program registers by name, besides model and optimizer.
 
-Modules and optimizers are held tensor by tensor (`composite.py`). All else is held by its
-`state_dict`, or in place: a dict, a list, a tensor, an array, a generator of random numbers.
+Modules and optimizers are saved tensor by tensor (`composite.py`). Other objects are saved by their
+`state_dict`, or directly: a dict, list, tensor, array or random generator.
 
-What is held becomes bytes that can be read without running code: `torch.save` writes it, and
-`torch.load(weights_only=True)` reads it. NumPy's arrays and numbers, sets and deques, which that
-does not read, are written as what it does.
-"""
+States are written by `torch.save` and read by `torch.load(weights_only=True)`, so that no code is
+executed. NumPy arrays and numbers, sets and deques, which that does not read, are converted."""
 
 from __future__ import annotations
 
@@ -31,8 +29,8 @@ _KIND = "kempner:kind"
 
 
 def encode(value: object, where: str) -> bytes:
-    """A copy of `value`, as it is at this moment. Raises `UsageError` for what cannot be held.
-    `where` is how the user would write it, for the message."""
+    """Serialize the present state of `value`. Raises `UsageError` for types that cannot be saved;
+    `where` is the user's expression for it, for the message."""
     buffer = io.BytesIO()
     torch.save(_outward(value, where), buffer)
     return buffer.getvalue()
@@ -118,10 +116,10 @@ _MAKE: dict[object, Callable[[dict[str, Any]], Any]] = {
 
 @dataclass(frozen=True)
 class Held:
-    """How an object gives its state, and takes it back. What is `automatic` is held without being
-    registered, and a checkpoint may lack it. `anew` is called instead of `take` where another
-    number of ranks goes on: with the state of rank 0 (None if it has none), the step and the
-    rank."""
+    """How an object's state is read (`give`) and restored (`take`). An `automatic` one is saved
+    without being registered, and a checkpoint may lack it. `anew` is called instead of `take` if
+    the number of ranks has changed: with the state of rank 0 (None if it has none), the step and
+    the rank."""
 
     give: Callable[[], Any]
     take: Callable[[Any], object]
@@ -131,8 +129,8 @@ class Held:
 
 @dataclass(frozen=True)
 class RegisteredObjects:
-    """Objects by their names: one state for all ranks (rank 0's), and one for each rank. `look`
-    raises `UsageError` where a program changes what is not among them."""
+    """Objects by name, with one state for all ranks (rank 0's), or one per rank. `look` raises
+    `UsageError` if the program changes objects that are not registered."""
 
     shared: Mapping[str, Held]
     per_rank: Mapping[str, Held]
@@ -151,7 +149,7 @@ class RegisteredObjects:
 
 NOTHING = RegisteredObjects({}, {})
 
-GROUPS = ".param_groups"  # how the names end under which the groups of optimizers are held
+GROUPS = ".param_groups"  # suffix of the names under which optimizers' groups are saved
 
 
 def pack(objects: Mapping[str, Held], argument: str) -> bytes:
@@ -163,8 +161,8 @@ def pack(objects: Mapping[str, Held], argument: str) -> bytes:
 def unpack(
     content: bytes | None, objects: Mapping[str, Held], argument: str, where: str
 ) -> dict[str, Any]:
-    """The states that are for these objects; None is what was saved without any. Raises
-    `MismatchError` unless the names are the same, and `DataError` for what is no such content."""
+    """The saved states of these objects; `content` is None if none were registered. Raises
+    `MismatchError` unless the names are the same, and `DataError` for invalid content."""
     states: dict[str, Any] = {} if content is None else decode(content, where)
     wanted = {name for name, held in objects.items() if not held.automatic}
     if wanted - states.keys() or states.keys() - objects.keys():
@@ -181,13 +179,13 @@ def take(states: Mapping[str, Any], objects: Mapping[str, Held]) -> None:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """As they are registered: the groups of an optimizer are held with it."""
+    """The registered names; the groups of an optimizer belong to its name."""
     given = {name.removesuffix(GROUPS) for name in names} - {"optimizer"}
     return "{" + ", ".join(sorted(given)) + "}"
 
 
 def held(name: str, thing: object) -> Held:
-    """How `thing` is held. Raises `UsageError` for what cannot be."""
+    """The accessors of `thing`'s state. Raises `UsageError` for an object that cannot be saved."""
     give, take = getattr(thing, "state_dict", None), getattr(thing, "load_state_dict", None)
     if callable(give) and callable(take):
         return Held(give, take)

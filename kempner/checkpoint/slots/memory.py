@@ -1,20 +1,20 @@
 """Step slots: shared memory that holds a rank's last steps, and outlives the rank.
 
-The process that starts the ranks of a node makes the slots, as files in memory that have no name
-(memfd_create(2)), and keeps them open. A rank opens them by way of `/proc` and copies its state
-into one after the other. They vanish with the process that made them: nothing is left behind.
+The process that starts a node's ranks creates the slots as files in memory without a name
+(memfd_create(2)), and keeps them open. A rank opens them through `/proc` and copies its state into
+them in turn. They vanish with the process that created them.
 
-A slot is a header of `IMAGE_AT` bytes (magic, length and xxh3_64 of a JSON text, the text) and the
-rank's data file, byte for byte. The magic is taken away before anything is overwritten, and put
-back last. What all checkpoints have in common beside the data is in a file of its own, the notes.
+A slot consists of a header of `IMAGE_AT` bytes (magic, length and xxh3_64 of a JSON text, and the
+text) and the image, which is the rank's data file, byte for byte. The magic is cleared before
+anything is overwritten, and set last. The parts that all checkpoints of a plan share besides the
+data are in a separate file, the notes.
 
-The board of a rank is 4 KiB of shared memory in which it tells what its buddy is to have. All ranks
-pin the same step at once. The process that keeps a rank's slots sends what is pinned to another
-node, and then allows the rank to pin another step.
+The board of a rank is 4 KiB of shared memory in which it says which step its buddy is to get. All
+ranks pin the same step at once. The process that keeps the slots sends the pinned step to another
+node, and then allows the rank to pin the next.
 
-A node keeps two copies of what a rank of another node holds. What arrives takes the place of the
-older one, so that the newer one is there until the next is whole.
-"""
+A node keeps two copies of a slot of another node's rank. A new copy replaces the older one, so that
+the newer one stays until the new one is complete."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from kempner.run.process.threads import once_there_is_room
 
 SLOTS = 3  # slots of a rank: two in turn, and one more for a save that is being written meanwhile
 PINNED = 2
-"""Further slots where a buddy keeps copies: of the step that it has, and of the one on its way."""
+"""Additional slots with a buddy: for the step that it has, and the one being sent."""
 
-COPIES = 2  # copies of a rank that its buddy keeps: a whole one, and the one that is on its way
+COPIES = 2  # copies of a rank that its buddy keeps: a complete one, and the one being received
 IMAGE_AT = 1 << 16  # bytes before the image
 STEP_SLOTS = "KEMPNER_STEP_SLOTS"
-"""Variable of a rank: where its slots, notes and board are open, as `PID:FD,FD,FD:FD:FD`; without a
-buddy there is no board."""
+"""Environment variable of a rank: process and descriptors of its slots, notes and board, as
+`PID:FD,FD,FD:FD:FD`; without a buddy the last is empty."""
 
 _MAGIC = b"kempslot"
 _HEAD = struct.Struct("<8sIQ")
@@ -56,8 +56,8 @@ _HEAD = struct.Struct("<8sIQ")
 
 @dataclass(frozen=True)
 class Branch:
-    """Which part of a run a step belongs to: the `nonce` of its attempt, and how often that went
-    back behind what it had held before. What has a lower number counts no more."""
+    """The part of a run to which a step belongs: the `nonce` of its attempt, and in `since` the
+    number of rollbacks before it. Steps with a lower number are invalid."""
 
     nonce: str
     since: int = 0
@@ -65,9 +65,9 @@ class Branch:
 
 @dataclass(frozen=True)
 class SlotContents:
-    """What a slot holds: the state of one rank after a step. `plan` is the digest of what is where,
-    `shared` a number for what all ranks must hold alike, `image` the length of the data file in
-    bytes. `identity` is what a manifest says of the run, as fields; rank 0 knows it."""
+    """The contents of a slot: the state of one rank after a step. `plan` is the digest of the shard
+    plan, `shared` that of the state that must be the same on all ranks, `image` the length of the
+    data file in bytes. `identity` has the manifest's fields about the run; only on rank 0."""
 
     train_state: TrainState
     branch: Branch
@@ -82,7 +82,7 @@ class SlotContents:
         return json.dumps(asdict(self)).encode()
 
     def is_in(self, descriptor: int) -> bool:
-        """Whether a slot holds this, which means that it did so all the time."""
+        """Whether a slot holds this now, and so has not been overwritten since."""
         return read_held(descriptor) == self
 
     @classmethod
@@ -93,14 +93,14 @@ class SlotContents:
 
 
 class SlotMemory:
-    """One slot, mapped into this process. Raises `OSError` and `ValueError` if that fails."""
+    """A slot mapped into this process. Raises `OSError` and `ValueError` if that fails."""
 
     def __init__(self, descriptor: int) -> None:
         self._map = mmap.mmap(descriptor, 0)
 
     @classmethod
     def grown(cls, descriptor: int, image: int) -> Self:
-        """With room for a data file of `image` bytes, and empty."""
+        """Resize the slot for a data file of `image` bytes, and empty it."""
         os.ftruncate(descriptor, 0)
         os.ftruncate(descriptor, IMAGE_AT + image)
         return cls(descriptor)
@@ -110,7 +110,7 @@ class SlotMemory:
         return memoryview(self._map)[IMAGE_AT:]
 
     def publish(self, held: SlotContents) -> bool:
-        """Say that it now holds this; False if there is no room to say so."""
+        """Mark the slot as holding `held`; False if the header has no room for it."""
         text = held.encode()
         if _HEAD.size + len(text) > IMAGE_AT:
             return False
@@ -129,8 +129,8 @@ class SlotMemory:
 
 
 class HeldSlot:
-    """A slot as others read it. Who may write it may also empty it at any time, which would kill a
-    process that has mapped it: so it is read by a descriptor, of its own."""
+    """A slot as other processes read it: through a descriptor, since its writer may truncate it at
+    any time, which would kill a process that has mapped it."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = os.dup(descriptor)
@@ -142,7 +142,8 @@ class HeldSlot:
         return held if held is not None and IMAGE_AT + held.image <= size else None
 
     def read(self, into: memoryview, at: int) -> None:
-        """Fill `into` from byte `at` of the image on. Raises `OSError`, also where it ends."""
+        """Fill `into` from byte `at` of the image. Raises `OSError`, also at the end of the
+        image."""
         while into:
             count = os.preadv(self._descriptor, [into], IMAGE_AT + at)
             if not count:
@@ -154,7 +155,7 @@ GIVEN_UP = "a step in memory was given up while it was read"
 
 
 def read_held(descriptor: int) -> SlotContents | None:
-    """What a slot holds, whose size another process may change at any time."""
+    """The contents of a slot, whose size another process may change at any time; None if empty."""
     text = _text(os.pread(descriptor, IMAGE_AT, 0))
     return None if text is None else SlotContents.decode(text)
 
@@ -170,30 +171,30 @@ def _text(header: bytes) -> bytes | None:
 
 @dataclass(frozen=True)
 class Notes:
-    """What rank 0 writes into every checkpoint of a plan: the `files` that say what is where."""
+    """The index files that rank 0 writes into every checkpoint of a plan."""
 
     plan: int
     files: Mapping[str, bytes | memoryview]
 
     def encode(self) -> bytes:
-        """A line of JSON that says how long the files are, and the files."""
-        told = {
+        """A line of JSON with the lengths of the files, then the files."""
+        lengths = {
             "plan": self.plan,
             "files": {name: len(content) for name, content in self.files.items()},
         }
-        return b"".join([json.dumps(told).encode() + b"\n", *self.files.values()])
+        return b"".join([json.dumps(lengths).encode() + b"\n", *self.files.values()])
 
     @classmethod
     def decode(cls, content: bytes) -> Self:
         line, _, rest = content.partition(b"\n")
-        told, files, at = json.loads(line), {}, 0
-        for name, length in told["files"].items():
+        lengths, files, at = json.loads(line), {}, 0
+        for name, length in lengths["files"].items():
             files[name] = rest[at : at + length]
             at += length
-        return cls(told["plan"], files)
+        return cls(lengths["plan"], files)
 
     def write(self, descriptor: int) -> None:
-        """Replace what is there. Raises `OSError`."""
+        """Replace the notes. Raises `OSError`."""
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, self.encode(), 8)
         os.pwrite(descriptor, _MAGIC, 0)
@@ -206,7 +207,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class LentSlots:
-    """Descriptors of what is kept for a rank; there is a board if a buddy keeps copies."""
+    """The descriptors of a rank's slots, notes and, with a buddy, board."""
 
     slots: tuple[int, ...]
     notes: int
@@ -214,12 +215,12 @@ class LentSlots:
 
     @property
     def images(self) -> int:
-        """How many images they take, with those on the buddy's node."""
+        """The number of images in memory, including those on the buddy node."""
         return len(self.slots) + (0 if self.board is None else COPIES)
 
     @property
     def taken(self) -> int:
-        """Bytes of memory that the slots take now."""
+        """Bytes of memory that the slots use now."""
         return sum(512 * os.fstat(slot).st_blocks for slot in self.slots)
 
     def empty(self) -> None:
@@ -228,7 +229,7 @@ class LentSlots:
 
 
 def images_of(lent: LentSlots | None, step: int) -> dict[str, MemoryCopy]:
-    """The data file of this step that a rank's slots hold, by name; empty if they hold none."""
+    """The rank's data file of this step in its slots, by name; empty if no slot holds it."""
     found: dict[str, MemoryCopy] = {}
     for slot in () if lent is None else lent.slots:
         held = read_held(slot)
@@ -238,12 +239,12 @@ def images_of(lent: LentSlots | None, step: int) -> dict[str, MemoryCopy]:
 
 
 def _memory(name: str) -> int:
-    """Empty memory that others can open; this process has few descriptors at times."""
+    """Create an empty file in memory; retried, since descriptors may be short for a moment."""
     return once_there_is_room(partial(os.memfd_create, name))
 
 
 class SlotHolder:
-    """The slots of some ranks, for as long as this lives."""
+    """Creates and keeps the slots of a node's ranks."""
 
     def __init__(self) -> None:
         self._lent: dict[int, LentSlots] = {}
@@ -251,8 +252,8 @@ class SlotHolder:
     def lend(
         self, rank: int, environ: MutableMapping[str, str], with_buddy: bool = False
     ) -> LentSlots | None:
-        """Tell a rank by its environment where its slots are. It gets a board of its own. None, and
-        no slots, where no more files can be opened."""
+        """Set `environ` so that a rank finds its slots; with a new board if it has a buddy. None,
+        and no slots, if no more files can be opened."""
         try:
             return self._lend(rank, environ, with_buddy)
         except OSError as error:
@@ -283,7 +284,7 @@ class SlotHolder:
             self._close_slots(rank)
 
     def slots(self) -> dict[int, list[HeldSlot]]:
-        """Those that were ever filled, by rank. Raises `OSError`."""
+        """The slots that were ever filled, by rank. Raises `OSError`."""
         used: dict[int, list[HeldSlot]] = {}
         for rank, lent in self._lent.items():
             grown = [slot for slot in lent.slots if os.fstat(slot).st_size > IMAGE_AT]
@@ -304,7 +305,7 @@ class SlotHolder:
 
 
 def _create(kinds: Sequence[object], name: str) -> list[int]:
-    """Files in memory; all of them, or none. Raises `OSError`."""
+    """Create files in memory, all or none. Raises `OSError`."""
     made: list[int] = []
     try:
         for kind in kinds:
@@ -317,7 +318,7 @@ def _create(kinds: Sequence[object], name: str) -> list[int]:
 
 
 def open_slots(environ: Mapping[str, str]) -> LentSlots | None:
-    """Descriptors of this rank's own; None if it has no slots."""
+    """Open the slots of this rank; None if it has none."""
     owner, *lists = environ.get(STEP_SLOTS, "").split(":")
     opened: list[int] = []
     try:
@@ -342,15 +343,15 @@ _SLOTS = 16
 
 @dataclass(frozen=True)
 class Pin:
-    """The rank's how-manieth pin it is, from 1, and the number of the slot."""
+    """A pinned slot; `number` counts the rank's pins from 1."""
 
     number: int
     slot: int
 
 
 class Board:
-    """A board, mapped into this process; each field is an aligned word of 64 bits, and has one
-    writer. Raises `OSError` and `ValueError` if it cannot be mapped."""
+    """A board mapped into this process; each field is an aligned 64-bit word with one writer.
+    Raises `OSError` and `ValueError` if it cannot be mapped."""
 
     def __init__(self, descriptor: int) -> None:
         if os.fstat(descriptor).st_size < SIZE:
@@ -365,25 +366,25 @@ class Board:
         return Pin(*divmod(self._pin.value, _SLOTS))
 
     def pin(self, slot: int) -> None:
-        """By the rank: that slot is not overwritten, and is to be sent."""
+        """Called by the rank: `slot` will not be overwritten, and is to be sent."""
         self._pin.value = (self.pinned.number + 1) * _SLOTS + slot
 
     @property
     def may_pin(self) -> bool:
-        """Whether what was pinned before has arrived, and may be followed by another."""
+        """Whether the pinned step has arrived, so that another may be pinned."""
         return bool(self._allowed.value > self.pinned.number)
 
     def allow(self) -> None:
-        """By who sends: what is pinned has arrived."""
+        """Called by the sender: the pinned step has arrived."""
         self._allowed.value = self.pinned.number + 1
 
     @property
     def since(self) -> int:
-        """As `Branch.since`, of what counts now."""
+        """The present `Branch.since`."""
         return int(self._since.value)
 
     def go_back(self) -> None:
-        """By the rank: what was held so far counts no more."""
+        """Called by the rank at a rollback: invalidate all steps held so far."""
         self._since.value += 1
 
 
@@ -396,14 +397,14 @@ class _Copy:
 
 @dataclass
 class CopyHolder:
-    """The copies that this node keeps for others. Safe to use from several threads."""
+    """The copies that this node keeps for others; thread-safe."""
 
     _copies: dict[int, list[_Copy]] = field(default_factory=dict)
     _notes: Notes | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, held: SlotContents) -> SlotMemory:
-        """Where such an image is to be received; it holds nothing from now on. Raises `OSError`."""
+        """The memory into which to receive such an image; empty from now on. Raises `OSError`."""
         with self._lock:
             copies = self._copies.setdefault(held.rank, [])
             if len(copies) < COPIES and not any(_same(copy.held, held) for copy in copies):
@@ -419,7 +420,7 @@ class CopyHolder:
             return copy.memory
 
     def publish(self, memory: SlotMemory, held: SlotContents, notes: Notes | None) -> None:
-        """It has arrived as it was sent. Rank 0 sends its notes with it, at least once."""
+        """Note that a copy has arrived. Rank 0 also sends its notes, at least once."""
         with self._lock:
             self._notes = notes or self._notes
             memory.publish(held)
@@ -454,7 +455,7 @@ def _same(kept: SlotContents | None, held: SlotContents) -> bool:
 
 
 def _worth(kept: SlotContents | None, held: SlotContents) -> tuple[int, int]:
-    """The lowest is overwritten: the same once more, then what counts no more, then the oldest."""
+    """Sort key; the lowest is overwritten: the same step, then invalid ones, then the oldest."""
     if kept is None or kept.branch.nonce != held.branch.nonce:
         return 1, 0
     step = kept.train_state.step

@@ -1,9 +1,9 @@
-"""Turns what slots hold into the files of a checkpoint, once their ranks are gone. Without torch.
+"""Writes the steps that slots hold to the files of a checkpoint, once their ranks are gone. Without
+torch.
 
-Each process that keeps slots says what they offer. Where all ranks offer the same step, it is
-written to the folder of a checkpoint in progress, and the committing process is told what the
-manifest needs.
-"""
+Each process that keeps slots offers the steps in them. If the slots of all ranks hold the same
+step, it is written to the folder of a checkpoint in progress, and the committing process gets what
+the manifest needs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from kempner.run.process.durable_io import join_directory, write_durable
 
 @dataclass(frozen=True)
 class Offer:
-    """A step of an attempt that a rank's slot holds, or a copy of it on its buddy's node; `plan`
-    and `shared` as in `SlotContents`, `since` as in `Branch`."""
+    """A step in a rank's slot or, `copied`, in a copy on its buddy node; `plan` and `shared` as in
+    `SlotContents`, `since` as in `Branch`."""
 
     rank: int
     world: int
@@ -43,8 +43,8 @@ class Offer:
 
 @dataclass(frozen=True)
 class Poured:
-    """The entries of the files that were written for a rank; for rank 0 also what the manifest says
-    beside them."""
+    """The manifest's entries of the files that were written for a rank; for rank 0 also the
+    manifest's other fields."""
 
     rank: int
     files: Mapping[str, FileEntry]
@@ -53,10 +53,10 @@ class Poured:
 
 
 class SlotOwner(Protocol):
-    """Who keeps slots, of ranks of its own or copies of other nodes' slots."""
+    """Keeps slots: those of its ranks, or copies of other nodes'."""
 
     def slots(self) -> Mapping[int, Sequence[HeldSlot]]:
-        """Those that were ever filled, by rank."""
+        """The slots that were ever filled, by rank."""
         ...
 
     def notes(self) -> Notes | None:
@@ -65,7 +65,7 @@ class SlotOwner(Protocol):
 
 
 def offers(holder: SlotOwner, nonce: str, copied: bool = False) -> list[Offer]:
-    """What the slots hold of the attempt with this nonce. Raises `OSError`."""
+    """The steps in the slots of the attempt with this nonce. Raises `OSError`."""
     notes = holder.notes()
     return [
         Offer(
@@ -90,8 +90,8 @@ def pour(
     ranks: Collection[int] | None = None,
     instead: bool = False,
 ) -> list[Poured]:
-    """Write the files of the ranks that offer a step into `folder`, of these `ranks` if they are
-    given; `instead` of what another process may have begun to write. Raises `OSError`."""
+    """Write the files of the ranks whose slots hold `step` into `folder`; only of `ranks` if given.
+    `instead`: first delete what another process may have begun to write. Raises `OSError`."""
     found = _of_attempt(holder, nonce)
     held_by = {each[1].rank: each for each in found if each[1].train_state.step == step}
     chosen = [each for rank, each in held_by.items() if ranks is None or rank in ranks]
@@ -121,7 +121,7 @@ def _pour(
     if held.rank != 0:
         return Poured(held.rank, files)
     notes = read_notes()
-    assert notes is not None  # it would have offered nothing
+    assert notes is not None  # else rank 0 would have offered nothing
     for described, text in notes.files.items():
         write_stream(folder / described, memoryview(text))
         files[described] = entry_of(text)

@@ -1,7 +1,6 @@
 """Requests to the processes that keep slots on other nodes, and their replies, in JSON.
 
-Nodes that do not answer are left out: what their ranks held may be on their buddies' nodes.
-"""
+Nodes that do not answer are skipped: copies of their ranks' slots may be on their buddy nodes."""
 
 from __future__ import annotations
 
@@ -18,14 +17,14 @@ from kempner.checkpoint.slots.pour import Offer, Poured, offers, pour
 from kempner.run.process.durable_io import as_names, as_text
 
 Ask: TypeAlias = Callable[[Mapping[str, str]], Mapping[str, str]]
-"""Takes the texts of requests, by node, and returns those of the replies that came."""
+"""Sends request texts, by node, and returns the texts of the replies."""
 
 
 @dataclass(frozen=True)
 class SlotRequest:
-    """What the slots offer of the attempt with this `nonce`; with a `folder`, pour its `step` from
-    the slots of some ranks, and from copies of others. With `listen`, where copies are listened
-    for: on the network `interface` if one is named."""
+    """Ask for the steps that the slots hold of the attempt with this `nonce`. With a `folder`:
+    write its `step` there, from the slots of the ranks `own` and the copies of the ranks `copies`.
+    With `listen`: start to listen for copies, on the network `interface` if given."""
 
     nonce: str = ""
     step: int = 0
@@ -38,7 +37,7 @@ class SlotRequest:
 
 @dataclass(frozen=True)
 class SlotReply:
-    """What was asked for; or `why` it failed, with its error number."""
+    """The result, or `why` the request failed, with the error number."""
 
     offers: tuple[Offer, ...] = ()
     poured: tuple[Poured, ...] = ()
@@ -54,8 +53,8 @@ _REQUEST, _REPLY = TypeAdapter(SlotRequest), TypeAdapter(SlotReply)
 
 @dataclass(frozen=True)
 class SlotKeeper:
-    """What a node keeps: its ranks' slots, and copies for others; `listen` says where those are
-    listened for, and begins to."""
+    """The slots of a node's ranks, and copies for other nodes; `listen` starts to listen for copies
+    and returns the address and port."""
 
     own: SlotHolder
     copies: CopyHolder
@@ -63,29 +62,30 @@ class SlotKeeper:
 
 
 def listening(ask: Ask, nodes: Iterable[str], interface: str) -> dict[str, tuple[str, int]]:
-    """Where these nodes listen for copies, of those that do. Raises `OSError`."""
+    """Addresses and ports of the nodes that listen for copies. Raises `OSError`."""
     replies = _replies(ask, dict.fromkeys(nodes, SlotRequest(listen=True, interface=interface)))
-    return {node: (told.address, told.port) for node, told in replies.items() if told.port}
+    return {node: (reply.address, reply.port) for node, reply in replies.items() if reply.port}
 
 
 def offers_of(ask: Ask, nodes: Iterable[str], nonce: str) -> dict[str, tuple[Offer, ...]]:
-    """What these nodes offer; nothing from before the run went back, as far as one knows of it.
-    Raises `OSError`."""
+    """The steps that these nodes hold, without those from before the last rollback that any of them
+    knows. Raises `OSError`."""
     replies = _replies(ask, dict.fromkeys(nodes, SlotRequest(nonce)))
-    since = max((told.since for told in replies.values()), default=0)
+    since = max((reply.since for reply in replies.values()), default=0)
     return {
-        node: tuple(offer for offer in told.offers if offer.since >= since)
-        for node, told in replies.items()
+        node: tuple(offer for offer in reply.offers if offer.since >= since)
+        for node, reply in replies.items()
     }
 
 
 def poured_by(
     ask: Ask, offered: Mapping[str, Iterable[Offer]], nonce: str, step: int, folder: Path
 ) -> list[Poured]:
-    """Have the nodes write what they have `offered` of a step into a folder; a copy only where no
-    node has its original, or that node cannot write. Raises `OSError` if no node can."""
-    held = {node: [offer for offer in told if offer.step == step] for node, told in offered.items()}
-    left = {offer.rank for told in held.values() for offer in told}
+    """Have the nodes write their parts of a step, which they have `offered`, into `folder`; a copy
+    only if no node has the original or that node fails to write it. Raises `OSError` if a part
+    cannot be written by any."""
+    held = {node: [o for o in of_node if o.step == step] for node, of_node in offered.items()}
+    left = {offer.rank for of_node in held.values() for offer in of_node}
     request = SlotRequest(nonce, step, str(folder.absolute()))
     poured: list[Poured] = []
     while left:
@@ -95,10 +95,10 @@ def poured_by(
             poured += reply.poured
         left -= {each.rank for each in poured}
         failed = [node for node in shares if node not in replies or replies[node].why]
-        held = {node: told for node, told in held.items() if node not in failed}
+        held = {node: of_node for node, of_node in held.items() if node not in failed}
         if not failed:
-            break  # some slots may be gone; the caller sees that from what it gets
-        if not left <= {offer.rank for told in held.values() for offer in told}:
+            break  # some slots may be gone, as the caller sees from the result
+        if not left <= {offer.rank for of_node in held.values() for offer in of_node}:
             raise _error(replies.get(failed[0]))
     return poured
 
@@ -106,10 +106,11 @@ def poured_by(
 def shares_of(
     held: Mapping[str, Iterable[Offer]], ranks: Collection[int], request: SlotRequest
 ) -> dict[str, SlotRequest]:
-    """The request with what each node is to pour: each rank once, its original if that is held."""
+    """The requests for each node: each rank is written once, from its original if a node holds
+    it."""
     chosen: dict[int, tuple[str, Offer]] = {}
-    for node, told in held.items():
-        for offer in told:
+    for node, of_node in held.items():
+        for offer in of_node:
             if offer.rank in ranks and (offer.rank not in chosen or not offer.copied):
                 chosen[offer.rank] = node, offer
     own, copies = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
@@ -122,7 +123,7 @@ def shares_of(
 
 
 def reply_text(keeper: SlotKeeper, request: str) -> str:
-    """The text that replies to that of a request; nothing to none."""
+    """The text of the reply to a request's text; empty for an empty one."""
     if not request:
         return ""
     asked = as_names(_REQUEST.validate_json(request))

@@ -1,15 +1,15 @@
-"""Commits a written folder as a checkpoint. The order of its operations is the promise:
+"""Commits a written folder as a checkpoint. The order of operations is essential:
 
     all ranks' files seen -> manifest written and fsynced -> folder fsynced
-    -> next `latest` beside the present one -> fence
+    -> replacement of `latest` prepared -> fence
     -> step-<s> by rename -> parent fsynced -> fence -> `latest` swapped by rename -> parent fsynced
 
 A crash after any of these leaves either the previous commit or the new one as the newest, never a
-torn one; and an attempt that was superseded changes nothing. The rename of the folder is the point
-of no return: what fails after it is told, tried again after each later commit, and undoes nothing.
-By then the next `latest` is there to tell, so that a later process knows as well which commits
-followed the one that `latest` still names. What an attempt prepared goes once another one has
-begun: a rename of it that arrives later still makes no checkpoint the newest.
+torn one; and a superseded attempt changes nothing. The rename of the folder is the point of no
+return: a later failure is reported and retried after each later commit, but undoes nothing. From
+the prepared replacement of `latest`, a later process knows which commits followed the one that
+`latest` still names. The replacements of an attempt are deleted when another begins, so that a late
+rename makes no old checkpoint the newest.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from kempner.run.record.attempts import Attempt
 
 
 class Guard(Protocol):
-    """What a commit asks before each step that cannot be taken back: an attempt's `Fence`."""
+    """Checked before each irreversible operation of a commit: an attempt's `Fence`."""
 
     @property
     def attempt(self) -> Attempt: ...
 
     def check(self) -> None:
-        """Raise a `RunError` if that one must not commit any more."""
+        """Raise a `RunError` if the attempt must no longer commit."""
         ...
 
 
@@ -55,14 +55,13 @@ def commit(
     fence: Guard,
     report: Callable[[str], None],
 ) -> Path:
-    """Turn `written`, whose data files are durable, into the newest checkpoint; return its path.
+    """Make `written`, whose data files are durable, the newest checkpoint; its path.
 
-    Checkpoints up to that step that are beyond the live branch came late, from an attempt that was
-    superseded: they are set aside first, and `report` gets a sentence for each. Otherwise they
-    would be taken for the live branch's once that has passed them. Raises `SupersededError` if a
-    newer attempt owns the run, and `OSError`, also if a file that another host has written does not
-    come to be seen here; then there is no checkpoint.
-    """
+    Earlier steps that are not on the live branch were committed late by a superseded attempt. They
+    are set aside first, and `report` gets a sentence for each: else they would count as part of the
+    live branch once it has passed them. Raises `SupersededError` if a newer attempt owns the run,
+    and `OSError`, also if another host's file does not become visible here; then there is no
+    checkpoint."""
     step = manifest.train_state.step
     await_files(written, manifest.files)
     place, content = folder.step(manifest.train_state.step), encode(manifest)
@@ -84,8 +83,8 @@ def commit(
 def go_on_from(
     folder: CheckpointFolder, step: int, fence: Guard, report: Callable[[str], None]
 ) -> None:
-    """From now on the live branch ends with the checkpoint of `step`. Those beyond it are set
-    aside, and `report` gets a sentence for each. Raises as `commit`."""
+    """Make `step` the end of the live branch. Later checkpoints are set aside, and `report` gets a
+    sentence for each. Raises as `commit`."""
     beyond = [s for s in folder.committed() if s > step]
     if not beyond and not folder.prepared() and folder.latest() == step:
         folder.tip.step = step
@@ -98,8 +97,8 @@ def go_on_from(
 
 
 def catch_up(folder: CheckpointFolder, fence: Guard) -> None:
-    """Make the newest commit durable, and `latest` name it, where that has not worked yet. Raises
-    as `commit`."""
+    """Make the newest commit durable and point `latest` to it, if that has failed before. Raises as
+    `commit`."""
     tip = folder.tip
     with tip.lock:
         if not tip.durable:
@@ -133,9 +132,9 @@ def _abandon(
 
 
 def await_files(written: Path, names: Iterable[str], seconds: float = LATE) -> None:
-    """Wait until the files of all ranks are seen in a folder, for `seconds` in all. A node where
-    the path leads to another folder (because a file system is not mounted there, say) has written
-    its files where rank 0 does not see them. Raises `FileNotFoundError`."""
+    """Wait until the files of all ranks are visible in a folder, at most `seconds`. Raises
+    `FileNotFoundError`, as for a node on which the file system is not mounted, so that its files
+    are elsewhere."""
     end = time.monotonic() + seconds
     for name in names:
         if not await_entry(written / name, end - time.monotonic()):
@@ -146,16 +145,16 @@ def await_files(written: Path, names: Iterable[str], seconds: float = LATE) -> N
 
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 15.0
-"""Seconds from the second failure to the next try, and the most, but for saves that take longer to
-fail: each pause is twice as long as the last. After the first failure nothing is waited for; after
-the second it will take a while: a full disk is as full after the next step."""
+"""Seconds between the second failure and the next try, doubled for each further one, and the most
+(more only for saves that take longer to fail). The first failure is retried at once; after the
+second the cause probably lasts, as a full disk does."""
 
 
 @dataclass(frozen=True)
 class SaveFailures:
-    """Saves that failed since the last commit. Times are in seconds of one clock. `since` is when
-    the first one had failed, `last` when the newest had, and `took` how long that was under way.
-    `reason` says why, and `passing` whether time may heal it: storage that refused."""
+    """The saves that failed since the last commit; times in seconds of one clock. `since` is the
+    time of the first failure, `last` that of the newest, `took` the duration of that save. `reason`
+    is its cause; `passing`: only storage was at fault, which may work again."""
 
     count: int = 0
     since: float = 0.0
@@ -169,7 +168,7 @@ class SaveFailures:
         return SaveFailures(self.count + 1, since, now, took, reason, passing)
 
     def lasting(self, now: float) -> float:
-        """For how many seconds no save has worked; infinite where time does not heal it."""
+        """Seconds since the first failure; infinite if it will not pass."""
         if not self.count:
             return 0.0
         return now - self.since if self.passing else math.inf
@@ -188,16 +187,16 @@ class SaveFailures:
 
 @dataclass(frozen=True)
 class DiskRoom:
-    """Whether checkpoints fit. `sentence` says what is short, and what to do; empty if nothing is.
-    `refused` says that not even one fits."""
+    """Whether checkpoints fit on the disk. `sentence` says what is short and what to do, or is
+    empty; `refused`: not even one fits."""
 
     sentence: str = ""
     refused: bool = False
 
 
 def judge_room(free: int, size: int, there: int, keep: int) -> DiskRoom:
-    """Whether `free` bytes are enough for checkpoints of about `size` bytes each. `keep` of them
-    stay, `there` are there already, and the next one is written before the oldest is deleted."""
+    """Whether `free` bytes suffice for checkpoints of about `size` bytes. `keep` of them are kept,
+    `there` exist already, and the next one is written before the oldest is deleted."""
     one, left = size_text(size), size_text(free)
     if free < size:
         return DiskRoom(

@@ -1,22 +1,21 @@
 """Retention: which checkpoints to delete, and how.
 
-A deletion has three acts: the manifest is renamed to `manifest.withdrawn.json` (from then on there
-is no checkpoint), the folder is renamed to a name that says it is dying, and its content is
-deleted. Where a crash or an error ends it, a later pass goes on.
+A deletion has three steps: the manifest is renamed to `manifest.withdrawn.json` (from then on there
+is no checkpoint), the folder is renamed to a name of dying ones, and its content is deleted. After
+a crash or an error, a later pass continues.
 
-What was set aside is bounded: `keep_damaged` of what was damaged stays, and what was abandoned
-where there is room for it. Before a save begins there are at most `keep_last` + 1 copies of steps,
-so that there is never more than one more.
+Checkpoints that were set aside are limited, too: `keep_damaged` damaged ones stay, and abandoned
+ones while there is room. Before a save begins there are at most `keep_last` + 1 copies of steps, so
+there is never more than one more.
 
-A reader puts a marker, `.reading-step-<s>.<nonce>`, beside the checkpoint (a commit is never
-written to) *before* it opens the manifest, and changes its content every few seconds. A process
-that deletes looks for markers before and after it withdraws the manifest, so that one of the two
-notices the other. A marker that has not changed for a while, on the clock of the deleting process,
-belongs to a reader that is gone: no two machines' clocks are compared, and nothing is blocked for
-ever.
+A reader creates a marker, `.reading-step-<s>.<nonce>`, beside the checkpoint (a commit is never
+written to) *before* it opens the manifest, and changes its content every few seconds. A deleting
+process looks for markers before and after it withdraws the manifest, so that one of the two notices
+the other. If a marker has not changed for a while, by the clock of the deleting process, its reader
+is gone. So no clocks of two machines are compared, and no deletion is blocked for ever.
 
-A network file system may show a new marker late; a reader whose checkpoint vanishes all the same
-finds a file missing, and says so.
+A network file system may show a new marker late; a reader whose checkpoint is deleted nevertheless
+finds a file missing, and reports that.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ from kempner.run.record.recorded_config import checkpoint_folder
 from kempner.run.record.run_dir import RunDirectory
 
 RENEW_EVERY = 5.0  # seconds between changes of a marker
-STALE_AFTER = 60.0  # seconds without a change after which a marker's reader is taken to be gone
+STALE_AFTER = 60.0  # seconds without a change after which a marker's reader counts as gone
 
 
 def _warn(error: OSError) -> None:
@@ -76,8 +75,9 @@ def _warn(error: OSError) -> None:
 def reading(
     folder: CheckpointFolder, step: int, unmarked: Callable[[OSError], None] = _warn
 ) -> Iterator[None]:
-    """While the context is open, retention leaves the checkpoint of `step` alone. Where the folder
-    cannot be written to, `unmarked` is told why, by default a log; the reader goes on without."""
+    """Keep retention from deleting the checkpoint of `step` in this context. If the folder cannot
+    be written to, `unmarked` gets the error (by default it is logged), and the reader goes on
+    without a marker."""
     marker = folder.path / marker_name(step, secrets.token_hex(8))
     try:
         _renew(marker, 0)
@@ -101,7 +101,7 @@ def reading(
 def reading_at(
     checkpoint: Path, unmarked: Callable[[OSError], None] = _warn
 ) -> AbstractContextManager[None]:
-    """`reading`, of a checkpoint's path, be it set aside or not."""
+    """As `reading`, for a checkpoint's path, which may be one set aside."""
     aside, step = parse_aside(checkpoint.name), parse_step(checkpoint.name)
     step = aside.step if aside is not None else step
     if step is None:
@@ -110,20 +110,20 @@ def reading_at(
 
 
 class Readers:
-    """Tells whether a checkpoint is being read; remembers markers from look to look."""
+    """Finds out whether checkpoints are being read; remembers markers between calls."""
 
     def __init__(self, folder: CheckpointFolder, clock: Callable[[], float] = time.monotonic):
         self._folder, self._clock = folder, clock
         self._changed: dict[str, tuple[bytes, float]] = {}
 
     def are_reading(self, step: int) -> bool:
-        """Whether a marker names `step` and its reader may be alive. A marker is believed at the
-        first look; one that has become stale is removed."""
+        """Whether there is a marker of `step` whose reader may be alive. A marker counts at the
+        first look; a stale one is removed."""
         return any(self._is_alive(marker) for marker in self._folder.markers(step))
 
     def _is_alive(self, marker: Path) -> bool:
         if marker.name in _left:
-            with suppress(OSError):  # it is tried again at the next look
+            with suppress(OSError):  # retried at the next look
                 marker.unlink(missing_ok=True)
             return False
         try:
@@ -158,7 +158,7 @@ def _keep_renewing(marker: Path, done: threading.Event) -> None:
 
 
 _left: set[str] = set()
-"""Names of markers that this process could not remove: nothing is read there any more."""
+"""Names of this process's markers that it could not remove; their reads have ended."""
 
 
 def _remove(marker: Path) -> None:
@@ -171,8 +171,8 @@ def _remove(marker: Path) -> None:
 
 @dataclass(frozen=True)
 class Keep:
-    """How many of the newest checkpoints to keep, which steps' multiples to keep for good, and
-    which steps for as long as they are named here; and how many that were found damaged."""
+    """The number of newest checkpoints to keep (`last`), the multiples of `every` to keep for good,
+    the steps to keep while they are `pinned`, and the number of `damaged` ones to keep."""
 
     last: int
     every: int | None = None
@@ -190,9 +190,9 @@ class Keep:
 
 
 def expendable(committed: Sequence[int], latest: int | None, keep: Keep) -> list[int]:
-    """The steps to delete: all up to `latest` that `keep` does not want, never `latest` itself.
-    Steps beyond `latest` belong to a branch that a rollback left; they are not counted as kept, and
-    are not deleted either: the run sets them aside when it gets there."""
+    """The steps to delete: those before `latest` that `keep` does not cover. Steps beyond `latest`
+    are of a branch that a rollback abandoned: they do not count as kept, and are not deleted, since
+    the run sets them aside when it gets there."""
     if latest is None:
         return []
     branch = [step for step in sorted(committed) if step <= latest]
@@ -201,7 +201,7 @@ def expendable(committed: Sequence[int], latest: int | None, keep: Keep) -> list
 
 @dataclass
 class _Deletions:
-    """The deletions of one pass; `failures` has the steps that could not be deleted, and why."""
+    """The deletions of one pass; `failures` has the errors by step."""
 
     folder: CheckpointFolder
     readers: Readers
@@ -218,7 +218,7 @@ class _Deletions:
             self.failures[step] = error
 
     def finish(self) -> dict[int, OSError]:
-        """Delete the content of what has been renamed."""
+        """Delete the folders that were renamed for deletion."""
         for dying in self.folder.leftovers(before_attempt=1):
             if (step := leftover_step(dying)) not in self.failures:
                 self.attempt(step, partial(shutil.rmtree, dying))
@@ -228,14 +228,14 @@ class _Deletions:
 def prune(
     folder: CheckpointFolder, keep: Keep, readers: Readers, check: Callable[[], None]
 ) -> dict[int, OSError]:
-    """One pass: delete what `expendable` names, and what earlier passes began. A checkpoint that is
-    being read is left for a later pass. `check` is called before each one and may raise to end the
-    pass. Returns the steps that could not be deleted, and why."""
+    """One pass: delete the `expendable` steps, and finish earlier deletions. A checkpoint that is
+    being read is left for a later pass. `check` is called before each deletion and may raise to end
+    the pass. Returns the errors by step."""
     deletions = _Deletions(folder, readers, check)
     for step in expendable(folder.committed(), head(folder), keep):
         deletions.attempt(step, partial(_withdraw, folder, step), latest_too=False)
-    # Looked at again: a reader that came between the look and the withdrawal has its manifest and
-    # goes on reading, one that comes now finds none.
+    # Look again: a reader that came before the withdrawal has the manifest and goes on reading,
+    # one that comes now finds none.
     for step in folder.withdrawn():
         rename = partial(_rename_for_deletion, folder, folder.step(step), step)
         deletions.attempt(step, rename, latest_too=False)
@@ -245,26 +245,26 @@ def prune(
 def bound(
     folder: CheckpointFolder, keep: Keep, readers: Readers, check: Callable[[], None]
 ) -> dict[int, OSError]:
-    """Delete what was set aside and is too much; as `prune`."""
+    """Delete checkpoints set aside beyond their limits; as `prune`."""
     deletions = _Deletions(folder, readers, check)
-    told = {path: aside for path in folder.copies() if (aside := parse_aside(path.name))}
-    by_age = sorted(told, key=lambda path: (told[path].attempt, told[path].step, path.name))
-    damaged = [path for path in by_age if told[path].why == "damaged"]
-    abandoned = [path for path in by_age if told[path].why == "abandoned"]
+    aside = {path: parsed for path in folder.copies() if (parsed := parse_aside(path.name))}
+    by_age = sorted(aside, key=lambda path: (aside[path].attempt, aside[path].step, path.name))
+    damaged = [path for path in by_age if aside[path].why == "damaged"]
+    abandoned = [path for path in by_age if aside[path].why == "abandoned"]
     writing = {path for path in folder.copies() if path.name.startswith(".")}
     others = {*counted(folder, keep, readers)} - {*abandoned} - writing
     stay = max(0, keep.last + 1 - len(others))
-    going = damaged[: max(0, len(damaged) - keep.damaged)]
-    going += abandoned[: max(0, len(abandoned) - stay)]
-    for path in going:
-        step = told[path].step
+    excess = damaged[: max(0, len(damaged) - keep.damaged)]
+    excess += abandoned[: max(0, len(abandoned) - stay)]
+    for path in excess:
+        step = aside[path].step
         deletions.attempt(step, partial(_rename_for_deletion, folder, path, step))
     return deletions.finish()
 
 
 def counted(folder: CheckpointFolder, keep: Keep, readers: Readers) -> list[Path]:
-    """The copies of steps that are bounded: not what stays for good, was found damaged, or is being
-    read."""
+    """The copies of steps that count against the limit: all but those kept for good, damaged, or
+    being read."""
     old = folder.committed()[: -keep.last or None]
 
     def counts(path: Path) -> bool:
@@ -289,9 +289,8 @@ def _rename_for_deletion(folder: CheckpointFolder, path: Path, step: int) -> Non
 
 
 class Pruner:
-    """Prunes on a thread of its own, at the lowest priority, so that no commit waits for it. Used
-    by one thread of rank 0. What cannot be deleted is said once per step, and tried again at every
-    later pass."""
+    """Prunes in a thread with the lowest priority, so that no commit waits for it. Used by one
+    thread of rank 0. A failed deletion is logged once per step, and retried at every later pass."""
 
     def __init__(self, folder: CheckpointFolder, keep: Keep, fence: Fence) -> None:
         self._folder, self.keep, self._fence = folder, keep, fence
@@ -301,7 +300,7 @@ class Pruner:
         self._failing: set[int] = set()
 
     def request(self) -> None:
-        """Ask for a pass; one that has not begun yet serves this request, too."""
+        """Request a pass; one that has not begun yet serves this request, too."""
         if self._newest is not None and self._newest.done():
             self._newest.result()
         elif self._newest is not None and not self._newest.running():
@@ -309,11 +308,11 @@ class Pruner:
         self._newest = self._thread.submit(self._pass)
 
     def make_room(self) -> None:
-        """Before a save begins: have no more than `keep.last` + 1 copies of steps. Called while
-        nothing is being written. Raises `OSError` if there are more and they cannot be deleted, and
-        as `Fence.check`."""
+        """Before a save: reduce the copies of steps to at most `keep.last` + 1. Call while nothing
+        is being written. Raises `OSError` if there are more that cannot be deleted, and as
+        `Fence.check`."""
         attempt = self._fence.attempt.number
-        dying = self._folder.leftovers(before_attempt=1)  # which the passes delete
+        dying = self._folder.leftovers(before_attempt=1)  # deleted by the passes
         for left in self._folder.leftovers(before_attempt=attempt + 1):
             if left not in dying:
                 discard(left)
@@ -333,7 +332,7 @@ class Pruner:
             )
 
     def _set_torn_aside(self) -> None:
-        """Folders of steps that have lost their manifest, to a purge, say."""
+        """Set aside folders of steps that have lost their manifest, as to a purge."""
         known = {*self._folder.committed(), *self._folder.withdrawn()}
         for path in self._folder.copies():
             if (step := parse_step(path.name)) is not None and step not in known:
@@ -341,12 +340,13 @@ class Pruner:
                 logger().warning(f"{path.name} has no {MANIFEST}; it is now {aside.name}")
 
     def settle(self) -> None:
-        """Wait for the passes asked for: what is there afterwards stays until the next request."""
+        """Wait for the requested passes; afterwards nothing is deleted until the next request."""
         if self._newest is not None:
             wait([self._newest])
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait for the passes asked for, `timeout` seconds at most; the next attempt goes on."""
+        """Wait for the requested passes, at most `timeout` seconds; the next attempt continues
+        them."""
         if self._newest is not None:
             wait([self._newest], timeout)
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -355,10 +355,10 @@ class Pruner:
         args = self._folder, self.keep, self._readers, self._fence.check
         try:
             if not self._catch_up():
-                return  # the newest may not outlive a power loss yet
+                return  # the newest commit may not survive a power loss yet
             failures = prune(*args) | bound(*args)
         except SupersededError:
-            return  # a newer attempt prunes; the next commit of this one will say so
+            return  # the newer attempt prunes; the next commit of this one will raise
         except OSError as error:
             logger().warning("cannot look for old checkpoints", error=str(error))
             return
@@ -373,7 +373,7 @@ class Pruner:
         self._failing = set(failures)
 
     def _catch_up(self) -> bool:
-        """Whether the newest commit is durable; whether `latest` names it matters less."""
+        """Retry `catch_up`; whether the newest commit is durable (`latest` may still be old)."""
         try:
             catch_up(self._folder, self._fence)
         except OSError as error:
@@ -382,7 +382,7 @@ class Pruner:
 
 
 def sweep(folder: CheckpointFolder, attempt: int) -> list[tuple[Path, OSError]]:
-    """Delete what attempts before `attempt` left unfinished; return what could not be deleted."""
+    """Delete unfinished saves of attempts before `attempt`; the paths that could not be deleted."""
     failures, committed = [], folder.committed()
     unused = [path for path, step in folder.prepared().items() if step not in committed]
     for leftover in [*folder.leftovers(before_attempt=attempt), *unused]:
@@ -394,16 +394,16 @@ def sweep(folder: CheckpointFolder, attempt: int) -> list[tuple[Path, OSError]]:
 
 
 def discard(written: Path) -> None:
-    """Delete a save that failed, so that its space is there for the next one. What cannot be
-    deleted now goes with the next attempt's sweep."""
+    """Delete a failed save to free its space. What cannot be deleted now, the next attempt's
+    `sweep` deletes."""
     shutil.rmtree(written, ignore_errors=True)
 
 
 @dataclass(frozen=True)
 class Item:
-    """One checkpoint: committed, set aside, or without a manifest. `problem` is what is known to be
-    wrong with it, by its manifest and the lengths of its files; `finding` is what the last full
-    verification found. `note` places it: `latest`, set aside, ..."""
+    """One checkpoint: committed, set aside, or without a manifest. `problem` is what its manifest
+    and file lengths show to be wrong; `finding` the result of the last full verification; `note` is
+    its role, such as `latest` or set aside."""
 
     path: Path
     step: int
@@ -414,8 +414,8 @@ class Item:
 
 
 def locate(directory: Path) -> tuple[CheckpointFolder, Path | None]:
-    """The checkpoint folder that is meant by a run's directory, its checkpoints, or one of them. In
-    the last case the second value is that checkpoint. Raises `UsageError` if there is nothing."""
+    """The checkpoint folder for a run's directory, a checkpoint folder, or a single checkpoint,
+    which then is the second value. Raises `UsageError` if there are no checkpoints."""
     inside = checkpoint_folder(RunDirectory(directory))
     folder = CheckpointFolder(inside if inside.is_dir() else directory)
     if any(_ours(folder)):
@@ -438,16 +438,16 @@ def locate(directory: Path) -> tuple[CheckpointFolder, Path | None]:
 
 
 def checkpoints_of(directory: Path) -> Path:
-    """Where the checkpoints of a run go, whose directory, or checkpoint folder, need not be there.
-    A folder is taken for the checkpoints themselves if it is called so or has some."""
+    """The checkpoint folder of a run, given its directory or that folder, which need not exist. A
+    folder counts as the checkpoint folder if it has that name or has checkpoints."""
     inside = RunDirectory(directory).checkpoints
     itself = directory.name == inside.name or any(_ours(CheckpointFolder(directory)))
     return directory if itself else inside
 
 
 def pick(folder: CheckpointFolder, only: Path | None, step: int | None) -> Path:
-    """The one checkpoint that is meant: `only`, or that of `step`, or `latest`. Raises `UsageError`
-    if there is no such thing."""
+    """The checkpoint `only`, or that of `step`, or the newest. Raises `UsageError` if there is
+    none."""
     if only is not None:
         if step is not None and parse_step(only.name) != step:
             raise UsageError(f"{only} is not the checkpoint of step {step}; remove --step")
@@ -459,7 +459,7 @@ def pick(folder: CheckpointFolder, only: Path | None, step: int | None) -> Path:
 
 
 def at_step(folder: CheckpointFolder, step: int) -> Path:
-    """The committed checkpoint of a step. Raises `UsageError`, naming what there is."""
+    """The committed checkpoint of a step. Raises `UsageError`, which lists those there are."""
     committed = folder.committed()
     if step not in committed:
         there = ", ".join(map(str, committed)) or "none"
@@ -468,7 +468,7 @@ def at_step(folder: CheckpointFolder, step: int) -> Path:
 
 
 def survey(folder: CheckpointFolder) -> list[Item]:
-    """Everything in a folder that is a checkpoint of ours, by step; costs a stat(2) per file."""
+    """All checkpoints in a folder, sorted by step; costs a stat(2) per file."""
     findings, latest = read_findings(folder.path), folder.latest()
     items = [_examine(path, step, latest, findings) for path, step in _ours(folder)]
     return sorted(items, key=lambda item: (item.step, item.path.name))

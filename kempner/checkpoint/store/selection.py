@@ -1,7 +1,5 @@
-"""Selects the checkpoint to resume from, and those to abandon: pure choices of rank 0.
-
-Judges, with reasons, whether this run may resume from it.
-"""
+"""Selects the checkpoint to resume from and those to abandon (on rank 0), and decides, with
+reasons, whether this run may resume from it."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ from kempner.run.process.exit_codes import DataError
 
 
 def choose(committed: Sequence[int], latest: int | None) -> int | None:
-    """The step to try next, or None if nothing is committed. `latest` names the live branch: steps
-    beyond it were left by a rollback, and are a last resort."""
+    """The step to try next; None if nothing is committed. Steps beyond `latest`, the end of the
+    live branch, were abandoned by a rollback, and are the last resort."""
     if latest is None:
         return max(committed, default=None)
     on_branch = [step for step in committed if step <= latest]
@@ -26,9 +24,8 @@ def choose(committed: Sequence[int], latest: int | None) -> int | None:
 
 
 def newest(folder: CheckpointFolder) -> int | None:
-    """The newest step of the live branch, by what is on disk; None if nothing is committed.
-    `latest` may not name it yet: what has been prepared to take its place tells. Raises
-    `OSError`."""
+    """The newest step of the live branch on disk; None if nothing is committed. Considers prepared
+    replacements of `latest`, too. Raises `OSError`."""
     committed = folder.committed()
     step = choose(committed, folder.latest())
     late = [s for s in folder.prepared().values() if s in committed]
@@ -36,20 +33,20 @@ def newest(folder: CheckpointFolder) -> int | None:
 
 
 def head(folder: CheckpointFolder) -> int | None:
-    """The same, as this process knows it. Raises `OSError`."""
+    """As `newest`, but by this process's own knowledge if it has any. Raises `OSError`."""
     step = folder.tip.step
     return step if step is not None and step in folder.committed() else newest(folder)
 
 
 class MissingError(OSError):
-    """The checkpoints of a run are gone."""
+    """The checkpoints of a run are missing."""
 
 
 def refuse_if_missing(folder: CheckpointFolder, known: int | None) -> None:
-    """Raise `MissingError` where the ledger knows of a checkpoint (`known`) and there is none.
-    Where nothing at all is left, a file system may not be mounted (ENOENT); where folders are left
-    without their files, those were deleted (ENODATA). Raises `OSError` if that cannot be seen now,
-    and `DataError` where all that there was is damaged."""
+    """Raise `MissingError` if the ledger has a checkpoint (`known`) but none exists: with ENOENT if
+    the folder is empty (a file system may not be mounted), with ENODATA if folders without files
+    are left (they were deleted). Raises `OSError` if the folder cannot be read now, and `DataError`
+    if all checkpoints are damaged."""
     if known is None or folder.committed():
         return
     if any(parse_aside(path.name) for path in folder.copies()):
@@ -65,15 +62,15 @@ def refuse_if_missing(folder: CheckpointFolder, known: int | None) -> None:
 
 
 def choose_to_go_back(branch: Sequence[int], to: int) -> int | None:
-    """The step to try next in a rollback to step `to`, or None if `branch` is empty. Where nothing
-    up to `to` is whole, the oldest after it: the data that hurt is left out anyhow."""
+    """The step to try next in a rollback to step `to`; None if `branch` is empty. If nothing up to
+    `to` verifies, the oldest later one: the data that caused the trouble is skipped in any case."""
     return max((step for step in branch if step <= to), default=min(branch, default=None))
 
 
 def left_behind(committed: Sequence[int], tip: int | None, step: int) -> list[int]:
-    """The steps that are to be set aside before `step` is committed, ascending. Those beyond `tip`,
-    the newest of the live branch, are no part of that, and would seem to be once it has passed
-    them; `step` itself is made again."""
+    """The steps to set aside before `step` is committed, ascending: those beyond `tip`, the newest
+    of the live branch, which would else seem to be part of it; and `step` itself, which is made
+    again."""
     return [s for s in committed if s == step or (s < step and (tip is None or s > tip))]
 
 
@@ -92,9 +89,10 @@ class Compatibility:
 
 
 def compare_identities(saved: Identity, now: Identity, accept: Collection[str]) -> Compatibility:
-    """Compare what a checkpoint was made with to what would go on from it. Another model or
-    optimizer is always refused. Other data and another seed are refused unless `accept` names them
-    ("data", "seed"). Another world or mesh is fine: only bit-identity is not promised across it."""
+    """Compare the identity in a checkpoint with that of the run that would resume from it. Another
+    model or optimizer is always refused; other data or another seed unless `accept` names it
+    ("data", "seed"). Another world or mesh is allowed, but then results may differ in the last
+    bits."""
     keys = {**saved.model, **now.model} if saved.model else {}
     refusals = [
         f"model.{key} is {_told(now.model, key)} but the checkpoint was made with "
@@ -128,7 +126,7 @@ def compare_identities(saved: Identity, now: Identity, accept: Collection[str]) 
 def _compare_order(
     saved: Identity, now: Identity, accept: Collection[str], refusals: list[str], remarks: list[str]
 ) -> None:
-    """Add what is to be said of the data and the seed, which the order of samples follows from."""
+    """Add the refusals and remarks about data and seed, which determine the order of samples."""
     prints = saved.data_fingerprint, now.data_fingerprint
     for what, key, was, is_now in (
         ("data", "data.dataset_path or train.seq_len", *prints),
@@ -149,13 +147,13 @@ def _compare_order(
 
 
 def _divided(mesh: Mapping[str, int]) -> str:
-    """A mesh in words; "fsdp" is what the dimension "shard" was called when it was the only one."""
+    """A mesh in words; "fsdp" is an earlier name of a single dimension "shard"."""
     sizes = {"shard" if name == "fsdp" else name: size for name, size in mesh.items() if size > 1}
     return " x ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 def _told(model: Mapping[str, Any], key: str) -> str:
-    """What a record says of a key; what is not in it has its default."""
+    """The value of a key in words; a key that is not recorded has its default."""
     return repr(model[key]) if key in model else "the default"
 
 

@@ -1,8 +1,7 @@
-"""Creates DCP's `.metadata` from a state's specs; for a large world in a separate process.
+"""Builds DCP's `.metadata` from a state's specs; for a large world in a separate process.
 
-At 512 ranks it lists more than a million chunks. Making it is Python under the interpreter's lock,
-and would hold up training for as long as it takes.
-"""
+At 512 ranks it lists more than a million chunks. Building it holds the interpreter's lock, and
+would delay training for as long."""
 
 from __future__ import annotations
 
@@ -33,32 +32,31 @@ from kempner.run.process.signals import follow_parent, stop_signals_blocked
 from kempner.run.process.worker_process import SAFE_MODULE
 
 MADE_HERE = 20_000
-"""Chunks up to which `.metadata` is made in the calling process: a tenth of a second of work."""
+"""The most chunks for which `.metadata` is built in the calling process, in about 0.1 s."""
 
 _DCP_VERSION = "1.0.0"
 
 
 def metadata_of(specs: Sequence[TensorSpec], world: int) -> memoryview:
-    """`build_metadata`, in a process of its own where it would take long. On a page: it may be
-    hundreds of megabytes, and is written past the page cache. Blocks the calling thread, without
-    holding the interpreter's lock. Raises `RuntimeError` with the process's last words if it
-    fails."""
+    """`build_metadata`, in a separate process if it would take long; page-aligned for direct I/O,
+    since it may be hundreds of megabytes. Blocks the calling thread without holding the
+    interpreter's lock. Raises `RuntimeError` with the process's last line if it fails."""
     if len(specs) * world <= MADE_HERE:
         content = build_metadata(specs, world)
         aligned = page_aligned(len(content)).numpy().data
         aligned[:] = content
         return aligned
-    with stop_signals_blocked():  # one to the whole group must not end the planning of a save
-        return _made_elsewhere(specs, world)
+    with stop_signals_blocked():  # a signal to the process group must not fail a save
+        return _build_in_process(specs, world)
 
 
 def build_metadata(specs: Sequence[TensorSpec], world: int) -> bytes:
-    """DCP's `.metadata` for a state that `world` ranks write; the same bytes at every save."""
+    """The `.metadata` of a state that `world` ranks write; the same bytes at every save."""
     return pack(specs, list_all(specs, world, container))
 
 
 def pack(specs: Sequence[TensorSpec], files: Iterable[Sequence[ListedChunk]]) -> bytes:
-    """DCP's `.metadata` for tensors whose parts lie in `files`, one of each rank."""
+    """The `.metadata` of tensors whose parts are in `files`, one per rank."""
     chunks: dict[str, list[ChunkStorageMetadata]] = {spec.key: [] for spec in specs}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for rank, contents in enumerate(files):
@@ -85,7 +83,7 @@ def _tensor(spec: TensorSpec, chunks: list[ChunkStorageMetadata]) -> TensorStora
 
 @lru_cache(1 << 12)
 def _describe(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageMetadata:
-    """One object for all the tensors of a rank that are cut alike: a pickle holds it once."""
+    """Cached, so that a pickle stores the object once for all tensors that are cut alike."""
     return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=_size(sizes))
 
 
@@ -94,7 +92,7 @@ def _size(sizes: tuple[int, ...]) -> torch.Size:
     return torch.Size(sizes)
 
 
-def _made_elsewhere(specs: Sequence[TensorSpec], world: int) -> memoryview:
+def _build_in_process(specs: Sequence[TensorSpec], world: int) -> memoryview:
     command = [sys.executable, *SAFE_MODULE, __name__, str(os.getpid())]
     with tempfile.TemporaryFile(buffering=0) as made, tempfile.TemporaryFile() as words:
         ended = subprocess.run(
@@ -120,7 +118,7 @@ def _main() -> None:
     """Read specs and world from the parent, and write `.metadata`; both are pickles."""
     follow_parent(int(sys.argv[1]), signal.SIGKILL)
     os.nice(19)
-    gc.disable()  # nothing here is garbage, and looking for it takes longer than the work
+    gc.disable()  # there is no garbage, and collecting takes longer than the work
     specs, world = pickle.load(sys.stdin.buffer)
     sys.stdout.buffer.write(build_metadata(specs, world))
 

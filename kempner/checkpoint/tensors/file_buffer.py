@@ -1,10 +1,8 @@
-"""A rank's data file in memory, byte for byte as it will be on disk.
+"""A rank's data file in memory, byte for byte as on disk.
 
-DCP's format keeps every tensor in a container of its own (`torch.save`), whose bytes around the
-data depend on dtype and shape alone. They are put in place once. From then on the state is copied
-straight into the holes between them, and the file is one stream; the stock
-`torch.distributed.checkpoint` reads it.
-"""
+DCP's format keeps every tensor in its own container (`torch.save`), whose bytes around the data
+depend only on dtype and shape, and are written once. The state is then copied directly into the
+gaps, and the file is written as one stream that `torch.distributed.checkpoint` can read."""
 
 from __future__ import annotations
 
@@ -33,8 +31,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Container:
-    """The bytes `before` and `after` the `data` bytes of a tensor in DCP's file format. They depend
-    on dtype and shape alone."""
+    """The bytes `before` and `after` the `data` bytes of a tensor in DCP's file format; they depend
+    only on dtype and shape."""
 
     before: bytes
     data: int
@@ -45,15 +43,15 @@ class Container:
         return len(self.before) + self.data + len(self.after)
 
 
-BASE_FROM = 1 << 20  # bytes from which on what is frozen is worth files of its own
+BASE_FROM = 1 << 20  # the least bytes of frozen tensors that are worth separate files
 
 
 def tensor_specs(
     table: Mapping[str, Tensor], world: int, frozen: Collection[str] = ()
 ) -> list[TensorSpec]:
-    """The specs of a state, of which these keys are `frozen`; the same on every rank. A tensor that
-    is no DTensor is taken to be the same on all ranks of the `world`. Raises `UsageError` for a
-    DTensor that is not spread over all of them, or not in plain shards."""
+    """The specs of a state, with these keys `frozen`; the same on every rank. A tensor that is not
+    a DTensor counts as replicated over the `world`. Raises `UsageError` for a DTensor whose mesh is
+    not the whole world, or with unsupported placements."""
     _refuse_partial_meshes(table, world)
     specs = [_spec(key, tensor, world) for key, tensor in table.items()]
     if sum(table[key].nbytes for key in frozen) < BASE_FROM:
@@ -70,7 +68,7 @@ def container(dtype: str, sizes: tuple[int, ...]) -> Container:
         buffer = io.BytesIO()
         torch.save(tensor, buffer)
         return Container(buffer.getvalue(), 0, b"")
-    with tempfile.TemporaryFile() as file:  # with a hole where the data would be
+    with tempfile.TemporaryFile() as file:  # with a hole in the place of the data
         with skip_data():
             torch.save(tensor, file)
         file.seek(0)
@@ -83,20 +81,20 @@ def container(dtype: str, sizes: tuple[int, ...]) -> Container:
 
 
 def page_aligned(length: int) -> Tensor:
-    """`length` bytes of zeros, which begin where a write past the page cache may begin."""
+    """`length` zero bytes, aligned for direct I/O."""
     room = torch.zeros(length + DIRECT_ALIGNMENT, dtype=torch.uint8)
     start = -room.data_ptr() % DIRECT_ALIGNMENT
     return room[start : start + length]
 
 
 class FileBuffer:
-    """One rank's file: a buffer that holds `placed`, and views into it for the tensors. `buffer` is
-    memory to use for it: zeros, of the file's length."""
+    """The image of one rank's file with the chunks `placed`, and views into it for their tensors.
+    `buffer` is the memory to use: zeros, of the file's length."""
 
     def __init__(self, placed: Sequence[Placed], buffer: Tensor | None = None) -> None:
         self._buffer = page_aligned(file_length(placed)) if buffer is None else buffer
         self.views = [self._install(item) for item in placed]
-        """A tensor for each placed chunk, in order, with its dtype and sizes."""
+        """A view for each placed chunk, in order, with its dtype and sizes."""
 
     @property
     def content(self) -> memoryview:
@@ -107,12 +105,11 @@ class FileBuffer:
         return self._buffer.data_ptr()
 
     def _install(self, item: Placed) -> Tensor:
-        around = container(item.chunk.dtype, item.chunk.sizes)
-        before, after = around.before, around.after
-        data = item.start + len(before)
-        end = data + around.data
-        self._put(item.start, before)
-        self._put(end, after)
+        extent = container(item.chunk.dtype, item.chunk.sizes)
+        data = item.start + len(extent.before)
+        end = data + extent.data
+        self._put(item.start, extent.before)
+        self._put(end, extent.after)
         dtype = getattr(torch, item.chunk.dtype)
         if data == end:
             return torch.empty(item.chunk.sizes, dtype=dtype)
@@ -126,8 +123,8 @@ class FileBuffer:
 
 
 def _refuse_partial_meshes(table: Mapping[str, Tensor], world: int) -> None:
-    """Raise `UsageError` for a mesh that is not all ranks in their order, as a plan takes it."""
-    meshes: dict[DeviceMesh, str] = {}  # a few for thousands of tensors, and slow to list
+    """Raise `UsageError` for a mesh that is not all ranks in order, as the shard plan assumes."""
+    meshes: dict[DeviceMesh, str] = {}  # few for thousands of tensors, and slow to list
     for key, tensor in table.items():
         if is_sharded(tensor):
             meshes.setdefault(tensor.device_mesh, key)
@@ -153,7 +150,7 @@ def _spec(key: str, tensor: Tensor, world: int) -> TensorSpec:
 
 
 def _cut_dimension(key: str, placement: Placement) -> int | None:
-    """The dimension of a tensor that a placement cuts, None for none."""
+    """The dimension of a tensor that a placement shards; None for a replica."""
     from torch.distributed.tensor.placement_types import Replicate, Shard
 
     if type(placement) is Shard or _is_strided(placement):
@@ -165,8 +162,8 @@ def _cut_dimension(key: str, placement: Placement) -> int | None:
 
 
 def _is_strided(placement: Placement) -> bool:
-    """Whether a placement cuts what those right of it have cut: FSDP over tensor parallelism. By
-    its name: it is private, and of torch's versions some let it inherit from `Shard`."""
+    """Whether a placement cuts after those to its right: FSDP over tensor parallelism. By name,
+    since the class is private, and inherits from `Shard` in some versions of torch."""
     return type(placement).__name__ == "_StridedShard"
 
 

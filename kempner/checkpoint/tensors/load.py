@@ -1,8 +1,8 @@
 """Loads a rank's tensors from a checkpoint of any world size, verifying what it reads.
 
-What to read follows from the checkpoint's own metadata and the rank's own shards, so no rank asks
-another. Every block that is read is checked against its checksum first, and every element of every
-tensor must have come from somewhere.
+What to read follows from the checkpoint's index and the rank's own shards, so ranks need not
+communicate. Every block is verified before its data is used, and every element of every tensor must
+be covered.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from kempner.run.process.durable_io import await_entry
 from kempner.run.process.exit_codes import DataError, NotSharedError
 from kempner.run.process.retry import storage_waits
 
-SLAB_BYTES = 8 << 20  # largest read, but for single rows that are larger
-RUN_PIECES = 8  # fewest pieces that are worth a thread of their own
-READERS = 4  # threads that read and check; both release the interpreter
+SLAB_BYTES = 8 << 20  # largest read, except for larger single rows
+RUN_PIECES = 8  # fewest pieces per task of a thread
+READERS = 4  # threads that read and verify; both release the interpreter's lock
 NO_MEMORY: Mapping[str, MemoryCopy] = MappingProxyType({})
 
 _HEADER = struct.Struct("<4s5H3I2H")  # a zip archive's local file header, APPNOTE 4.3.7
@@ -44,7 +44,7 @@ _PREFIX_BYTES = 1024
 
 @dataclass(frozen=True)
 class _Piece:
-    """What a saved chunk and a local tensor have in common."""
+    """The intersection of a saved part and a local tensor."""
 
     stored: Part
     from_chunk: tuple[slice, ...]
@@ -69,13 +69,12 @@ def fill(
     contents: Contents,
     memory: Mapping[str, MemoryCopy] = NO_MEMORY,
 ) -> LoadedBytes:
-    """Read the local part of every tensor of `table`, in place; of files that are in `memory`, by
-    name, from there.
+    """Read the local part of every tensor of `table` in place; files in `memory`, by name, are read
+    from there.
 
     Raises `DataError` if a block is damaged, a file is missing, or an element is not covered, and
-    as `StorageWaits.retry` where a file cannot be read now. What the ranks of a world read between
-    them is every block of every file in which there is a tensor; `open_contents` checks the rest.
-    """
+    as `StorageWaits.retry` if a file cannot be read now. Together, the ranks read every block of
+    every file with tensors; `open_contents` checks the other files."""
     pieces = _plan({key: _local_box(tensor) for key, tensor in table.items()}, contents)
     names = sorted({piece.stored.file for piece in pieces})
     files: dict[str, VerifiedFile] = {}
@@ -90,7 +89,7 @@ def fill(
 
 
 class _Box(NamedTuple):
-    """What this rank holds of a tensor, in elements; one takes `element_size` bytes."""
+    """This rank's part of a tensor, in elements of `element_size` bytes."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -98,7 +97,7 @@ class _Box(NamedTuple):
 
 
 def _plan(boxes: Mapping[str, _Box], contents: Contents) -> list[_Piece]:
-    """What to read, in the order of the files. Raises `DataError` if an element is nowhere."""
+    """The pieces to read, in file order. Raises `DataError` if an element is not covered."""
     pieces = [
         part
         for key, box in boxes.items()
@@ -111,7 +110,7 @@ def _plan(boxes: Mapping[str, _Box], contents: Contents) -> list[_Piece]:
 def _pieces(
     key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], contents: Contents
 ) -> Iterable[_Piece]:
-    """The saved parts that overlap a box of a tensor."""
+    """The intersections of saved parts with a box of a tensor."""
     found = []
     for part in contents.parts(key, offsets, sizes):
         shared = overlap(offsets, sizes, part.offsets, part.sizes)
@@ -125,7 +124,8 @@ def _pieces(
 
 
 def _cut(piece: _Piece, element_size: int) -> Iterable[_Piece]:
-    """The piece in groups of rows, so that a large tensor needs no second one to be read into."""
+    """Split a piece into groups of rows, so that a large tensor needs no second buffer of its
+    size."""
     if not piece.from_chunk:
         return [piece]
     row_bytes = element_size * math.prod(piece.stored.sizes[1:])
@@ -161,7 +161,7 @@ def _local_box(tensor: Tensor) -> _Box:
 
 
 def _runs(pieces: Sequence[_Piece]) -> Iterable[Sequence[_Piece]]:
-    """Neighbours for one thread to read one after the other; each run is from one file."""
+    """Groups of neighbouring pieces of one file, each for one thread."""
     for _, group in groupby(pieces, key=lambda piece: piece.stored.file):
         of_file = list(group)
         length = max(RUN_PIECES, -(-len(of_file) // READERS))
@@ -177,20 +177,20 @@ def _read_run(
             container = piece.stored.start
             before = _data_offset(cursor.peek(container, _PREFIX_BYTES), piece.stored)
             if checked != container:
-                cursor.read(container, container + before)  # what was peeked at, now checked
+                cursor.read(container, container + before)  # verify the header that was peeked at
                 checked = container
             _copy(piece, local_part(table[piece.key]), before, cursor)
         end = run[-1].stored.start + run[-1].stored.length
         if end == file.sums.bytes:
-            cursor.read(end - 1, end)  # the file's last block may hold no data
+            cursor.read(end - 1, end)  # verify the last block, too, which may hold no data
         return LoadedBytes(cursor.bytes_read, cursor.bytes_from_memory)
 
 
 def _copy(piece: _Piece, target: Tensor, before: int, cursor: Cursor) -> None:
-    """Put one piece where it belongs; its data begin `before` bytes into the container."""
+    """Copy one piece into `target`; its data begin `before` bytes into the container."""
     stored, rows = piece.stored, piece.from_chunk
-    # Rows are contiguous, so only those that are wanted are read; a cut along another dimension
-    # reads the rows whole.
+    # Rows are contiguous, so only the wanted ones are read; for a cut along another dimension
+    # whole rows are read.
     first, end = (rows[0].start, rows[0].stop) if rows else (0, 1)
     width = target.element_size() * math.prod(piece.stored.sizes[1:])
     if before + width * (piece.stored.sizes[0] if rows else 1) > stored.length:
@@ -203,7 +203,7 @@ def _copy(piece: _Piece, target: Tensor, before: int, cursor: Cursor) -> None:
 
 
 def _data_offset(prefix: bytes, stored: Part) -> int:
-    """Where in its container a tensor's data begin, by the container's own headers."""
+    """The offset of a tensor's data in its container, from the container's headers."""
     name = prefix.find(_RECORD)
     header = prefix.rfind(_HEADER_MAGIC, 0, name)
     if name < 0 or header < 0 or not prefix.startswith(_HEADER_MAGIC):
@@ -213,15 +213,14 @@ def _data_offset(prefix: bytes, stored: Part) -> int:
 
 
 def open_contents(checkpoint: Path, manifest: Manifest, rank: int = 0, world: int = 1) -> Contents:
-    """What a checkpoint holds. Raises `DataError` unless that is as the manifest says.
+    """The contents of a checkpoint. Raises `DataError` unless they are as in the manifest.
 
-    Of the files that no rank loads, `.metadata` among them, each rank of a `world` that loads
-    together checks its share, so that between them they read every block of every file.
+    Files without tensors, such as `.metadata`, are verified here, each rank of a `world` its share,
+    so that together the ranks read every block of every file.
 
     A rank may see the folder later than rank 0, which has chosen it, and waits for it. A rank that
-    never sees it raises `NotSharedError`: the checkpoint itself may be good. Where the parent
-    folder is not seen either, storage is unavailable, and waited for.
-    """
+    never sees it raises `NotSharedError`, since the checkpoint itself may be good. If the parent
+    folder is not visible either, storage counts as unavailable, and is retried."""
     storage_waits().retry(partial(_await_folder, checkpoint), worked=True)
     contents = _read_index(checkpoint / INDEX, manifest)
     for damage in verify_files(checkpoint, manifest, _needless_files(manifest)[rank::world]):
@@ -230,7 +229,8 @@ def open_contents(checkpoint: Path, manifest: Manifest, rank: int = 0, world: in
 
 
 def _await_folder(checkpoint: Path) -> None:
-    """Raises `OSError` if its storage is away, and `NotSharedError` if it alone is not there."""
+    """Raises `OSError` if storage is unavailable, and `NotSharedError` if only the folder is
+    missing."""
     checkpoint.parent.stat()
     if not await_entry(checkpoint):
         checkpoint.parent.stat()
@@ -238,7 +238,7 @@ def _await_folder(checkpoint: Path) -> None:
 
 
 def not_seen(checkpoint: Path) -> NotSharedError:
-    """For a rank that has not found it for as long as its patience lasts."""
+    """The error of a rank that does not see a checkpoint after waiting."""
     return NotSharedError(
         f"{checkpoint} is not visible on {platform.node()}, although rank 0 has chosen it: is it "
         "on a file system that all nodes share?"
@@ -256,7 +256,7 @@ def _read_index(path: Path, manifest: Manifest) -> Contents:
 
 
 def _needless_files(manifest: Manifest) -> list[str]:
-    """What no tensor is read from: files of ranks that had nothing to write, and `.metadata`."""
+    """The files without tensors: of ranks that had nothing to write, and `.metadata`."""
     return [
         name
         for name, entry in manifest.files.items()

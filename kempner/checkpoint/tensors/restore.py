@@ -1,4 +1,4 @@
-"""Finds a checkpoint that is whole and fits, and fills the state from it, on all ranks alike."""
+"""Finds a checkpoint that verifies and fits the run, and loads the state from it, on all ranks."""
 
 from __future__ import annotations
 
@@ -45,36 +45,37 @@ T = TypeVar("T")
 
 
 class Restorer(ABC):
-    """Goes from checkpoint to checkpoint until one is whole; methods are called on every rank."""
+    """Tries checkpoints until one verifies; methods are called on every rank."""
 
     def __init__(self, context: CheckpointContext) -> None:
         self._context, self._folder = context, context.folder
 
     def prepare_folder(self) -> None:
-        """Make the folder, and delete what earlier attempts left unfinished. Raises `UsageError` if
-        it cannot be made, or its file system cannot hold checkpoints, and `DataError` if it must
-        have some and has none."""
+        """Create the folder, and delete unfinished saves of earlier attempts. Raises `UsageError`
+        if it cannot be created or its file system cannot hold checkpoints, and `DataError` if its
+        checkpoints are missing."""
         self._context.broadcast_from_rank0(self._prepare_folder)
 
     def load_newest(
         self, choose: Callable[[], int | None], accept: Collection[str]
     ) -> TrainState | None:
-        """Load what `choose` names, and what it names next as long as that is damaged. `choose` is
-        asked on rank 0 only; None where it names nothing more."""
-        tell = self._context.broadcast_from_rank0
-        while (step := tell(choose)) is not None:
+        """Load the step that `choose` returns, called on rank 0 only; if it is damaged, set it
+        aside and choose again. None if `choose` returns None."""
+        on_rank0 = self._context.broadcast_from_rank0
+        while (step := on_rank0(choose)) is not None:
             here = self._context.rank == 0
             with reading(self._folder, step) if here else nullcontext():
-                manifest, damages = tell(partial(self._read_manifest, step))
+                manifest, damages = on_rank0(partial(self._read_manifest, step))
                 if manifest is not None:
                     damages = self._load(step, manifest, accept)
                     if not damages:
                         return manifest.train_state
-            tell(partial(self._reject, step, damages))
+            on_rank0(partial(self._reject, step, damages))
         return None
 
     def refuse_fresh_start(self) -> None:
-        """Raise `DataError`, on all ranks alike, if there was a checkpoint: none could be used."""
+        """Raise `DataError`, on all ranks alike, if the run had a checkpoint, of which none could
+        be used."""
 
         def refuse() -> None:
             link, known = self._folder.latest(), self._context.known
@@ -106,7 +107,8 @@ class Restorer(ABC):
             logger().warning("cannot delete a leftover", path=str(leftover), error=str(failure))
 
     def _make_folder(self) -> None:
-        """Raises `OSError`, also where checkpoints must be and are not: their storage is away."""
+        """Raises `OSError`, also if the run's checkpoints are missing: storage may be
+        unavailable."""
         refuse_if_missing(self._folder, self._context.known)
         self._folder.path.mkdir(parents=True, exist_ok=True)
 
@@ -117,7 +119,7 @@ class Restorer(ABC):
             return None, [Damage(MANIFEST, str(error))]
 
     def _load(self, step: int, manifest: Manifest, accept: Collection[str]) -> list[Damage]:
-        """Fill the state; returns what is damaged, on all ranks alike, and empty if nothing is."""
+        """Load the state; the damages found, the same on all ranks."""
         path = self._folder.step(step)
         judgement = compare_identities(manifest.identity, self._context.identity, accept)
         if judgement.refusals:
@@ -129,11 +131,11 @@ class Restorer(ABC):
 
     @abstractmethod
     def _fill(self, path: Path, manifest: Manifest) -> list[Damage]:
-        """Take over what is in `path`; what is damaged there, on all ranks alike."""
+        """Load the contents of `path`; the damages found, the same on all ranks."""
 
     def _together(self, path: Path, work: Callable[[], T]) -> tuple[T | None, list[Damage]]:
-        """Do this rank's part of a load of `path`; its result, or None if any rank found damage.
-        Where a rank cannot do its part, every rank raises: that one its own error."""
+        """Do this rank's part of a load; its result, or None and the damages if any rank found
+        some. If a rank cannot do its part, every rank raises, that one its own error."""
         result: T | None = None
         found: Damage | RunError | None = None
         try:
@@ -176,7 +178,7 @@ class StateRestorer(Restorer):
         registered: RegisteredObjects = NOTHING,
         memory: LentSlots | None = None,
     ) -> None:
-        """`memory` may still hold what this rank wrote."""
+        """`memory` may still hold this rank's last steps."""
         super().__init__(context)
         self._model, self._optimizer = model, optimizer
         self._registered, self._memory = registered, memory
@@ -190,7 +192,7 @@ class StateRestorer(Restorer):
         if objects is None:
             return damages
         groups = {name: of_one for name, of_one in objects.items() if name.endswith(GROUPS)}
-        # First the groups: an optimizer has no state for what is in none of them.
+        # First the groups: an optimizer has no state of parameters outside of its groups.
         _, damages = self._together(path, lambda: take(groups, self._registered.shared))
         contents = state.by_plain_names(contents, self._model)
         saved = state.saved_optimizer_tensors(contents)

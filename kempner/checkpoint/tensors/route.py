@@ -1,7 +1,5 @@
-"""Where the state goes: which tensor to which place of this rank's file.
-
-What all ranks must hold alike, because a checkpoint holds it once, is compared by digests.
-"""
+"""Maps each tensor of the state to its place in this rank's file; and compares, by digests, the
+tensors that must be the same on all ranks."""
 
 from __future__ import annotations
 
@@ -31,20 +29,20 @@ from kempner.run.process.exit_codes import UsageError
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Where the state goes: planned once, and again only if the state's tensors change."""
+    """The layout of the state's files: planned once, and again only if the tensor specs change."""
 
     specs: list[shard_plan.TensorSpec]
     keys: list[str]
-    """Of the tensors that this rank writes, in the order of `placed`, then of `base`."""
+    """The keys of the tensors that this rank writes, in the order of `placed`, then `base`."""
     placed: list[shard_plan.Placed]
     world: int
     base: list[shard_plan.Placed] = field(default_factory=list)
-    """What this rank writes of what is frozen, into a file of its own."""
+    """The frozen tensors that this rank writes, into a separate file."""
 
     @cached_property
     def described(self) -> dict[str, memoryview]:
-        """The files that say what is where: the index and, up to some world, DCP's `.metadata`.
-        Only rank 0 asks, in the thread that writes."""
+        """The index and, up to a certain world size, DCP's `.metadata`, by file name. Used only by
+        rank 0, in the writing thread."""
         index = compact_index.encode(self.specs, self.world, container)
         files = {compact_index.INDEX: memoryview(index)}
         if self.world <= compact_index.METADATA_UP_TO:
@@ -59,7 +57,7 @@ class FileLayout:
 
     @cached_property
     def digest(self) -> int:
-        """What the ranks compare, to be sure that they planned alike."""
+        """The plan's digest, which the ranks compare."""
         return shard_plan.digest(self.specs)
 
     @classmethod
@@ -76,25 +74,25 @@ class FileLayout:
 
     @property
     def has_base(self) -> bool:
-        """Whether there are files for what is frozen; the same on all ranks."""
+        """Whether there are files of frozen tensors; the same on all ranks."""
         return any(spec.base for spec in self.specs)
 
 
 @dataclass(frozen=True)
 class Route:
-    """Which tensor goes where in the image of this rank's file, and in that of its `base`: pairs of
-    a view and the tensor that is copied there."""
+    """The copies that fill the `image` of this rank's file and that of its `base`: pairs of a view
+    of the image and the tensor that is copied into it."""
 
     binding: Binding
     layout: FileLayout
     image: FileBuffer
     base: FileBuffer | None
     steady: list[tuple[Tensor, Tensor]]
-    """Not written between two updates: copied beside the next forward pass."""
+    """Tensors that are only written by updates: copied during the next forward pass."""
     watched: list[tuple[str, Tensor]]
-    """Keys of what is steady, and the tensors that count writes to it."""
+    """The keys of `steady`, and the tensors that count writes to them."""
     volatile: list[tuple[Tensor, Tensor]]
-    """Buffers, which that forward pass may write, and whatever else is: copied at once."""
+    """Buffers and other tensors that the forward pass may write: copied at once."""
 
     @classmethod
     def of(
@@ -105,14 +103,14 @@ class Route:
         base: FileBuffer | None = None,
         at_once: Collection[str] = (),
     ) -> Route:
-        """Pair what `binding` found with the images of the files of this `layout`. `at_once` are
-        the keys of parameters and optimizer state that are written outside updates."""
+        """Pair the tensors of `binding` with views of the images. `at_once` are the keys of
+        parameters and optimizer state that are also written outside of updates."""
         steady, watched, volatile = [], [], []
         views = [*image.views, *(base.views if base is not None else ())]
         for key, view in zip(layout.keys, views, strict=True):
             tensor = local_part(binding.table[key])
-            hasty = key in binding.buffers or key in binding.numbers or key in at_once
-            if hasty or tensor.is_inference():  # such tensors count no writes
+            written = key in binding.buffers or key in binding.numbers or key in at_once
+            if written or tensor.is_inference():  # inference tensors count no writes
                 volatile.append((view, tensor))
             else:
                 steady.append((view, tensor))
@@ -122,8 +120,8 @@ class Route:
     def stage(
         self, stager: Stager, step: int, complete: Callable[[], None] | None = None
     ) -> StagedCopy:
-        """Start to copy the state of `step`; nothing may write to what is steady until done.
-        `complete` is called once all was copied, unless something was written to meanwhile."""
+        """Start to copy the state of `step`; nothing may write to the steady tensors until done.
+        `complete` is called after the copy, unless one of them was written to meanwhile."""
         self.binding.read_numbers()
         for view, tensor in self.volatile:
             view.copy_(tensor)
@@ -139,8 +137,8 @@ class Route:
 
 
 class Routes:
-    """Finds the state of a model and its optimizer, and its way into this rank's file. The way is
-    kept for as long as the tensors are the same, the layout while their specs are."""
+    """Finds the state of a model and its optimizer, and the route into this rank's file. Keeps the
+    route while the tensors stay the same, and the layout while their specs do."""
 
     def __init__(
         self, context: CheckpointContext, model: nn.Module, optimizer: Optimizer, slots: StepSlots
@@ -158,8 +156,8 @@ class Routes:
         self._routes: dict[FileBuffer, Route] = {}
 
     def find(self) -> Route:
-        """The way of the state into its file, in memory of this process. Raises `UsageError` if a
-        checkpoint cannot hold the state."""
+        """The route into an image in this process's memory. Raises `UsageError` if a checkpoint
+        cannot hold the state."""
         binding, layout = self.plan()
         self._image = self._image or FileBuffer(layout.placed)
         if layout.has_base and self._base is None:
@@ -172,7 +170,7 @@ class Routes:
         return self._routes[image]
 
     def plan(self) -> tuple[Binding, FileLayout]:
-        """The state's tensors, and where in the file they go. Raises as `find`."""
+        """The state's tensors, and the layout of the file. Raises as `find`."""
         binding, layout = self._binding, self._layout
         if binding is None or not binding.intact():
             self.forget()
@@ -195,53 +193,53 @@ class Routes:
         check_names(table, self._begun)
 
     def empty(self) -> FileLayout:
-        """The layout of a file without anything, for a state that no file can hold."""
+        """The layout of an empty file, for a state that no file can hold."""
         return FileLayout.of([], self._context.group)
 
     def copy_at_once(self, keys: Collection[str]) -> None:
-        """Copy these in the thread that trains from now on."""
+        """From now on copy these tensors in the training thread."""
         if not self._at_once.issuperset(keys):
             self._at_once |= frozenset(keys)
             self._routes.clear()
 
     def forget(self) -> None:
-        """Let go of the tensors, which are about to be replaced; the layout stays."""
+        """Release the tensors, which are about to be replaced; keep the layout."""
         self._binding = None
         self._routes.clear()
 
 
-_PIECE = 16 << 20  # elements that are brought to the host at a time
+_PIECE = 16 << 20  # elements copied to the host at a time
 
 
 def digests(table: Mapping[str, Tensor]) -> dict[str, int]:
-    """A number for each tensor that is no DTensor, which tells other contents from these."""
+    """A digest of each tensor that is not a DTensor."""
     return {key: _digest(tensor) for key, tensor in table.items() if not is_sharded(tensor)}
 
 
 def combine(held: Mapping[str, int]) -> int:
-    """One number of 63 bits for all of `held`."""
+    """One 63-bit digest of all of `held`."""
     return shard_plan.number_of(repr(sorted(held.items())))
 
 
 def agree(context: CheckpointContext, look: Callable[[], Mapping[str, int]]) -> None:
-    """Compare what `look` returns over the ranks: a number for each tensor that it finds. Raises
-    `UsageError` on all ranks alike: what `look` raised on any, or which tensor differs."""
+    """Compare the digests that `look` returns, one per tensor, over all ranks. Raises `UsageError`
+    on all ranks alike: that of `look` on any rank, or one that names a tensor that differs."""
     held: Mapping[str, int] = {}
     refusal = None
     try:
         held = look()
     except UsageError as error:
         refusal = str(error)
-    told = context.gather((refusal, combine(held)))
-    for refused, _ in told:
+    gathered = context.gather((refusal, combine(held)))
+    for refused, _ in gathered:
         if refused is not None:
             raise UsageError(refused)
-    if any(number != told[0][1] for _, number in told):
+    if any(number != gathered[0][1] for _, number in gathered):
         raise UsageError(describe_difference(context.gather(held)))
 
 
 def describe_difference(by_rank: Sequence[Mapping[str, int]]) -> str:
-    """Which tensor is not the same on all ranks, as a sentence; `by_rank` has the numbers."""
+    """A sentence that names a tensor that differs between ranks; `by_rank` has their digests."""
     first = by_rank[0]
     for rank, held in enumerate(by_rank):
         if lacking := sorted(first.keys() ^ held.keys()):
@@ -258,8 +256,8 @@ def describe_difference(by_rank: Sequence[Mapping[str, int]]) -> str:
 
 
 class SharedBuffers:
-    """The buffers that `DistributedDataParallel` takes from rank 0 before each forward pass. Until
-    then those of the other ranks differ, as running statistics do, and no longer count."""
+    """The buffers that `DistributedDataParallel` broadcasts from rank 0 before each forward pass.
+    Until then those of other ranks, such as running statistics, may differ, but are not used."""
 
     def __init__(self, model: nn.Module) -> None:
         wrapped = model.wrapped if isinstance(model, Modules) else (model,)
@@ -268,7 +266,7 @@ class SharedBuffers:
         self._parallel = [module for module in parallel if module.broadcast_buffers]
 
     def share(self) -> None:
-        """Take them from rank 0 now; called on every rank."""
+        """Broadcast them from rank 0 now; called on every rank."""
         for parallel in self._parallel:
             ignored = parallel.parameters_to_ignore
             buffers = [b for name, b in parallel.module.named_buffers() if name not in ignored]

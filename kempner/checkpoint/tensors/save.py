@@ -1,8 +1,7 @@
 """The background half of a save: wait for the copy, write, agree, commit.
 
-Each rank writes its buffer into a file and sums it. Then each tells rank 0 some numbers, rank 0
-commits, and tells the others. Whatever fails on one rank fails the save on all of them, at once
-and with that rank's words.
+Each rank writes its buffer to a file and computes checksums. Rank 0 gathers them, commits, and
+broadcasts the outcome. A failure on any rank fails the save on all of them, with that rank's error.
 """
 
 from __future__ import annotations
@@ -69,9 +68,9 @@ _NOTE = struct.Struct("<?6q16s")
 
 
 class SaveFailedError(Exception):
-    """A save failed, with a reason per rank that failed; the same exception on all ranks. `passing`
-    says that storage alone was the reason, so that a later save may succeed; `refusal` is a
-    sentence where no save of this state can succeed, whatever the storage does."""
+    """A save failed, with a reason per failed rank; the same exception on all ranks. `passing`:
+    only storage was at fault, so a later save may succeed. `refusal` is a sentence if no save of
+    this state can ever succeed."""
 
     def __init__(
         self,
@@ -96,9 +95,9 @@ class TornCopyError(Exception):
 
 @dataclass(frozen=True)
 class StagedState:
-    """A copy of the state, complete or under way: to `image`, of a file of this `layout`. `held`
-    has digests of what must be the same on every rank; `slot` is the image's, if any; `base` is the
-    image of what is frozen."""
+    """A copy of the state into `image`, complete or under way, with the file's `layout`. `held` has
+    digests of the tensors that must be the same on every rank; `slot` is that of the image, if any;
+    `base` is the image of the frozen tensors."""
 
     layout: FileLayout
     image: FileBuffer
@@ -110,10 +109,10 @@ class StagedState:
 
 @dataclass(frozen=True)
 class SaveJob:
-    """One rank's part in one save. `path` is the folder that becomes the checkpoint of
-    `train_state`, `state` the copy of it, `started` when the save was asked for, by
-    `time.monotonic`; `objects` are the files of what is no tensor: this rank's own, and on rank 0
-    that of all. `base_files` are those of earlier saves."""
+    """One rank's part in a save. `path` is the folder that becomes the checkpoint of `train_state`,
+    `state` the copy of the state, `started` the start of the save (`time.monotonic`); `objects` are
+    the files of registered objects: this rank's own, and on rank 0 that of all ranks. `base_files`
+    writes frozen tensors."""
 
     context: CheckpointContext
     train_state: TrainState
@@ -129,20 +128,22 @@ class SaveJob:
         return time.monotonic() - self.started
 
     def run(self) -> SaveSeconds | None:
-        """Bring the copy to disk and commit it; on rank 0, how long that took. Raises
-        `SaveFailedError` on every rank if anything failed on any."""
+        """Write the copy to disk and commit it; the durations, on rank 0. Raises `SaveFailedError`
+        on every rank if anything failed on any."""
         group, took = self.context.group, None
         wait([self.state.copy.done])
         staged_after = self.age
         _, error = _attempt(self.make_room) if self.context.rank == 0 else (None, None)
-        if not _told_by_rank_0(error is None, group):
+        if not _broadcast_from_rank_0(error is None, group):
             raise self._failed(error) from error
         note, error = _attempt(self._write_files)
-        notes = _tell_rank_0(note or _Note(ok=False, plan=self.state.layout.digest, held=0), group)
+        notes = _gather_on_rank_0(
+            note or _Note(ok=False, plan=self.state.layout.digest, held=0), group
+        )
         fail_point(FailPoint.COMMIT, self.train_state.step)
         if self.context.rank == 0 and _agreed(notes):
             took, error = _attempt(lambda: self._commit(notes, staged_after))
-        if not _told_by_rank_0(took is not None, group):
+        if not _broadcast_from_rank_0(took is not None, group):
             raise self._failed(error) from error
         return took
 
@@ -151,7 +152,7 @@ class SaveJob:
         return _gather_failures(mine, self.context.group)
 
     def _write_files(self) -> _Note:
-        """This rank's file, its sums, and on rank 0 the files that say what is where."""
+        """Write this rank's file and its checksums, and on rank 0 the index files."""
         self.state.copy.done.result()
         join_directory(self.path)
         rank = self.context.rank
@@ -204,8 +205,8 @@ def commit_files(
     writing: float,
     report: Callable[[str], None],
 ) -> SaveSeconds:
-    """Rank 0: make the files of all ranks a checkpoint, and say so in log and ledger. `staging` and
-    `writing` are the seconds that those took. Raises as `commit.commit`."""
+    """Rank 0: commit the files of all ranks as a checkpoint, log and record it. `staging` and
+    `writing` are the seconds that these took. Raises as `commit.commit`."""
     began = time.monotonic()
     attempt = context.fence.attempt.number
     manifest = Manifest(train_state, context.identity, attempt, time.time(), files)
@@ -220,7 +221,7 @@ def commit_files(
 
 @dataclass(frozen=True)
 class _Note:
-    """What a rank tells the others of its part."""
+    """What a rank reports of its part; fixed size."""
 
     ok: bool
     plan: int
@@ -257,15 +258,16 @@ class _Failure:
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Do this rank's part. An error is kept, because the others wait to be told of it."""
+    """Do this rank's part. An error is returned, since the other ranks wait for this one."""
     try:
         return work(), None
     except Exception as error:  # noqa: BLE001 - raised again, on all ranks, by `SaveJob.run`
         return None, error
 
 
-def _tell_rank_0(note: _Note, group: dist.ProcessGroup) -> list[_Note]:
-    """The notes of all ranks, on rank 0; elsewhere none. What a rank hears does not grow."""
+def _gather_on_rank_0(note: _Note, group: dist.ProcessGroup) -> list[_Note]:
+    """The notes of all ranks, on rank 0; empty elsewhere, so that the others' traffic does not grow
+    with the world."""
     mine = note.encode()
     if dist.get_rank(group) != 0:
         dist.gather(mine, group=group, group_dst=0)
@@ -276,7 +278,7 @@ def _tell_rank_0(note: _Note, group: dist.ProcessGroup) -> list[_Note]:
 
 
 def _agreed(notes: Sequence[_Note]) -> bool:
-    """Whether every rank wrote its part, all by the same plan, and what they share is the same."""
+    """Whether every rank wrote its part, by the same plan and with the same shared state."""
     first = notes[0]
     return all(note.ok and (note.plan, note.held) == (first.plan, first.held) for note in notes)
 
@@ -294,33 +296,33 @@ def _list_files(notes: Sequence[_Note], described: Mapping[str, FileEntry]) -> d
     return files
 
 
-def _told_by_rank_0(done: bool, group: dist.ProcessGroup) -> bool:
-    """Whether rank 0 has `done` its part, on every rank."""
+def _broadcast_from_rank_0(done: bool, group: dist.ProcessGroup) -> bool:
+    """Rank 0's value of `done`, on every rank."""
     word = torch.tensor([done], dtype=torch.int64)
     dist.broadcast(word, group=group, group_src=0)
     return bool(word.item())
 
 
 def _gather_failures(mine: _Failure, group: dist.ProcessGroup) -> SaveFailedError:
-    """What to raise on every rank: all that went wrong on any."""
-    told: list[_Failure] = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(told, mine, group=group)
-    reasons = {rank: said.why for rank, said in enumerate(told) if said.why is not None}
-    refusal = next((said.why for said in told if said.refused), None)
-    if not reasons and any(said.plan != mine.plan for said in told):
-        reasons = {0: f"the ranks planned differently: {[said.plan for said in told]}"}
+    """The error to raise on every rank, with the failures of all."""
+    every: list[_Failure] = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(every, mine, group=group)
+    reasons = {rank: each.why for rank, each in enumerate(every) if each.why is not None}
+    refusal = next((each.why for each in every if each.refused), None)
+    if not reasons and any(each.plan != mine.plan for each in every):
+        reasons = {0: f"the ranks planned differently: {[each.plan for each in every]}"}
     elif not reasons:
-        refusal = describe_difference([said.held for said in told])
+        refusal = describe_difference([each.held for each in every])
         reasons = {0: refusal}
-    superseded = any(said.superseded for said in told)
-    failed = [said for said in told if said.why is not None]
-    passing = bool(failed) and all(said.passing for said in failed)
+    superseded = any(each.superseded for each in every)
+    failed = [each for each in every if each.why is not None]
+    passing = bool(failed) and all(each.passing for each in failed)
     return SaveFailedError(reasons, superseded, passing, refusal)
 
 
 @dataclass(frozen=True)
 class RunningSave:
-    """A save under way. `done` ends as `SaveJob.run` does."""
+    """A save under way; `done` has the result of `SaveJob.run`."""
 
     job: SaveJob
     done: Future[SaveSeconds | None]
@@ -338,7 +340,7 @@ class BackgroundSaver:
         memory: StepMemory | None = None,
         make_room: Callable[[], None] = lambda: None,
     ) -> None:
-        """`make_room` is called on rank 0 before a save writes anything; it may raise `OSError`."""
+        """`make_room` is called on rank 0 before a save writes; it may raise `OSError`."""
         self._context, self._shared = context, SharedBuffers(model)
         self._make_room = make_room
         self._registered = registered
@@ -355,7 +357,7 @@ class BackgroundSaver:
 
     def check(self, contents: bool) -> None:
         """Raise `UsageError`, on all ranks alike, if a checkpoint cannot hold the state. With
-        `contents`, what is not sharded is compared between the ranks as well, bit for bit."""
+        `contents`, also compare the tensors that are not sharded between ranks, bit for bit."""
         alone = self._context.world == 1
         if contents and not alone:
             self._shared.share()
@@ -363,7 +365,8 @@ class BackgroundSaver:
         self.checked = self.checked or contents
 
     def check_registered(self) -> None:
-        """Raise `UsageError`, on all ranks alike, if a program changes what is not registered."""
+        """Raise `UsageError`, on all ranks alike, if the program changes objects that are not
+        registered."""
 
         def look() -> dict[str, int]:
             self._registered.look()
@@ -372,18 +375,18 @@ class BackgroundSaver:
         agree(self._context, look)
 
     def hold(self, train_state: TrainState, verdict: Verdict) -> None:
-        """Start to keep the state as of `train_state` in memory, if it has room for that."""
+        """Start to keep the state as of `train_state` in memory, if there is room."""
         if self._slots.memory is None:
             return
         self._learn_from_last_copy()
         self._share()
         self._slots.newest = train_state.step
-        with suppress(UsageError):  # a save will say so
+        with suppress(UsageError):  # a save will raise it
             self._staged = self._keep(train_state.step, verdict)
 
     def start(self, train_state: TrainState) -> RunningSave:
-        """Start to save the state as of `train_state`; the save before must have ended. What a
-        checkpoint cannot hold makes the save fail, on all ranks."""
+        """Start to save the state as of `train_state`; the previous save must have ended. A state
+        that a checkpoint cannot hold makes the save fail on all ranks."""
         self._saves += 1
         context, attempt = self._context, self._context.fence.attempt
         unique = hashlib.blake2b(f"{attempt.nonce}.{self._saves}".encode(), digest_size=4)
@@ -398,9 +401,9 @@ class BackgroundSaver:
         return RunningSave(job, self._writer.submit(self._run, job))
 
     def release(self) -> None:
-        """Wait until the copy under way is complete, whether or not it worked. Asked before each
-        update, that is in the first step of a resumed run, and in the second of a new one, whose
-        optimizer has no state before."""
+        """Wait for the end of the copy under way. Called before each update. Also plans and
+        page-locks the file as soon as the optimizer has state: in the first step of a resumed run,
+        in the second of a new one."""
         if self._unprepared is not None and self._unprepared.state:
             self._unprepared = None
             self._prepare()
@@ -410,9 +413,8 @@ class BackgroundSaver:
             self._slots.ask()
 
     def _prepare(self) -> None:
-        """Plan the file and lock its pages beside training, once the optimizer has its state; only
-        on a GPU."""
-        with suppress(UsageError):  # the save will say so
+        """Plan the file and start to page-lock it; only on a GPU."""
+        with suppress(UsageError):  # the save will raise it
             self._routes.plan()
             for slot in self._slots.slots:
                 self._stager.page_lock(slot.image, self._room)
@@ -420,7 +422,8 @@ class BackgroundSaver:
                 self._find()
 
     def forget(self) -> None:
-        """Let go of the state's tensors, which are about to be replaced, and of steps in memory."""
+        """Release the state's tensors, which are about to be replaced, and invalidate steps in
+        memory."""
         self._learn_from_last_copy()
         self._slots.withdraw()
         self._routes.forget()
@@ -430,7 +433,7 @@ class BackgroundSaver:
         self._writer.shutdown()
 
     def _stage(self, train_state: TrainState) -> tuple[StagedState, dict[str, bytes]]:
-        """Start to copy the state, unless that was done to keep it, and copy what is no tensor."""
+        """Start to copy the state, unless `hold` has done so, and encode the registered objects."""
         kept, step = self._staged, train_state.step
         self._learn_from_last_copy()
         self._share()
@@ -450,7 +453,7 @@ class BackgroundSaver:
         return staged, objects
 
     def _keep(self, step: int, verdict: Verdict) -> StagedState | None:
-        """Start to copy the state into a slot; None where there are no slots."""
+        """Start to copy the state into a slot; None if there are no slots."""
         if self._slots.memory is None or self._registered:
             return None
         binding, layout = self._routes.plan()
@@ -472,19 +475,20 @@ class BackgroundSaver:
         return StagedState(route.layout, route.image, copy, held, base=route.base)
 
     def _share(self) -> None:
-        """What must come first, because all ranks take part in it: no rank may fail before."""
+        """The collectives of a save; before anything that may fail on a single rank."""
         self._slots.hear()
         if self._context.world > 1:
             self._shared.share()
 
     def _digests(self, binding: Binding) -> dict[str, int]:
-        """Of what forward passes write on each rank, and all must hold alike."""
+        """Digests of the buffers, which forward passes write on each rank, and which must be the
+        same."""
         if self._context.world == 1:
             return {}
         return digests({key: binding.table[key] for key in binding.buffers})
 
     def _pack(self) -> dict[str, bytes]:
-        """The files of what the program has registered, as it is now."""
+        """The files of the registered objects, in their present state."""
         registered, rank, files = self._registered, self._context.rank, {}
         registered.look()
         if registered.shared and rank == 0:
@@ -494,7 +498,7 @@ class BackgroundSaver:
         return files
 
     def _find(self) -> Route:
-        """The way of the state into its file, whose pages are locked before anything else."""
+        """The route of the state into its file, after starting to page-lock the images."""
         route = self._routes.find()
         self._stager.page_lock(route.image, self._room)
         if route.base is not None:
@@ -502,8 +506,8 @@ class BackgroundSaver:
         return route
 
     def _run(self, job: SaveJob) -> SaveSeconds | None:
-        if self._saves == 1:  # a manager may save without having restored; later it must be there
-            with suppress(OSError):  # the save will say so
+        if self._saves == 1:  # a manager may save without having restored; later it must exist
+            with suppress(OSError):  # the save will raise it
                 job.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             return job.run()
@@ -517,7 +521,8 @@ class BackgroundSaver:
             self._staged = None
 
     def _look(self, contents: bool) -> dict[str, int]:
-        """What this rank holds: a number for each tensor."""
+        """A digest of each tensor that this rank holds: of its spec, and with `contents` of its
+        values."""
         self._registered.check()
         table = capture(self._routes.model, self._routes.optimizer)
         self._routes.check_names(table)

@@ -38,9 +38,9 @@ class Stager:
         step: int,
         complete: Callable[[], None] | None = None,
     ) -> Future[None]:
-        """Start to copy each tensor into its buffer, as of now; nothing may write it until done.
-        `step` is whose state this is; only faults on demand ask for it. `complete` is called once
-        the copy is complete, before it counts as done."""
+        """Start to copy the present values of `tensors` into `buffers`; nothing may write to them
+        until the result is done. `step` is for fault injection only. `complete` is called after the
+        copy, before it is done."""
         stream = torch.cuda.current_stream(self._device) if self._stream else None
         ready = stream.record_event() if stream else None
 
@@ -53,8 +53,7 @@ class Stager:
         return self._thread.submit(work)
 
     def page_lock(self, image: FileBuffer, room: int) -> None:
-        """Start to lock the pages of `image`, which later copies then wait for; see `page_lock`.
-        Once for each."""
+        """Start to page-lock `image`, once; later copies wait for it. See `page_lock`."""
         if self._device.type == "cuda" and image not in self._locked:
             self._locked.add(image)
             self._thread.submit(page_lock, image, room, self._device)
@@ -66,7 +65,7 @@ class Stager:
         self, buffers: list[Tensor], tensors: list[Tensor], ready: torch.cuda.Event | None
     ) -> None:
         if not buffers:
-            return  # other ranks write all that there is
+            return  # this rank writes nothing
         if self._stream is None or ready is None:
             torch._foreach_copy_(buffers, tensors)
             return
@@ -77,14 +76,13 @@ class Stager:
 
 
 class StagedCopy:
-    """A copy under way, and which of the tensors were written to before it was complete.
+    """A copy under way, which detects writes to the tensors before it is complete.
 
-    `watched` are keys, and tensors whose version counters tell of writes to what has that key. They
-    are read before the copy begins: create this first, and set `done` then.
+    `watched` are keys, and tensors whose version counters count the writes to the tensor of that
+    key. The counters are read before the copy begins: create this first, then set `done`.
 
-    Every operation of torch that writes in place counts, in inference mode as well, except: through
-    `Tensor.data` or NumPy; the fused optimizers; and `torch._foreach_*` on DTensors.
-    """
+    All in-place operations of torch are counted, in inference mode as well, except those through
+    `Tensor.data` or NumPy, the fused optimizers, and `torch._foreach_*` on DTensors."""
 
     def __init__(self, watched: Sequence[tuple[str, Tensor]]) -> None:
         self.done: Future[None] = Future()
@@ -94,35 +92,35 @@ class StagedCopy:
         self._written: frozenset[str] | None = None
 
     def settle(self) -> frozenset[str]:
-        """Wait for the copy; the keys of what was written to before the first call of this. The
-        thread that trains calls it before it updates the state, and the one that has written the
-        file before it commits: whichever comes first decides. The latter does not see an operation
-        that is still under way: one that has taken longer than the file."""
+        """Wait for the copy; the keys of tensors that were written to before the first call. The
+        training thread calls this before it updates the state, the writing thread before it
+        commits; the first call decides. The writing thread does not notice an operation that is
+        still under way, and so has taken longer than the file."""
         wait([self.done])
         return self.judge()
 
     def judge(self) -> frozenset[str]:
-        """The same, by the thread that has just copied."""
+        """As `settle`, called by the copying thread after the copy."""
         with self._lock:
             if self._written is None:
                 now, self._written = _versions(self._watched), frozenset()
                 if now != self._versions:
                     pairs = zip(self._watched, now, self._versions, strict=True)
                     self._written = frozenset(key for (key, _), new, old in pairs if new != old)
-                self._watched = ()  # or tensors that are replaced would stay in memory
+                self._watched = ()  # else replaced tensors would stay in memory
             return self._written
 
 
 def _versions(watched: Sequence[tuple[str, Tensor]]) -> list[int]:
-    return [tensor._version for _, tensor in watched]  # thousands, twice a save
+    return [tensor._version for _, tensor in watched]  # fast: thousands of tensors, twice per save
 
 
 def room_to_lock(
     local_ranks: int, available: int | None = None, group: MemoryGroup | None = None
 ) -> int:
-    """Bytes that one of a node's `local_ranks` may lock: its share of what the node, or the job's
-    cgroup, has left, whichever is less. By default both are asked. To be asked before any of them
-    locks memory, or the last ones count what the first have."""
+    """Bytes that each of a node's `local_ranks` may lock: its share of the free memory of the node
+    or of the job's cgroup, whichever is less. By default both are read. Call before any rank locks
+    memory, or the last ranks count what the first have locked."""
     if available is None:
         available = psutil.virtual_memory().available
         with suppress(OSError):
@@ -134,13 +132,12 @@ def room_to_lock(
 
 
 def page_lock(image: FileBuffer, room: int, device: torch.device) -> bool:
-    """Lock the pages of `image` for as long as it lives; whether that worked.
+    """Page-lock `image` for its lifetime; whether that worked.
 
-    A GPU copies to them without the host. They can be neither swapped nor taken back: where they
-    are more than half of the `room`, a slower copy is better than a killed job. The range is
-    registered as a whole, to the byte: PyTorch's own pinned memory is rounded up to a power of two,
-    and one copy may not span two registered ranges.
-    """
+    A GPU copies to locked pages without the host. But they can be neither swapped nor reclaimed, so
+    nothing is locked that would take more than half of `room`: a slower copy is better than a
+    killed job. The range is registered as a whole, to the byte, since PyTorch's own pinned memory
+    is rounded up to a power of two, and a copy may not span two registered ranges."""
     address, length = image.address, len(image.content)
     if length == 0:
         return True
@@ -150,7 +147,7 @@ def page_lock(image: FileBuffer, room: int, device: torch.device) -> bool:
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = int(cudart.cudaHostRegister(address, length, 0))
     if error != 0:
-        with suppress(RuntimeError):  # CUDA tells a thread of its last error again, once
+        with suppress(RuntimeError):  # CUDA raises a thread's last error once more
             torch.zeros(1, device=device)
         _warn_of_pageable(length, f"cudaHostRegister gave error {error}")
         return False
@@ -166,6 +163,6 @@ def _warn_of_pageable(length: int, why: str) -> None:
 
 
 def _use_device(device: torch.device) -> None:
-    """Without it a thread is on GPU 0, and every rank would have a context there."""
+    """Else the thread would use GPU 0, and every rank would have a context there."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,8 +1,8 @@
 """Converts model and optimizer state to a flat table of tensors, and back.
 
-Keys are `model.<parameter>` and `optimizer.<parameter>.<entry>`; a Python number that an optimizer
-keeps is a tensor without dimensions under `optimizer.<parameter>.<entry>:number`. Hyper-parameters
-are not among them: they follow from the configuration and the step.
+Keys are `model.<parameter>` and `optimizer.<parameter>.<entry>`; a Python number in an optimizer's
+state is a zero-dimensional tensor under `optimizer.<parameter>.<entry>:number`. Hyperparameters are
+not included: they follow from the configuration and the step.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _NUMBER_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether a tensor is a `DTensor`. Importing `DTensor` takes half as long as importing torch,
-    and a process that is alone has none. Where it was not imported, no tensor can be one; nor while
-    another thread is importing it, as the first save does."""
+    """Whether a tensor is a `DTensor`. Does not import `DTensor`, which takes half as long as
+    importing torch: if it was not imported, or while the first save's thread imports it, no tensor
+    can be one."""
     sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return sharded is not None and isinstance(tensor, sharded)
 
 
 def capture(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """References to every tensor of the state (no copies); sharded ones as DTensors. Raises
-    `UsageError` for what a checkpoint cannot hold: what is not a plain tensor or a DTensor, entries
-    of the state dict that are copies, trained parameters that it leaves out, and state of
-    parameters that the model no longer has."""
+    """References (no copies) to all tensors of the state; sharded ones are DTensors. Raises
+    `UsageError` for state that a checkpoint cannot hold: other objects than plain tensors and
+    DTensors, entries of the state dict that are copies, trained parameters missing in it, and
+    optimizer state of parameters that the model no longer has."""
     table = {f"model.{name}": value for name, value in model.state_dict().items()}
     for key, value in table.items():
         _refuse_unless_tensor(key, value)
@@ -64,7 +64,7 @@ def capture(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 def _states(
     model: nn.Module, optimizer: Optimizer
 ) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
-    """What the optimizer keeps for each parameter that has a name."""
+    """The optimizer's state of each named parameter."""
     for name, parameter in model.named_parameters():
         yield name, optimizer.state.get(parameter, {})
 
@@ -79,7 +79,7 @@ def _entry_key(name: str, entry: object, value: object) -> str:
 
 
 def _refuse_unless_tensor(key: str, value: object) -> None:
-    """Raise `UsageError` for what has no memory of its own that could be copied and filled."""
+    """Raise `UsageError` for a value without plain memory that could be copied and filled."""
     if not isinstance(value, Tensor):
         kind = type(value).__name__
         raise UsageError(
@@ -100,7 +100,8 @@ def _refuse_unless_tensor(key: str, value: object) -> None:
 
 
 def _refuse_copies(model: nn.Module, table: Mapping[str, Tensor]) -> None:
-    """Raise `UsageError` unless the state dict is the model's memory, with all that is trained."""
+    """Raise `UsageError` unless the state dict shares the model's memory and has all trained
+    parameters."""
     own = _storages(chain(model.parameters(), model.buffers()))
     for key, tensor in table.items():
         if not own.issuperset(_storages([tensor])):
@@ -119,7 +120,7 @@ def _refuse_copies(model: nn.Module, table: Mapping[str, Tensor]) -> None:
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:
-    """The addresses of the storages in which there is anything."""
+    """The addresses of the storages that are not empty."""
     memories = (_memory(tensor) for tensor in tensors)
     return {m.untyped_storage().data_ptr() for m in memories if m.numel()}
 
@@ -129,7 +130,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """As `local_part`, of many at a time."""
+    """As `local_part`, for many tensors."""
     if (sharded := getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)) is None:
         return [tensor.detach() for tensor in tensors]
     return [(t.to_local() if isinstance(t, sharded) else t).detach() for t in tensors]
@@ -152,9 +153,9 @@ def _held(
 
 
 class Binding:
-    """The tensors of the state, looked up once. Looking them up takes milliseconds, at every save,
-    of the thread that trains; `intact` takes microseconds, and tells when they must be looked up
-    again: after `load_state_dict(assign=True)`, say, or while FSDP holds parameters unsharded."""
+    """The tensors of the state, looked up once. A lookup takes milliseconds of the training thread;
+    `intact` takes microseconds, and says whether another lookup is needed, as after
+    `load_state_dict(assign=True)` or while FSDP holds parameters unsharded."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.table = capture(model, optimizer)  # what `capture` returned
@@ -179,7 +180,7 @@ class Binding:
             key
             for key in self.table
             if not key.startswith(_OPTIMIZER) and key.removeprefix("model.") not in parameters
-        }  # keys of what a forward pass may write, unlike parameters and optimizer state
+        }  # keys of buffers, which a forward pass may write
         trained = {
             f"model.{name}"
             for name, parameter in parameters.items()
@@ -192,21 +193,21 @@ class Binding:
         self._parameters = parameters
 
     def read_numbers(self) -> None:
-        """Bring the table's copies of the optimizer's Python numbers up to date."""
+        """Update the table's copies of the optimizer's Python numbers."""
         for state, entry, _, tensor in self._numbers:
             tensor.fill_(state[entry])
 
     def written_as(self, key: str) -> tuple[Tensor, ...]:
-        """The tensors whose version counters tell of writes to the tensor of `key`. A DTensor and
-        its local tensor count separately, and what a state dict returns for it shares the counter
-        of the former only."""
+        """The tensors whose version counters count writes to the tensor of `key`. A DTensor and its
+        local tensor count separately, and the DTensor in a state dict shares only the former's
+        counter."""
         tensor = self.table[key]
         if not key.startswith(_OPTIMIZER):
             tensor = self._parameters.get(key.removeprefix("model."), tensor)
         return (tensor, _memory(tensor)) if is_sharded(tensor) else (tensor,)
 
     def intact(self) -> bool:
-        """Whether model and optimizer still consist of these very tensors, at their addresses."""
+        """Whether model and optimizer still consist of the same tensors, at the same addresses."""
         states = self._optimizer.state.values()
         if len(states) != len(self._states):
             return False
@@ -220,7 +221,7 @@ class Binding:
             return False
         if any(type(state.get(entry)) is not kind for state, entry, kind, _ in self._numbers):
             return False
-        for holder, name, tensor, memory, address in self._held:  # thousands, at every save
+        for holder, name, tensor, memory, address in self._held:  # fast: thousands, at every save
             if (
                 holder.get(name) is not tensor
                 or _memory(tensor) is not memory
@@ -231,16 +232,16 @@ class Binding:
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    # Not to_local(): it makes a tensor, and there are thousands to check.
+    # Not to_local(), which creates a tensor: there are thousands to check.
     return tensor._local_tensor if is_sharded(tensor) else tensor
 
 
 def create_optimizer_state(
     model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Saved]
 ) -> None:
-    """Give the optimizer empty state of the saved shapes, for a load to fill. A fake step, the
-    usual way to get there, would move counters. Raises `MismatchError` if the checkpoint has state
-    for a parameter that the model lacks."""
+    """Create optimizer state of the saved shapes, for a load to fill. (A fake step, as is common,
+    would advance counters.) Raises `MismatchError` if the checkpoint has state of a parameter that
+    the model lacks."""
     parameters = dict(model.named_parameters())
     on_device = {
         id(parameter): bool(group.get("fused") or group.get("capturable"))
@@ -269,7 +270,7 @@ def create_optimizer_state(
 
 
 def adopt_numbers(model: nn.Module, optimizer: Optimizer, table: Mapping[str, Tensor]) -> None:
-    """Give the optimizer the Python numbers of a `table` that a load has filled."""
+    """Set the optimizer's Python numbers from a `table` that a load has filled."""
     for name, entries in _states(model, optimizer):
         for entry, value in entries.items():
             if type(value) in _NUMBER_DTYPES:
@@ -277,7 +278,8 @@ def adopt_numbers(model: nn.Module, optimizer: Optimizer, table: Mapping[str, Te
 
 
 def check_names(table: Mapping[str, Tensor], begun: Collection[str]) -> None:
-    """Raise `UsageError` if the model has other parameters and buffers than it `begun` with."""
+    """Raise `UsageError` if the model has other parameters or buffers than at the start
+    (`begun`)."""
     now = {key for key in table if not key.startswith(_OPTIMIZER)}
     if differing := sorted(now.symmetric_difference(begun)):
         key = differing[0]
@@ -289,7 +291,7 @@ def check_names(table: Mapping[str, Tensor], begun: Collection[str]) -> None:
 
 
 def by_plain_names(contents: Contents, model: nn.Module) -> Contents:
-    """What is saved, by the names that `model` has, where those of then had wrappers in them."""
+    """`contents` under the names of `model`, if the saved names contain other wrapper modules."""
     names = {*model.state_dict(), *(name for name, _ in model.named_parameters())}
     plain = {without_wrappers(name): name for name in names}
     before: dict[str, str] = {}
@@ -313,8 +315,8 @@ _BUILD_IT = "build model and optimizer as they were, or begin a run in another f
 
 
 def check_shapes(table: Mapping[str, Tensor], contents: Contents) -> None:
-    """Raise `MismatchError` unless the checkpoint holds just these tensors, by name, shape and
-    type."""
+    """Raise `MismatchError` unless the checkpoint has exactly these tensors, by name, shape and
+    dtype."""
     saved = contents.tensors
     if missing := sorted(table.keys() ^ saved.keys()):
         where = "checkpoint" if missing[0] in table else "model"

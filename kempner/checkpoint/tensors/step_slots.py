@@ -1,10 +1,9 @@
-"""Step slots as a rank uses them: which image comes next, and what is known to be whole.
+"""Step slots as a rank uses them: which slot is overwritten next, and which step all ranks hold.
 
-A slot is overwritten only once every rank holds a newer step: whatever dies, and whenever, there is
-one step that all of them hold. The ranks agree on that after each copy, in a collective that is
-under way while they update. With a buddy they also agree on which step is sent to it: that one, and
-the one sent before it, stay until the next has arrived everywhere.
-"""
+A slot is overwritten only once every rank holds a newer step, so that at any time there is a step
+that all ranks hold, whichever process dies. The ranks agree on it after each copy, in a collective
+that overlaps their update. With a buddy they also agree on the step to send to it: that step, and
+the one sent before, stay until the next has arrived everywhere."""
 
 from __future__ import annotations
 
@@ -32,16 +31,15 @@ from kempner.checkpoint.tensors.staging import room_to_lock
 from kempner.run.output.logs import logger
 
 Verdict: TypeAlias = Callable[[], TrainState | None]
-"""Where the run stands after a step, asked for once its state was copied; None if the step was not
-sound."""
+"""The train state of a step, called once its state is copied; None if the step was not sound."""
 
-SHARE = 0.5  # of the memory that is free at the start, what all slots of a node may take
+SHARE = 0.5  # largest share of the memory that is free at the start for all slots of a node
 
 
 @dataclass
 class Pins:
-    """The steps that a buddy has or gets, at most two; the same on all ranks. `since` is as in
-    `Branch`."""
+    """The steps that a buddy has or is being sent, at most two; the same on all ranks. `since` as
+    in `Branch`."""
 
     board: Board | None
     steps: tuple[int, ...] = ()
@@ -49,13 +47,13 @@ class Pins:
 
     @property
     def may_pin(self) -> bool:
-        """Whether there is a buddy, and it has what it was sent."""
+        """Whether there is a buddy, and the last step has arrived there."""
         return self.board is not None and self.board.may_pin
 
     def pin(self, step: int, slot: int) -> None:
-        """Have a step sent, which a slot holds: on all ranks the one before has arrived."""
+        """Have the step in a slot sent; the one before has arrived on all ranks."""
         self.steps = (*self.steps[-1:], step)
-        assert self.board is not None  # or it might not be pinned
+        assert self.board is not None  # else `may_pin` is False
         self.board.pin(slot)
 
     def go_back(self) -> None:
@@ -67,8 +65,8 @@ class Pins:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Where a rank keeps its steps, None if it was lent no memory; in `group` the ranks agree on
-    what they hold."""
+    """The memory for a rank's steps (None if it got none), and the `group` in which the ranks agree
+    on what they hold."""
 
     lent: LentSlots | None
     group: dist.ProcessGroup
@@ -81,39 +79,39 @@ class StepMemory:
 
 @dataclass
 class Slot:
-    """An image in shared memory. `step` is what it holds, None while it holds nothing whole."""
+    """An image in shared memory. `step` is the step that it holds; None if it is incomplete."""
 
     memory: SlotMemory
     image: FileBuffer
     step: int | None = None
-    busy: bool = False  # whether a save writes it to disk
+    busy: bool = False  # whether a save is writing it to disk
 
 
 @dataclass
 class StepSlots:
-    """The slots of this rank. `publish` is called by the thread that copies, and nothing else."""
+    """The slots of this rank. The copying thread calls only `publish`."""
 
     context: CheckpointContext
     memory: StepMemory | None = None
     slots: list[Slot] = field(default_factory=list)
     newest: int = -1
-    """The step that was last to be kept, the same on all ranks, whether or not that worked."""
+    """The last step that was to be kept, whether or not that worked; the same on all ranks."""
     _agreed: int = -1
     _asked: tuple[torch.Tensor, dist.Work | None] | None = None
     _allowed: bool | None = None
     _noted: int | None = None
 
     def lay_out(self, placed: Sequence[Placed]) -> bool:
-        """Make room for images of such a file; whether there is any. The same on all ranks, the
-        first time."""
+        """Create the slots for images of such a file; whether there is room. Collective at the
+        first call, with the same result on all ranks."""
         if self.memory is None:
             return False
         if self._allowed is None:
             self._allowed = self._agree_on_room(file_length(placed))
         busy, self.slots, self._noted = any(slot.busy for slot in self.slots), [], None
         self.memory.pins.steps = ()
-        if self._allowed and not busy:  # or what is being written to disk would change
-            assert self.memory.lent is not None  # it would not be allowed
+        if self._allowed and not busy:  # else an image that is being written would change
+            assert self.memory.lent is not None  # else it is not allowed
             for descriptor in self.memory.lent.slots:
                 memory = SlotMemory.grown(descriptor, file_length(placed))
                 buffer = torch.frombuffer(memory.image, dtype=torch.uint8)
@@ -121,7 +119,7 @@ class StepSlots:
         return bool(self.slots)
 
     def take(self) -> Slot:
-        """The slot to overwrite next, which holds nothing from now on."""
+        """The slot to overwrite next, emptied."""
         free = [slot for slot in self.slots if not (slot.busy or self._is_needed(slot))]
         slot = min(free, key=lambda slot: -1 if slot.step is None else slot.step)
         slot.memory.withdraw()
@@ -129,7 +127,7 @@ class StepSlots:
         return slot
 
     def publish(self, slot: Slot, plan: int, shared: int, verdict: Verdict) -> None:
-        """The copy is complete: say so, if the step was sound."""
+        """Mark a slot as complete, if the step was sound."""
         train_state = verdict()
         if train_state is None or self.memory is None:
             return
@@ -141,7 +139,7 @@ class StepSlots:
             slot.step = train_state.step
 
     def lacks_notes(self, plan: int) -> bool:
-        """Whether it is for this rank to write the notes of a plan: asked once for each."""
+        """Whether this rank has to write the notes of a plan; True at most once per plan."""
         if self.context.rank != 0 or self._noted == plan:
             return False
         self._noted = plan
@@ -152,14 +150,14 @@ class StepSlots:
         Notes(plan, files()).write(self._notes)
 
     def ask(self) -> None:
-        """Begin to agree on whether all ranks hold the newest step, and may pin it; to be called on
-        each, between a copy and the update after it."""
+        """Start the collective on whether all ranks hold the newest step and may pin it; called on
+        each rank between a copy and the update after it."""
         self.hear()
         if self.memory is None or not self._allowed:
             return
         holds = any(slot.step == self.newest for slot in self.slots)
-        told = [holds, self.memory.pins.may_pin]
-        answer, work = torch.tensor(told, dtype=torch.int64), None
+        mine = [holds, self.memory.pins.may_pin]
+        answer, work = torch.tensor(mine, dtype=torch.int64), None
         if self.context.world > 1:
             least = dist.ReduceOp.MIN
             work = dist.all_reduce(answer, op=least, group=self.memory.group, async_op=True)
@@ -173,13 +171,13 @@ class StepSlots:
         if work is not None:
             work.wait()
         all_hold, may_pin = answer.tolist()
-        if all_hold:  # else the one before stays where it is, on every rank
+        if all_hold:  # else every rank keeps the step before
             self._agreed = self.newest
             if may_pin:
                 self._pin(self.newest)
 
     def withdraw(self) -> None:
-        """None of them holds anything any more: the run goes back behind it."""
+        """Empty all slots, because of a rollback."""
         if self.memory is not None:
             self.memory.pins.go_back()
         for slot in self.slots:
@@ -190,7 +188,7 @@ class StepSlots:
     @property
     def _notes(self) -> int:
         assert self.memory is not None
-        assert self.memory.lent is not None  # or nothing were kept
+        assert self.memory.lent is not None  # else nothing is kept
         return self.memory.lent.notes
 
     @cached_property
@@ -220,7 +218,7 @@ class StepSlots:
         elif need > SHARE * room:
             gib = 2**30
             refusal = f"a rank needs {need / gib:.2f} GiB of the {room / gib:.2f} GiB that it has"
-        refusals = [told for told in self.context.gather(refusal) if told]
+        refusals = [reason for reason in self.context.gather(refusal) if reason]
         if refusals and lent is not None:
             lent.empty()
         if self.context.rank == 0 and refusals:

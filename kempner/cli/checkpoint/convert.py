@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -14,13 +15,15 @@ from kempner.checkpoint.format.manifest import read
 from kempner.checkpoint.format.names import MANIFEST, METADATA
 from kempner.checkpoint.store.retention import checkpoints_of, locate, pick, reading_at
 from kempner.cli.checkpoint import inspect
+from kempner.cli.checkpoint.download import downloaded_from
 from kempner.cli.checkpoint.hugging_face import (
+    CONFIG,
     described,
     exported_form,
     is_hugging_face,
     read_model,
 )
-from kempner.cli.checkpoint.trained_on import Data, Step
+from kempner.cli.checkpoint.trained_on import Data, Step, run_of_checkpoint
 from kempner.cli.progress import busy, counter
 from kempner.cluster.machine import raise_open_file_limit
 from kempner.run.process.exit_codes import UsageError, cannot_write
@@ -85,29 +88,55 @@ def export(
     if format_ is not Format.SAFETENSORS and (idle := [o for o, v in given.items() if v]):
         raise UsageError(f"{idle[0]} has no effect with --format {format_}")
     out = _one_of({"--out": out, "--to-hf": to_hf})
-    if None not in (data, tokenizer):
-        raise UsageError("--data and --tokenizer both name a tokenizer; give one of them")
-    raise_open_file_limit()
+    check_tokenizer(data, tokenizer)
     chosen = pick(*locate(directory), step)
+    if format_ is Format.SAFETENSORS:
+        write_model(chosen, directory, out, dtype, data, tokenizer)
+        return
+    raise_open_file_limit()
     with busy("importing torch"):
-        from kempner.checkpoint.convert.export import export_dcp, export_safetensors, export_torch
-        from kempner.checkpoint.convert.export import model_tensors as weights
+        from kempner.checkpoint.convert.export import export_dcp, export_torch
         from kempner.checkpoint.convert.tensor_copy import Source, total
 
-    missing, hugging_face = "", format_ is Format.SAFETENSORS
     with reading_at(chosen, inspect.warn_unmarked):
         source = Source.open(chosen)
-        tensors = weights(source) if hugging_face else source.contents.tensors
-        if hugging_face:
-            form, missing = exported_form(source, directory, dtype, data, tokenizer)
+        tensors = source.contents.tensors
+        write = export_torch if format_ is Format.TORCH else export_dcp
         with _into(out), counter(f"exporting {chosen.name}", total(tensors)) as on_bytes:
-            if format_ is Format.TORCH:
-                export_torch(source, out, on_bytes)
-            elif format_ is Format.DCP:
-                export_dcp(source, out, on_bytes)
-            else:
-                export_safetensors(source, out, form, on_bytes)
+            write(source, out, on_bytes)
     typer.echo(f"{out}: {chosen.name} as {format_}, {len(tensors):,} tensors")
+
+
+def check_tokenizer(data: Path | None, tokenizer: Path | None) -> None:
+    if None not in (data, tokenizer):
+        raise UsageError("--data and --tokenizer both name a tokenizer; give one of them")
+
+
+def write_model(
+    chosen: Path,
+    directory: Path,
+    out: Path,
+    dtype: str | None,
+    data: Path | None,
+    tokenizer: Path | None,
+) -> None:
+    """The model of a checkpoint as a folder for Hugging Face, with its card; says what it has."""
+    raise_open_file_limit()
+    with busy("importing torch"):
+        from kempner.checkpoint.convert.export import export_safetensors, model_tensors
+        from kempner.checkpoint.convert.tensor_copy import Source, total
+        from kempner.insight.model_card import CARD, card, known_facts
+
+    with reading_at(chosen, inspect.warn_unmarked):
+        source = Source.open(chosen)
+        tensors = model_tensors(source)
+        form, missing = exported_form(source, directory, dtype, data, tokenizer)
+        run = run_of_checkpoint(directory, chosen)
+        facts = known_facts(run, source.manifest, loads=CONFIG in form.files)
+        form = replace(form, files={**form.files, CARD: card(facts).encode()})
+        with _into(out), counter(f"exporting {chosen.name}", total(tensors)) as on_bytes:
+            export_safetensors(source, out, form, on_bytes)
+    typer.echo(f"{out}: {chosen.name} as safetensors, {len(tensors):,} tensors")
     if missing:
         typer.echo(f"kempner: {out} has no {missing}", err=True)
 
@@ -189,11 +218,13 @@ def _import_hugging_face(
         from kempner.checkpoint.convert.import_safetensors import import_weights
         from kempner.checkpoint.convert.tensor_copy import total
         from kempner.checkpoint.format.manifest import TrainState
+        from kempner.insight.model_card import keep_base_model
 
     section, weights = read_model(source, vocab_multiple)
     state = TrainState(step or 0, cursor or 0)
     with _into(folder), counter("importing", total(weights.saved)) as on_bytes:
         path = import_weights(weights, folder, state, on_bytes)
+        keep_base_model(folder, downloaded_from(source))
     typer.echo(
         f"{path}: committed, {len(weights.located):,} tensors, step {state.step}, cursor "
         f"{state.cursor}"

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
-from collections.abc import Iterator
-from contextlib import contextmanager
+import hashlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kempner.run.process.exit_codes import CannotReadError, UsageError, cannot_write
+from kempner.cli.checkpoint.hub import (
+    HubExchange,
+    RepositoryArgument,
+    RetriesOption,
+    files_of,
+    one_at_a_time,
+    open_hub,
+)
+from kempner.run.process.durable_io import replace_durable
+from kempner.run.process.exit_codes import CannotReadError, UsageError
 
 if TYPE_CHECKING:
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, RepoFile
 
 app = typer.Typer(rich_markup_mode=None)
 
 _LOCK = ".cache/kempner-download.lock"
+RECORD = ".cache/kempner-download.json"
+"""In a folder that was downloaded: repository, revision, its commit, and which files are whole."""
 
 
 @app.command("download")
 def download(
-    repository: Annotated[
-        str, typer.Argument(metavar="REPO", help="Name on Hugging Face, as in Qwen/Qwen3-32B.")
-    ],
+    repository: RepositoryArgument,
     output_dir: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder for its files, new or to be completed.")
     ],
@@ -37,96 +44,79 @@ def download(
         ),
     ] = None,
     revision: Annotated[str, typer.Option(help="Branch, tag or commit.")] = "main",
+    retries: RetriesOption = 5,
 ) -> None:
     """Download a model from Hugging Face; after an interruption, run it again to go on.
 
     The token for private models is taken from HF_TOKEN.
     """
-    try:
-        from huggingface_hub import HfApi
-    except ImportError as error:
-        raise UsageError(
-            "download needs the package huggingface_hub: pip install 'kempner[hf]'"
-        ) from error
-    with _one_at_a_time(output_dir), _explained(repository, revision):
-        files = _fetch(HfApi(), repository, revision, output_dir, ignore_patterns or [])
+    api, exchange = open_hub("download"), HubExchange(repository, revision, "downloaded", "read")
+    with one_at_a_time(output_dir, _LOCK):
+        files = exchange.persist(
+            lambda: _fetch(api, repository, revision, output_dir, ignore_patterns or []), retries
+        )
     typer.echo(f"{output_dir}: {len(files):,} files, {sum(files.values()):,} bytes")
 
 
 def _fetch(
     api: HfApi, repository: str, revision: str, folder: Path, ignore: list[str]
 ) -> dict[str, int]:
-    from huggingface_hub import RepoFile
     from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
     # Asked first: if the hub does not answer, snapshot_download takes the folder's files for
     # all of them.
     commit = api.repo_info(repository, revision=revision).sha
-    tree = api.list_repo_tree(repository, recursive=True, revision=commit)
-    sizes = {file.path: file.size for file in tree if isinstance(file, RepoFile)}
-    wanted = {path: sizes[path] for path in filter_repo_objects(sizes, ignore_patterns=ignore)}
+    there = files_of(api, repository, str(commit))
+    if not there:
+        raise UsageError(f"{repository} has no file in its revision {revision}")
+    wanted = {path: there[path] for path in filter_repo_objects(there, ignore_patterns=ignore)}
     api.snapshot_download(
         repository, revision=commit, local_dir=folder, ignore_patterns=ignore or None
     )
-    for path, size in wanted.items():
-        there = folder / path
-        if not there.is_file() or there.stat().st_size != size:
-            raise CannotReadError(f"{there} is incomplete; the same command goes on from here")
-    return wanted
+    whole = _read_record(folder).get("files", {})
+    found = {path: _check(folder, file, whole.get(path)) for path, file in wanted.items()}
+    record = {"repository": repository, "revision": revision, "commit": commit, "files": found}
+    content = (json.dumps(record, indent=2) + "\n").encode()
+    replace_durable(folder / RECORD, content, unique="kempner")
+    return {path: file.size for path, file in wanted.items()}
 
 
-@contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """If several processes of a job run the command, one downloads and the others wait."""
+def _check(folder: Path, file: RepoFile, known: object) -> list[Any]:
+    """What proves from now on that a file is whole: its digest, and when it was written. Raises
+    `CannotReadError`, and removes the file, if it is another one than the hub has."""
+    path = folder / file.path
     try:
-        lock_file = folder / _LOCK
-        lock_file.parent.mkdir(parents=True, exist_ok=True)
-        with open(lock_file, "a") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            except OSError as error:  # no locks here; the hub's library locks single files itself
-                if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-                    raise
-            yield
-    except OSError as error:
-        raise cannot_write(folder, error) from error
+        facts = path.stat()
+    except FileNotFoundError:
+        facts = None
+    digest = file.blob_id if file.lfs is None else file.lfs.sha256
+    if facts is not None and facts.st_size == file.size:
+        proof = [digest, facts.st_mtime_ns]
+        if known == proof or _digest(path, file) == digest:
+            return proof
+    path.unlink(missing_ok=True)
+    raise CannotReadError(f"{path} is incomplete, or damaged; the same command goes on from here")
 
 
-@contextmanager
-def _explained(repository: str, revision: str) -> Iterator[None]:
-    from huggingface_hub import errors
+def _digest(path: Path, file: RepoFile) -> str:
+    """As the hub has it: SHA-256 of a large file, git's name of another one."""
+    with path.open("rb") as content:
+        if file.lfs is not None:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+        started = hashlib.sha1(b"blob %d\0" % file.size)
+        return hashlib.file_digest(content, lambda: started).hexdigest()
 
-    # The base of all errors of the HTTP library, whichever one the hub's library uses.
-    transport: Any = errors.HfHubHTTPError.__bases__[0]
+
+def _read_record(folder: Path) -> dict[str, Any]:
     try:
-        yield
-    except errors.HFValidationError as error:
-        raise UsageError(f"{repository} is not the name of a model; write OWNER/NAME") from error
-    except errors.GatedRepoError as error:
-        raise UsageError(
-            f"{repository} is only for those who have asked for it: ask on its page, and set "
-            "HF_TOKEN to a token of yours"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise UsageError(
-            f"there is no model {repository}, or none that you may see: look at its name, and for "
-            "a private one set HF_TOKEN to a token of yours"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise UsageError(f"{repository} has no revision {revision}") from error
-    except errors.HfHubHTTPError as error:
-        status = error.response.status_code
-        if status in (401, 403):
-            raise UsageError(
-                f"Hugging Face refuses {repository} (HTTP {status}): set HF_TOKEN to a token that "
-                "may read it"
-            ) from error
-        raise CannotReadError(
-            f"{repository} cannot be downloaded: Hugging Face answers with HTTP {status}; the same "
-            "command goes on from here"
-        ) from error
-    except (transport, errors.LocalEntryNotFoundError, ConnectionError, TimeoutError) as error:
-        raise CannotReadError(
-            f"{repository} cannot be downloaded: Hugging Face does not answer, or stopped in the "
-            f"middle ({type(error).__name__}); the same command goes on from here"
-        ) from error
+        found = json.loads((folder / RECORD).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def downloaded_from(folder: Path) -> dict[str, str]:
+    """`repository` and `commit` of a folder that `kempner download` has filled; else nothing."""
+    found = _read_record(folder)
+    told = {key: found.get(key) for key in ("repository", "commit")}
+    return {key: value for key, value in told.items() if isinstance(value, str)}

@@ -31,7 +31,7 @@ from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.save_times import Durations, SaveSeconds
 from kempner.supervisor.policy.stop import exit_margin, stop_lead
 from kempner.supervisor.readiness import check_ready, check_run_directory
-from kempner.supervisor.slurm.setup import enter, find_job
+from kempner.supervisor.slurm.setup import find_job, inspect_job
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -115,7 +115,9 @@ def _in_allocation(
     job = find_job(os.environ, jobid)
     plan = job_plan(job) if script is None else _plan(script)
     torchrun = config.slurm.launcher == "torchrun" or (plan is not None and plan.nodes.torchrun)
-    allocation, _ = enter(job, os.environ, config, given=jobid is not None, per_task=not torchrun)
+    allocation, _ = inspect_job(
+        job, os.environ, config, given=jobid is not None, per_task=not torchrun
+    )
     gpus, source = allocation.gpus_per_node or None, f"job {allocation.job}"
     nodes, tasks = len(allocation.nodes), allocation.tasks_per_node
     world = PlannedWorld(nodes, tasks, gpus, source, in_job=True)

@@ -44,6 +44,10 @@ class Interface:
     address: str
 
     @property
+    def ip(self) -> str:
+        return self.address.partition("/")[0]
+
+    @property
     def usable(self) -> bool:
         return self.up and bool(self.address)
 
@@ -134,7 +138,7 @@ def common_address(bound: Mapping[str, Interface | None], nodes: Sequence[str]) 
     first = known.get(nodes[0])
     if first is None or len(nodes) == 1 or nodes_off_network(known):
         return ""
-    return first.address.partition("/")[0]
+    return first.ip
 
 
 def disagreement(bound: Mapping[str, Interface | None]) -> str:
@@ -163,7 +167,7 @@ def _name(wanted: str) -> str:
 def _routed(interfaces: Sequence[Interface], route_address: str) -> InterfaceChoice:
     missing = "no InfiniBand or other fabric interface is up on this node"
     for interface in interfaces:
-        if interface.usable and interface.address.partition("/")[0] == route_address:
+        if interface.usable and interface.ip == route_address:
             return InterfaceChoice(
                 interface,
                 "it leads to the master",
@@ -196,7 +200,7 @@ def _order(interface: Interface) -> tuple[int, bool, int, str]:
 def _described(interface: Interface | None) -> str:
     if interface is None:
         return "left to Gloo"
-    details = interface.address.partition("/")[0] or "no IPv4 address"
+    details = interface.ip or "no IPv4 address"
     return f"{interface.name} ({details}{'' if interface.up else ', down'})"
 
 

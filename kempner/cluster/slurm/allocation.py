@@ -10,16 +10,16 @@ from kempner.cluster.slurm.job import NodeShare, gpus_by_node
 from kempner.cluster.slurm.resources import CONFIGURED_GPUS, NodeResources
 
 _BY_NODE = "24.11"
-"""The first version seen to give the GPUs of one of several different nodes by node."""
+"""The first version in which --gpus-per-node works for a step on one of several unequal nodes."""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """The part of a job in which the ranks run. `job` is its id in Slurm. `batch` says that this
-    process is the job's batch process; if not, the job is a user's `salloc`, and other programs may
-    run in it. `cpus_per_task` is None where it was not set, and 0 where a node has fewer CPUs than
-    ranks. `spare` nodes have no ranks until another is lost. `uneven` has the GPUs of each node,
-    and so its ranks, where nodes differ."""
+    """The part of a job in which the ranks run. `job` is its Slurm id. `batch`: this process is the
+    job's batch process; else the job is a user's `salloc`, in which other programs may run.
+    `cpus_per_task` is None if not set, and 0 if a node has fewer CPUs than ranks. `spare` nodes get
+    ranks only when another is lost. `uneven` has the GPUs, and so the ranks, of each node if nodes
+    differ."""
 
     job: str
     nodes: tuple[str, ...]
@@ -48,16 +48,17 @@ class Allocation:
         return places
 
     def steps(self, nodes: Sequence[str]) -> list[list[str]]:
-        """These nodes, in as few steps as Slurm can give all of their GPUs to."""
+        """Group nodes into as few steps as possible in which Slurm gives ranks all GPUs."""
         if self.uneven:
             return [[node] for node in nodes]
         return [list(nodes)] if nodes else []
 
     def gpu_options(self, nodes: Sequence[str], slurm: str) -> tuple[str, ...]:
-        """What srun is told for a step with all GPUs of these nodes; `slurm` is its version.
-        Without it a step of a job that asked for GPUs by task, or in all, gets some other number.
-        Where nodes differ, a step of several gets none at all; Slurm 22.05 refuses that of a single
-        one by node, and in 24.11 one in all waits for ever."""
+        """srun's options for a step with all GPUs of these nodes; `slurm` is its version.
+
+        Without them, a step in a job that requested GPUs per task or in total gets another number.
+        If nodes differ, a step on several of them gets no GPUs; on a single one, Slurm 22.05
+        refuses --gpus-per-node, and in 24.11 --gpus waits for ever."""
         if not (gpus := self.gpus_on(nodes[0])):
             return ()
         in_all = self.uneven and "" < slurm < _BY_NODE
@@ -65,9 +66,8 @@ class Allocation:
 
     @property
     def why_no_tasks(self) -> str:
-        """Why Slurm cannot start all ranks as tasks of one step, in words; empty if it can. A step
-        gets as many GPUs on every node, and puts tasks where the CPUs are, whatever is asked for
-        (Slurm 22.05)."""
+        """Why Slurm cannot start all ranks as tasks of one step; empty if it can. A step gets the
+        same number of GPUs on every node, and tasks are placed by CPUs (Slurm 22.05)."""
         if self.uneven:
             counts = ", ".join(map(str, sorted(set(self.uneven.values()), reverse=True)))
             return f"its nodes have different numbers of GPUs ({counts})"
@@ -75,7 +75,7 @@ class Allocation:
 
 
 def _used(nodes: int, job: str, hosts: int | None, spare: int) -> int:
-    """How many nodes are trained on. Raises `ValueError` if there are fewer."""
+    """The number of nodes with ranks. Raises `ValueError` if the job has too few."""
     if hosts is not None and hosts > nodes:
         raise ValueError(f"slurm.hosts={hosts}, but job {job} has {nodes} nodes")
     used = (nodes if hosts is None else hosts) - spare
@@ -97,13 +97,12 @@ def allocate(
     per_task: bool = True,
     shares: Mapping[str, NodeShare] | None = None,
 ) -> Allocation:
-    """One rank per GPU; where there is none, one per task that the job was submitted with.
+    """The allocation with one rank per GPU or, without GPUs, one per task of the submission.
 
-    `procs` (slurm.procs, ranks per node) and `hosts` (slurm.hosts, nodes) win; `spare` nodes
-    (supervise.spare_nodes) are kept in reserve. `per_task`: each task is to be a rank, not the
-    launcher of a node's ranks. `shares` are what the job has of each node, as far as it is known.
-    Raises `ValueError` with a sentence if tasks and GPUs do not fit, or a number is more than there
-    is."""
+    `procs` (slurm.procs, ranks per node) and `hosts` (slurm.hosts, nodes) take precedence; `spare`
+    nodes (supervise.spare_nodes) are kept in reserve. `per_task`: each task is a rank, not the
+    launcher of a node's ranks. `shares` are the job's parts of each node, if known. Raises
+    `ValueError` with a sentence if tasks and GPUs do not match, or if a number is too large."""
     shares, used = shares or {}, _used(len(nodes), job, hosts, spare)
     found = gpus_by_node(shares, nodes[: used + spare])
     if not any(found.values()) or resources.gpus.source == CONFIGURED_GPUS:
@@ -136,10 +135,9 @@ def without(allocation: Allocation, gone: Collection[str]) -> Allocation:
 def avoid(
     allocation: Allocation, suspect: Collection[str], at_least: int, wanted: int | None = None
 ) -> Allocation:
-    """The allocation with as few ranks on `suspect` nodes as can be. They become the last of the
-    spare ones. Others take their place where there are any; where not, it becomes smaller, but
-    keeps `at_least` nodes. It becomes as large as `wanted` (by default, as it is) if enough others
-    are there."""
+    """The allocation with as few ranks on `suspect` nodes as possible; they become the last spare
+    nodes. It has `wanted` nodes (default: its present number) if enough are not suspect, else
+    fewer, but `at_least` that many."""
     nodes = (*allocation.nodes, *allocation.spare)
     sound = [node for node in nodes if node not in suspect]
     by_worth = (*sound, *(node for node in nodes if node in suspect))
@@ -183,9 +181,9 @@ def _cpus(
     tasks: int,
     shares: Mapping[str, NodeShare],
 ) -> int | None:
-    """CPUs for each of the `tasks` on a node; srun ignores the SLURM_CPUS_PER_TASK of sbatch, and
-    silently gives one CPU. What was asked for is for the tasks of the submission: torchrun's single
-    one starts all ranks."""
+    """CPUs for each of the `tasks` on a node; srun ignores sbatch's SLURM_CPUS_PER_TASK and
+    silently gives one CPU. That number is per task of the submission, and with torchrun one task
+    starts all ranks of a node."""
     counts = [share.cpus for share in shares.values()] + ([on_node] if on_node else [])
     fair = min(counts) // tasks if counts else None
     asked = environ.get("SLURM_CPUS_PER_TASK")

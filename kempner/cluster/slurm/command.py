@@ -1,12 +1,11 @@
-"""Runs one command of Slurm, and tells its answer from its silence.
+"""Runs one command of Slurm, and distinguishes answers, refusals and silence.
 
-Slurm answers late. A controller that restarts or fails over is away for minutes, a database for
-hours, and a busy one drops requests; a fork fails while memory is short. All of that passes, and
-asking again helps (`patiently`). A refusal is the only thing that does not pass. What a command
-prints counts, not what it exits with: an answer that is empty or cut off is none.
+Slurm may be unavailable: a controller that restarts or fails over for minutes, a database for
+hours; a busy one drops requests, and a fork fails while memory is short. All of that passes, so
+commands are retried (`patiently`); only a refusal is final. What counts is a command's output, not
+its exit code: empty or truncated output is no answer.
 
-Never to be called from a signal handler.
-"""
+Do not call from a signal handler."""
 
 from __future__ import annotations
 
@@ -26,26 +25,26 @@ from typing import TypeVar
 T = TypeVar("T")
 
 COMMAND_WITHIN = 60.0
-"""Seconds for one command. Slurm's own clients give up sooner: with the default MessageTimeout on a
-controller that is away after 9 or 18 s. A busy one may take longer to answer."""
+"""Seconds for one command. With the default MessageTimeout, Slurm's clients give up an unavailable
+controller after 9 or 18 s, but a busy one may take longer to answer."""
 
 SHORTLY = 20.0
-"""Seconds for which a question is repeated where the caller can do without the answer."""
+"""Seconds for which to retry when the caller can do without the answer."""
 
 UNCLEAR_WITHIN = 60.0
-"""Seconds for which a command is repeated that fails with words that are not known here."""
+"""Seconds for which to retry a command that fails with an unknown message."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0
-"""Seconds before the second try, and the most before any other; each pause doubles the last."""
+"""Seconds before the second try, doubled for each further one, and the most."""
 
 _OF_SLURM = (
     "SLURM_", "SBATCH_", "SALLOC_", "SRUN_", "SCONTROL_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_",
 )  # fmt: skip
 _CONNECTION = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
-"""Variables by which a command finds and authenticates to the controller."""
+"""Variables with which a command finds the controller and authenticates."""
 
 _STEP = frozenset({"SLURM_JOB_ID", "SLURM_JOBID", "SLURM_WORKING_CLUSTER"})
-"""By which srun finds the job around it."""
+"""Variables with which srun finds its job."""
 
 _AMOUNTS = frozenset(
     f"SLURM_{name}"
@@ -55,7 +54,7 @@ _AMOUNTS = frozenset(
         "JOB_NUM_NODES", "IMMEDIATE", "KILL_BAD_EXIT", "WAIT", "EXPORT_ENV", "OVERCOMMIT",
     )
 )  # fmt: skip
-"""What srun takes from the job for every step in it, though this step may be another size."""
+"""Variables of the job from which srun takes a step's size, although ours may have another."""
 
 _PASSING = (
     "Unable to contact slurm controller",
@@ -98,23 +97,23 @@ _REFUSALS = (
 
 
 _worked: set[str] = set()
-"""The commands that this process could start."""
+"""The commands that this process has started successfully."""
 
 Execute = Callable[[Sequence[str], Mapping[str, str] | None, str | None], "CommandAnswer"]
 """Runs a command, in an environment and a folder."""
 
 
 class SlurmError(Exception):
-    """A command of Slurm was refused or had no answer: one sentence."""
+    """A command of Slurm was refused or had no answer; the message is one sentence."""
 
 
 class SlurmSilentError(SlurmError):
-    """There was no answer, or only a part of one. It passes: ask again."""
+    """There was no complete answer; retry."""
 
 
 class SlurmMissingError(SlurmError):
-    """The command is not there, or not executable, and this process never ran it: else that is
-    silence, since a file system may be away for a moment."""
+    """The command does not exist or is not executable. Only if this process has never run it; else
+    it counts as silence, since a file system may be unavailable for a moment."""
 
 
 class SlurmUnclearError(SlurmError):
@@ -122,7 +121,7 @@ class SlurmUnclearError(SlurmError):
 
 
 class SlurmRefusedError(SlurmError):
-    """The controller answered no, `answer` in its own words. To ask again makes no difference."""
+    """The controller refused; `answer` is its message. Retrying does not help."""
 
     def __init__(self, command: str, answer: str) -> None:
         super().__init__(f"`{command}` was refused: {answer}")
@@ -130,21 +129,22 @@ class SlurmRefusedError(SlurmError):
 
 
 def client_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What Slurm's commands get: nothing that changes what they ask, or how they print it. Times
-    are in UTC, so that their differences are right when daylight saving begins or ends."""
+    """The environment of Slurm's commands, without variables that change their question or output.
+    Times are in UTC, so that differences are right across a change of daylight saving."""
     fixed = {"LC_ALL": "C", "SLURM_TIME_FORMAT": "standard", "TZ": "UTC"}
     return _without_slurm(environ, keep=_CONNECTION) | fixed
 
 
 def probe_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a step of our own gets that says itself all that it needs: which job it is in."""
+    """The environment of a step whose options are all on the command line; it only names the
+    job."""
     return _without_slurm(environ, keep=_CONNECTION | _STEP)
 
 
 def step_environment(environ: Mapping[str, str], in_step: bool) -> dict[str, str]:
-    """What the ranks' step gets: all but the amounts, which are on its command line. How the job
-    wishes its tasks to be bound, for example, stays. `in_step` says that this process is itself in
-    a step: what `environ` says is about that one."""
+    """The environment of the ranks' step: all but the step's size, which is on the command line.
+    The job's binding of tasks, for example, stays. `in_step`: this process is in a step, which
+    `environ` describes instead of the job."""
     if in_step:
         return probe_environment(environ)
     kinds = ("SLURM_CPU_BIND", "SLURM_MEM_BIND")
@@ -154,27 +154,27 @@ def step_environment(environ: Mapping[str, str], in_step: bool) -> dict[str, str
 
 
 def _of_a_task(environ: Mapping[str, str], bound: str) -> bool:
-    """Whether a binding is that of a task in whose shell the job was submitted. srun tells its
-    tasks of theirs in several variables that agree. A user who wishes the ranks to be bound sets
-    the first alone, and sbatch says of memory only what is asked for."""
+    """Whether a binding was inherited from a task in whose shell the job was submitted. srun sets
+    several variables in a task, which agree; a user sets only the first, and sbatch sets that of
+    memory only if requested."""
     names = (f"{bound}_VERBOSE", f"{bound}_TYPE", f"{bound}_LIST")
     verbose, kind, places = (environ.get(name, "") for name in names)
     prefer = ",prefer" if environ.get(f"{bound}_PREFER") else ""
-    said = f"{kind}{places}"
-    return bool(kind) and environ.get(bound) in (f"{verbose}{prefer},{said}", said)
+    value = f"{kind}{places}"
+    return bool(kind) and environ.get(bound) in (f"{verbose}{prefer},{value}", value)
 
 
 def _bind_no_amounts(environ: dict[str, str]) -> dict[str, str]:
-    """Without what Slurm 24.11 makes of --gpus-per-task by itself: one of the GPUs for each
-    task."""
+    """The environment without the binding that Slurm 24.11 derives from --gpus-per-task: one GPU
+    per task."""
     binds = environ.pop("SLURM_TRES_BIND", "").split("+")
     kept = [bind for bind in binds if bind and ":per_task:" not in bind]
     return environ | ({"SLURM_TRES_BIND": "+".join(kept)} if kept else {})
 
 
 def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What sbatch gets, and hands on to the new job: nothing that is about this one. The `SBATCH_`
-    variables, by which people name their account, stay."""
+    """The environment of sbatch, which it passes on to the new job: without variables of this job,
+    but with `SBATCH_` variables, in which users set their account."""
     return {
         name: value
         for name, value in environ.items()
@@ -184,7 +184,7 @@ def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class CommandAnswer:
-    """What a command printed and exited with; `status` is None if it did not end in time."""
+    """A command's output and exit code; `status` is None after a timeout."""
 
     status: int | None
     out: str
@@ -196,7 +196,7 @@ class CommandAnswer:
 
 
 class AnswerKind(Enum):
-    """What an answer is worth that is not what was asked for."""
+    """The meaning of an answer that is not what was asked for."""
 
     SILENCE = "no answer yet"
     REFUSAL = "no"
@@ -204,7 +204,7 @@ class AnswerKind(Enum):
 
 
 def judge(answer: CommandAnswer) -> AnswerKind:
-    """What an answer is worth in which something is missing, or that ended with an error."""
+    """Classify an answer that is incomplete or an error."""
     if any(words in answer.complaint for words in _REFUSALS):
         return AnswerKind.REFUSAL
     passing = any(words in answer.complaint for words in _PASSING)
@@ -218,8 +218,8 @@ def ask(
     read: Callable[[str], T | None],
     environ: Mapping[str, str] | None = None,
 ) -> T:
-    """What `read` finds in the output of a command; it returns None if not all of it is there. The
-    exit code does not count. Asked once. Raises `SlurmError`."""
+    """Run a command once; its output as parsed by `read`, which returns None if it is incomplete.
+    The exit code does not count. Raises `SlurmError`."""
     answer = _run(command, environ, None)
     found = read(answer.out)
     if found is not None:
@@ -230,7 +230,7 @@ def ask(
 def tell(
     command: Sequence[str], cwd: str | None = None, environ: Mapping[str, str] | None = None
 ) -> None:
-    """Run a command that is answered by an exit code of 0, once. Raises `SlurmError`."""
+    """Run a command once whose success is the exit code 0. Raises `SlurmError`."""
     answer = _run(command, environ, cwd)
     if answer.status != 0:
         raise _failure(command, answer)
@@ -245,12 +245,12 @@ def _failure(command: Sequence[str], answer: CommandAnswer) -> SlurmError:
             return SlurmUnclearError(f"`{shown}` failed: {answer.complaint}")
     if answer.status is None:
         return SlurmSilentError(f"`{shown}` had no answer within {COMMAND_WITHIN:g} s")
-    said = answer.complaint if answer.err.strip() else "what it printed is empty or cut off"
-    return SlurmSilentError(f"`{shown}` had no answer: {said}")
+    reason = answer.complaint if answer.err.strip() else "what it printed is empty or cut off"
+    return SlurmSilentError(f"`{shown}` had no answer: {reason}")
 
 
 def next_pause(failures: int) -> float:
-    """Seconds before the next try, after a number of `failures` in a row (at least one)."""
+    """Seconds before the next try after `failures` (at least one) in a row."""
     return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(failures - 1, 10))
 
 
@@ -261,9 +261,9 @@ def patiently(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], object] = time.sleep,
 ) -> T:
-    """The answer, asked for again and again for `within` seconds, at least once. `on_failure` is
-    called for each failed try that is followed by another. Raises `SlurmError`: at once if it is
-    refused or cannot be asked here, after `UNCLEAR_WITHIN` seconds if it is unclear."""
+    """Call `ask` until it returns, for `within` seconds, at least once. `on_failure` is called for
+    each failed try that is followed by another. Raises `SlurmError`: at once if it was refused or
+    there is no such command, after `UNCLEAR_WITHIN` seconds if it is unclear."""
     began, unclear_since, failures = clock(), None, 0
     while True:
         try:
@@ -293,7 +293,7 @@ def _without_slurm(environ: Mapping[str, str], keep: frozenset[str]) -> dict[str
 def _execute(
     command: Sequence[str], environ: Mapping[str, str] | None, cwd: str | None
 ) -> CommandAnswer:
-    """In a session of its own: a Ctrl-C at the terminal is for us, not for what we ask."""
+    """Run a command in a session of its own, so that a Ctrl-C at the terminal does not reach it."""
     try:
         process = subprocess.Popen(
             command,
@@ -339,11 +339,11 @@ def start_step(
     environ: Mapping[str, str],
     stdio: tuple[socket.socket, socket.socket] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start an srun, in a session of its own, with our output; its errors come through a pipe, for
-    `see_step_end`. `stdio` are both ends of what is to be its standard input and output, of which
-    it gets the second. Raises `SlurmError`. srun holds the other ends, too: one that outlives this
-    process would be sent SIGPIPE, and end its tasks while they save. There is room for all that it
-    then says."""
+    """Start an srun in a session of its own, with this process's standard output; its errors go
+    through a pipe to `see_step_end`. `stdio` is a socket pair whose second end becomes its standard
+    input and output. srun also holds the first ends: else, when it outlives this process, it would
+    get SIGPIPE and end its tasks while they save. The pipe has room for all that it prints then.
+    Raises `SlurmError`."""
     try:
         errors, end = os.pipe()
     except OSError as error:
@@ -364,21 +364,21 @@ def start_step(
     finally:
         os.close(end)
     _worked.add(command[0])
-    with suppress(OSError):  # beyond the user's share of such memory
+    with suppress(OSError):  # beyond the user's limit of pipe memory
         fcntl.fcntl(errors, fcntl.F_SETPIPE_SZ, _ROOM)
     started.stderr = os.fdopen(errors, "rb", buffering=0)
     return started
 
 
 def see_step_end(srun: subprocess.Popen[bytes], hear: Callable[[bytes], None]) -> int:
-    """Have `hear` told what an srun and its tasks complain about until it ends; its exit code.
+    """Pass the error output of an srun and its tasks to `hear` until srun ends; its exit code.
     Raises `SlurmSilentError` or `SlurmUnclearError` if it could not start the tasks."""
     assert srun.stderr is not None
     head = b""
     ended, pipe, poll = False, srun.stderr.fileno(), select.poll()
     poll.register(pipe, select.POLLIN)
     while not ended:
-        ended = srun.poll() is not None  # a helper of srun's may hold the pipe for longer
+        ended = srun.poll() is not None  # a child of srun's may hold the pipe open for longer
         if poll.poll(500):
             chunk = os.read(pipe, 65536)
             ended = not chunk
@@ -386,19 +386,19 @@ def see_step_end(srun: subprocess.Popen[bytes], hear: Callable[[bytes], None]) -
             hear(chunk)
     status = srun.wait()
     srun.stderr.close()
-    said = head.decode(errors="replace")
-    if status and is_unstarted(said):
-        error = _failure(["srun"], CommandAnswer(status, "", said))
-        # What Slurm refuses for a step of a job that it has started is its own fault, and passes.
+    text = head.decode(errors="replace")
+    if status and is_unstarted(text):
+        error = _failure(["srun"], CommandAnswer(status, "", text))
+        # A refusal of a step in a job that Slurm itself has started may pass.
         raise SlurmUnclearError(str(error)) if isinstance(error, SlurmRefusedError) else error
     return status
 
 
 _ROOM = 1 << 20
-"""Bytes of a pipe, as much as the kernel grants without a privilege."""
+"""Bytes of a pipe; the kernel's maximum without privileges."""
 
 _HEAD = 4096
-"""Bytes among which an srun says that it cannot start its tasks."""
+"""Bytes at the start of srun's errors that are searched for a failed start."""
 
 _NOT_STARTED = (
     "srun: error: Unable to create step",
@@ -408,12 +408,12 @@ _NOT_STARTED = (
 )
 
 
-def is_unstarted(said: str) -> bool:
-    return any(words in said for words in _NOT_STARTED)
+def is_unstarted(errors: str) -> bool:
+    return any(words in errors for words in _NOT_STARTED)
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """End a command that outstays its time; one that cannot be killed is left behind."""
+    """Kill a command after its timeout; one that cannot be killed is abandoned."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Reads the `#SBATCH` lines of a batch script, as sbatch does: up to the first command."""
+"""Parses the `#SBATCH` lines of a batch script as sbatch does, up to the first command."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _LONG = frozenset(
         *("acctg-freq", "batch", "bb", "bbf", "power", "prefer", "reboot", "tres-per-task"),
     )
 )
-"""Long options that there are, of which others may be abbreviations."""
+"""All long options; other words may be abbreviations of them."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option of sbatch in line `line`, from byte `start` to `end` of the script; `value` is
-    empty for one that has none."""
+    """An sbatch option in line `line`, from byte `start` to `end` of the script; `value` may be
+    empty."""
 
     name: str
     value: str
@@ -58,30 +58,32 @@ class Option:
 
 @dataclass(frozen=True)
 class Directives:
-    """What a script asks of Slurm; `end` is the byte after its last line that sbatch reads so."""
+    """The options of a script; `end` is the byte after the last `#SBATCH` line that sbatch
+    reads."""
 
     options: tuple[Option, ...]
     end: int
     late: int = 0
-    """The first line that looks like one and comes after the first command; 0 if none does."""
+    """The first `#SBATCH` line after the first command, which sbatch ignores; 0 if there is
+    none."""
 
     def last(self, name: str) -> Option | None:
-        """The option that counts: the last one of this name."""
+        """The last option of this name, which is the one that counts."""
         found = [option for option in self.options if option.name == name]
         return found[-1] if found else None
 
     def value(self, *names: str) -> str:
-        """The value of the first of these that is given; empty if none is."""
+        """The value of the first of these options that is given; else empty."""
         return next((o.value for name in names if (o := self.last(name)) is not None), "")
 
     def number(self, *names: str) -> int | None:
-        """The same as a number; None if it is not given, or is a range."""
+        """As `value`, as a number; None if not given, or a range."""
         value = self.value(*names)
         return int(value) if value.isdecimal() else None
 
     @property
     def gpus_per_node(self) -> int | None:
-        """GPUs of each node; 0 if none are asked for, None if that cannot be said."""
+        """GPUs per node; 0 if none are requested, None if that cannot be computed."""
         nodes = self.number("nodes") or 1
         try:
             if given := self.value("gpus-per-node"):
@@ -99,22 +101,22 @@ class Directives:
 
 
 def read(text: bytes) -> Directives:
-    """The options in the head of a script. Raises `ValueError` with a sentence for a line that
-    cannot be split into words."""
+    """The directives of a script. Raises `ValueError` with a sentence if a line cannot be split
+    into words."""
     options = [option for line in _head(text) for option in _options(line)]
     end, late = 0, 0
     for line in _lines(text):
-        if line.told and not line.over:
+        if line.is_directive and not line.over:
             end = line.offset + len(line.content)
-        late = late or (line.number if line.told and line.over else 0)
+        late = late or (line.number if line.is_directive and line.over else 0)
     first = text.find(b"\n") + 1 or len(text)
     return Directives(tuple(options), end or first, late)
 
 
 def regroup(words: Sequence[str]) -> list[str]:
-    """The options of a command line that has lost its quotes: words between single spaces. What is
-    no option belongs to the value of the option before it. Raises `ValueError` with a sentence
-    where a word is neither."""
+    """The options of a command line that lost its quotes, given its words between single spaces: a
+    word that is no option belongs to the value of the option before it. Raises `ValueError` with a
+    sentence for a word that is neither."""
     groups: list[list[str]] = []
     for word in words:
         long = re.fullmatch(r"--([a-z][a-z-]*)(=.*)?", word, re.DOTALL)
@@ -134,11 +136,11 @@ _ALSO = re.compile(
     "extra|admin-comment|segment|consolidate-segments|spread-segments|resv-ports|oom-kill-step"
     "|network|mcs-label|tres-bind|share|cluster|container-.+|help-env|autocomplete|prolog|epilog"
 )
-"""Rarer long options, and those of the plugin pyxis."""
+"""Rarer long options, and those of the pyxis plugin."""
 
 
 def read_pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The names and values of options of sbatch, each value within or after its option."""
+    """The names and values of sbatch options given as `--name=value` or `--name value`."""
     left = list(words)
     while left:
         name, value, takes = _named(left.pop(0))
@@ -146,14 +148,13 @@ def read_pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def read_words(text: str) -> list[str]:
-    """All words of the head of a script, as they would stand on sbatch's command line."""
+    """The words of all `#SBATCH` lines, as on sbatch's command line."""
     return [word for line in _head(text.encode()) for word, _, _ in _words(line)]
 
 
 @dataclass(frozen=True)
 class _Line:
-    """A line from byte `offset` on; `told` says that it begins with #SBATCH, `over` that a command
-    came before."""
+    """A line at byte `offset`; `over`: a command came before it."""
 
     number: int
     offset: int
@@ -161,7 +162,7 @@ class _Line:
     over: bool
 
     @property
-    def told(self) -> bool:
+    def is_directive(self) -> bool:
         return self.content.startswith(b"#SBATCH")
 
 
@@ -174,7 +175,7 @@ def _lines(text: bytes) -> Iterator[_Line]:
 
 
 def _head(text: bytes) -> Iterator[_Line]:
-    return (line for line in _lines(text) if line.told and not line.over)
+    return (line for line in _lines(text) if line.is_directive and not line.over)
 
 
 def _options(line: _Line) -> Iterator[Option]:
@@ -198,7 +199,7 @@ def _named(word: str) -> tuple[str, str, bool]:
 
 
 def _unabbreviated(name: str) -> str:
-    """sbatch lets long options be abbreviated as far as they are unique."""
+    """The full name of a long option, which may be abbreviated as far as it is unique."""
     if name in _LONG:
         return name
     meant = [long for long in _LONG if long.startswith(name)]
@@ -206,7 +207,8 @@ def _unabbreviated(name: str) -> str:
 
 
 def _words(line: _Line) -> Iterator[tuple[str, int, int]]:
-    """The words after `#SBATCH` with their places in the script, up to a comment."""
+    """The words after `#SBATCH`, up to a comment, each with its first byte and the one after its
+    last."""
     text, at = line.content.decode(errors="surrogateescape"), len("#SBATCH")
     for found in re.finditer(r"""(?:"[^"\n]*"|'[^'\n]*'|\\.|[^\s"'\\])+""", text[at:]):
         if found[0].startswith("#"):

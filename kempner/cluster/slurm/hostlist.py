@@ -14,9 +14,9 @@ _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def expand_hosts(text: str) -> list[str]:
-    """The host names of a list, in its order: what `scontrol show hostnames` prints. Understands
-    ranges, leading zeros, suffixes and several brackets in a name (`r[1-2]n[01-16]-ib`: the last
-    bracket runs fastest). Raises `ValueError` with a sentence on anything else."""
+    """The host names of a list, in its order, as `scontrol show hostnames`. Supports ranges,
+    leading zeros, suffixes and several brackets in a name (`r[1-2]n[01-16]-ib`; the last bracket
+    varies fastest). Raises `ValueError` with a sentence for anything else."""
     names: list[str] = []
     for pattern in _OUTSIDE_BRACKETS.split(text.strip()):
         # Every second piece was in brackets.
@@ -43,12 +43,13 @@ def expand_counts(text: str) -> list[int]:
 
 
 def node_name(environ: Mapping[str, str]) -> str:
-    """What this node is called: by Slurm in one of its tasks, else by itself."""
+    """The name of this node: Slurm's in a task, else the host name."""
     return environ.get("SLURMD_NODENAME") or platform.node()
 
 
 def node_of(host: str, nodes: Iterable[str]) -> str:
-    """The one of `nodes` that a host's name means, with or without its domain; else the name."""
+    """The name in `nodes` that matches a host name with or without its domain; else the host
+    name."""
     short = host.partition(".")[0]
     return next((node for node in nodes if node in (host, short)), host)
 

@@ -1,8 +1,7 @@
-"""State of a Slurm job, what it has of each node, and which nodes it could run on.
+"""State of a Slurm job, its share of each node, and the nodes on which it could run.
 
-Pure functions of what scontrol shows. `--gpus=12` may come as 8 on one node and 4 on another, and
-`--ntasks=8` as 7 CPUs and 1; the environment of the batch process is about its own node alone.
-"""
+Pure functions of scontrol's output. `--gpus=12` may give 8 on one node and 4 on another, and
+`--ntasks=8` 7 CPUs and 1; the batch process's environment describes only its own node."""
 
 from __future__ import annotations
 
@@ -32,14 +31,14 @@ FINAL = frozenset(
         "DEADLINE", "OUT_OF_MEMORY", "LAUNCH_FAILED", "REVOKED",
     }
 )  # fmt: skip
-"""The states of a job that is over. Of any other it is not known, and so it goes on."""
+"""The states of a job that is over. A job in any unknown state counts as going on."""
 
 _BASE = FINAL | {"PENDING", "RUNNING", "SUSPENDED"}
-"""The states beside which a job may have another one, which says more: COMPLETED, COMPLETING."""
+"""The states beside which a job may have a more specific one, as in COMPLETED, COMPLETING."""
 
 _HELD = frozenset({"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
 _HELD_FOR = re.compile("[Hh]eld|Hold|special_exit|BadConstraints")
-"""Found in the reasons for which a job is held, `launch_failed_requeued_held` among them."""
+"""Matches the reasons of a held job, such as `launch_failed_requeued_held`."""
 
 _WHAT_TO_DO = (
     ("JobHeldAdmin", "an administrator holds it: ask for `scontrol release {job}`"),
@@ -51,11 +50,11 @@ _WHAT_TO_DO = (
      "`scontrol release {job}`"),
     ("user_env", "your login shell did not start in time: mend it, then `scontrol release {job}`"),
 )  # fmt: skip
-"""What a user can do about a job that is held, by what its reason has in it."""
+"""What a user can do about a held job, by a part of its reason."""
 
 
 def how_to_release(job: str, state: str, reason: str) -> str:
-    """What Slurm waits for before it starts a held job, for the user who has to do it."""
+    """A sentence that tells the user how to release a held job."""
     known = (words for part, words in _WHAT_TO_DO if part in reason)
     words = next(known, "`scontrol release {job}` lets it go").format(job=job)
     return f"{reason or state}: Slurm does not start it again until it is released; {words}"
@@ -66,8 +65,8 @@ def is_held(state: str, reason: str) -> bool:
 
 
 def telling_state(states: str) -> str:
-    """The word of a JobState that says most: `COMPLETED+COMPLETING` and `RUNNING,STOPPED` have two.
-    A known one goes first."""
+    """The most specific word of a JobState, which may have several (`COMPLETED+COMPLETING`,
+    `RUNNING,STOPPED`); known ones take precedence."""
     words = re.split("[+,]", states)
     known = [word for word in words if word in (QUEUED | _FLAGS) - _BASE]
     return next(iter([*known, *(word for word in words if word in _BASE), *words]))
@@ -80,13 +79,13 @@ _AT_THE_END = (
     "|TresPerTask|MailUser|MailType|NtasksPerTRES|ContainerType|Container|ContainerID"
     "|SELinuxContext|ResvPorts"
 )
-"""What Slurm 22.05 to 26.05 write after all that a user may put spaces into, each only where it was
-asked for. From 23.11 on a job with --cpus-per-task has a TresPerTask after its TresPerNode."""
+"""Fields that Slurm 22.05 to 26.05 print after those in which a user may write spaces; each only if
+requested. Since 23.11 a job with --cpus-per-task has a TresPerTask after its TresPerNode."""
 
 
 def job_fields(text: str) -> dict[str, str]:
-    """The fields of the first job in the output of `scontrol show job -o`. What a user chooses (the
-    job's name, its command and what follows) may look like fields, and is left out."""
+    """The fields of the first job in the output of `scontrol show job -o`, without the user's free
+    texts (the job's name, its command and what follows), which may look like fields."""
     first = text.strip().partition("\nJobId=")[0]
     line = re.sub(r" JobName=.* UserId=", " UserId=", first, flags=re.DOTALL)
     tail = re.search(rf"(?: (?:{_AT_THE_END})=\S*)+\s*$", line)
@@ -95,16 +94,16 @@ def job_fields(text: str) -> dict[str, str]:
 
 
 def node_fields(text: str) -> dict[str, str]:
-    """The fields of a line of `scontrol show node -o`; of one that is there twice the first."""
+    """The fields of a line of `scontrol show node -o`; the first if a name occurs twice."""
     found = re.findall(r"(?:^| )([A-Z][\w:/]*)=(\S*)", text.strip())
     return dict(reversed(found))
 
 
 @dataclass(frozen=True)
 class JobTimes:
-    """`end` and `preempt` in seconds since the epoch by the controller's clock, `limit` in seconds;
-    None for what is not set. `end` is the limit of a running job (a preemption moves it) and the
-    end of one that is over; `limit` is how long the job may run, None for UNLIMITED."""
+    """`end` and `preempt` are in seconds since the epoch by the controller's clock, `limit` in
+    seconds; None if not set. `end` is a running job's latest end (a preemption moves it), or the
+    end of one that is over; `limit` is its time limit, None for UNLIMITED."""
 
     end: float | None = None
     preempt: float | None = None
@@ -113,9 +112,9 @@ class JobTimes:
 
 @dataclass(frozen=True)
 class JobNodes:
-    """`count` is how many nodes a job has, or asks for; `held` and `excluded` are host lists.
-    `partition` may be several names with commas between. `required` is a host list, `features` a
-    constraint and `resources` the TresPerNode, each as the job asks for it."""
+    """`count` is the number of nodes that a job has or requests; `held`, `excluded` and `required`
+    are host lists, `partition` is a comma-separated list, `features` the constraint and `resources`
+    the TresPerNode of the request."""
 
     held: str = ""
     count: int = 1
@@ -129,9 +128,9 @@ class JobNodes:
 
 @dataclass(frozen=True)
 class JobState:
-    """A job as `scontrol show job -o` shows it. `state` is the word of JobState that says most,
-    such as RUNNING; `reason` is empty for None. `may_requeue` is the job's Requeue flag; `batch`
-    says that it was submitted with sbatch."""
+    """A job as shown by `scontrol show job -o`. `state` is the most specific word of JobState, such
+    as RUNNING; `reason` is empty for None; `may_requeue` is the Requeue flag; `batch`: it was
+    submitted with sbatch."""
 
     id: str
     state: str
@@ -144,10 +143,10 @@ class JobState:
 
     @property
     def running(self) -> bool:
-        """Whether the job still holds its nodes and may be requeued without reviving a dead one. So
-        it does in a state that is not known here: SIGNALING while the tasks of a preempted job are
-        warned, STOPPED after a SIGSTOP to its steps, whatever the next version calls its own. Of
-        one that is suspended, this process is about to stand still, or has just gone on."""
+        """Whether the job holds its nodes, so that a requeue does not revive a dead job. True also
+        in states that are unknown here: SIGNALING (a preempted job's tasks are warned), STOPPED
+        (its steps got SIGSTOP), and those of later versions. If it is suspended, this process is
+        about to be suspended or was just resumed."""
         return self.state not in QUEUED | FINAL | {"COMPLETING", "STAGE_OUT"}
 
     @property
@@ -160,7 +159,7 @@ class JobState:
 
 
 def parse_job(fields: Mapping[str, str]) -> JobState:
-    """What `job_fields` found, typed. Raises `ValueError` with a sentence."""
+    """The `JobState` of the fields from `job_fields`. Raises `ValueError` with a sentence."""
     missing = [name for name in ("JobId", "JobState") if name not in fields]
     if missing:
         raise ValueError(f"`scontrol show job` answered without {' and '.join(missing)}")
@@ -170,7 +169,7 @@ def parse_job(fields: Mapping[str, str]) -> JobState:
         reason=_said(fields, "Reason"),
         restarts=int(fields.get("Restarts", "0")),
         may_requeue=fields.get("Requeue") == "1",
-        batch=fields.get("BatchFlag", "0") != "0",  # one more for each launch that failed
+        batch=fields.get("BatchFlag", "0") != "0",  # incremented for each failed launch
         times=JobTimes(
             end=parse_time(fields.get("EndTime", "")),
             preempt=parse_time(fields.get("PreemptTime", "")),
@@ -200,15 +199,15 @@ class JobEvent(Enum):
 
 
 def classify(before: JobState, now: JobState, warned: bool = False) -> JobEvent:
-    """What happened between two looks at the same job, `warned` if a signal came in between. Seen
-    on Slurm 22.05: a warning before the time limit changes nothing about the job; a preemption sets
-    PreemptTime and moves EndTime, and once its grace time is over counts as a requeue; a requeue
-    shows as COMPLETING with one restart more; a job that is cancelled shows COMPLETING without a
-    reason, one at its limit with the reason TimeLimit."""
+    """What happened to a job between two states; `warned` if a signal came meanwhile. As observed
+    on Slurm 22.05: a warning before the time limit changes nothing in the state; a preemption sets
+    PreemptTime and moves EndTime, and after its grace time counts as a requeue; a requeue shows as
+    COMPLETING with one more restart; a cancelled job shows COMPLETING without a reason, one at its
+    limit with the reason TimeLimit."""
     if now.restarts > before.restarts or now.queued:
         return JobEvent.REQUEUE
     if now.state in ("SUSPENDED", "STAGE_OUT"):
-        return JobEvent.NOTHING  # seen in the moment before it takes hold, or after it is over
+        return JobEvent.NOTHING  # about to be suspended, or already over
     if now.running:
         if now.times.preempt is not None:
             return JobEvent.PREEMPTION
@@ -221,10 +220,9 @@ def classify(before: JobState, now: JobState, warned: bool = False) -> JobEvent:
 
 
 def job_id(environ: Mapping[str, str]) -> str | None:
-    """The id by which to speak of this job to Slurm; None outside of one. In an array
-    `<array>_<task>`: the plain id of the element that carries the array's own id means all elements
-    to scancel and to `scontrol requeue`. Raises `ValueError` with a sentence in a heterogeneous
-    job."""
+    """This job's id for Slurm's commands; None outside of a job. In an array `<array>_<task>`,
+    since the plain id of the element that has the array's id means all elements to scancel and
+    `scontrol requeue`. Raises `ValueError` with a sentence in a heterogeneous job."""
     job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
     if not job:
         return None
@@ -238,7 +236,8 @@ def job_id(environ: Mapping[str, str]) -> str | None:
 
 
 def element(environ: Mapping[str, str]) -> str:
-    """What sets the run of this element of a job array apart from the others'; empty outside."""
+    """The suffix of a run's name that distinguishes this element of a job array; empty outside of
+    one."""
     task = environ.get("SLURM_ARRAY_TASK_ID", "")
     return f"-{task}" if task else ""
 
@@ -253,8 +252,8 @@ def _said(fields: Mapping[str, str], name: str) -> str:
 
 
 def parse_time(text: str) -> float | None:
-    """Seconds since the epoch of a time of the controller, in UTC by `command.client_environment`;
-    None if it is not set."""
+    """Seconds since the epoch of a time printed by Slurm (in UTC, see
+    `command.client_environment`); None if not set."""
     if text in _NOTHING:
         return None
     return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
@@ -281,20 +280,20 @@ class NodeShare:
 def node_shares(
     text: str, hosts: Callable[[str], Sequence[str]] = expand_hosts
 ) -> dict[str, NodeShare]:
-    """The share of each node in the output of `scontrol show job -d -o`; of no job, none. The words
-    for it are the same from Slurm 22.05 to 26.05 (`src/api/job_info.c`, since 24.11
-    `src/scontrol/info_job.c`). Raises `ValueError` with a sentence if one cannot be read."""
-    ours = text.partition(" Command=")[0]  # what follows is the user's
+    """A job's share of each node in the output of `scontrol show job -d -o`. The format is the same
+    from Slurm 22.05 to 26.05 (`src/api/job_info.c`, since 24.11 `src/scontrol/info_job.c`). Raises
+    `ValueError` with a sentence if a share cannot be parsed."""
+    ours = text.partition(" Command=")[0]  # the user's free texts follow
     shares: dict[str, NodeShare] = {}
     for nodes, cpus, gres in _SHARE.findall(ours):
-        # A job may have other resources on a node and no GPU.
+        # GRES may list other resources but no GPU.
         share = NodeShare(_count_ids(cpus), count_gpus(gres) if "gpu" in gres else 0)
         shares |= dict.fromkeys(hosts(nodes), share)
     return shares
 
 
 def gpus_by_node(shares: Mapping[str, NodeShare], nodes: Sequence[str]) -> dict[str, int]:
-    """The GPUs of these nodes; empty if not all of them are known."""
+    """The number of GPUs of each of these nodes; empty if not all are known."""
     if not all(node in shares for node in nodes):
         return {}
     return {node: shares[node].gpus for node in nodes}
@@ -314,9 +313,9 @@ _WORD = re.compile(r"[\w.:-]+")
 
 
 def eligible(features: str, resources: str, nodes: Iterable[Mapping[str, str]]) -> set[str] | None:
-    """The names of those nodes that have what a job asks of each, in whatever state they are.
-    `features` is its constraint in Slurm's words, `resources` its TresPerNode, `nodes` are the
-    fields of `scontrol show node -o`. None if the constraint is too involved to be judged here."""
+    """The names of the nodes, in whatever state, with the features and GPU types that a job
+    requests. `features` is its constraint, `resources` its TresPerNode, `nodes` are the fields of
+    `scontrol show node -o`. None if the constraint is too complex to be evaluated here."""
     found = set()
     for node in nodes:
         has = _split(node.get("AvailableFeatures", ""), node.get("ActiveFeatures", ""))
@@ -330,7 +329,7 @@ def eligible(features: str, resources: str, nodes: Iterable[Mapping[str, str]]) 
 
 def satisfies(constraint: str, features: Collection[str]) -> bool | None:
     """Whether a node with these features satisfies a constraint of `&` and `|`, or an empty one.
-    None for what speaks of several nodes together: brackets, counts, parentheses."""
+    None for constraints on several nodes together (brackets, counts) and parentheses."""
     if not constraint:
         return True
     parts = [[word.strip() for word in part.split("&")] for part in constraint.split("|")]

@@ -1,8 +1,8 @@
-"""Runs one short task on each of a job's nodes, in a step beside what runs there.
+"""Runs a short task on each of a job's nodes, in a step of its own; and srun's options for
+containers (of the pyxis plugin) and binding.
 
-srun passes lines of up to 1,024 bytes on whole; pieces of longer ones come between those of other
-tasks. Options by which srun opens a container are those of the plugin pyxis.
-"""
+srun passes lines of up to 1,024 bytes on whole, but mixes the pieces of longer ones with other
+tasks' output. So `in_lines` splits an answer, and `whole_answers` puts it together."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from kempner.cluster.slurm.command import probe_environment
 
 NO_GPUS = ("--gres=none",)
-"""None of the job's GPUs: their number for the whole job does not fit every step."""
+"""A step without GPUs: the job's number of GPUs does not fit every step."""
 
 
 @dataclass(frozen=True)
 class NodeStepOutput:
-    """What the tasks printed in time, and the error output of them and of srun."""
+    """The output of the tasks until the timeout, and the error output of tasks and srun."""
 
     out: str = ""
     complaints: str = ""
@@ -52,10 +52,10 @@ def run_on_nodes(
     within: float,
     resources: Sequence[str] = NO_GPUS,
 ) -> NodeStepOutput:
-    """Run `task` once on each of the `nodes`, all at once, and wait for `within` seconds.
-    `allocation` is the job to do it in, None for the one around this process; `resources` are
-    further options of srun. The output is empty where there is no srun. Raises `OSError` if it
-    cannot start."""
+    """Run `task` on each of `nodes` at once, for at most `within` seconds.
+
+    `allocation` is the job to run in, None for this process's; `resources` are further srun
+    options. The output is empty if there is no srun. Raises `OSError` if it cannot be started."""
     if shutil.which("srun") is None:
         return NodeStepOutput()
     asked = subprocess.Popen(
@@ -72,19 +72,19 @@ def run_on_nodes(
     except subprocess.TimeoutExpired:
         asked.kill()
         return NodeStepOutput(*asked.communicate())
-    except BaseException:  # this process is told to leave: end the tasks, too
+    except BaseException:  # this process is being interrupted
         asked.terminate()
         raise
 
 
 _PIECE = 700
-"""Bytes of an answer on one line; node and numbers come before them."""
+"""Bytes of an answer per line, after the node and the numbers."""
 
 _LINE = re.compile(r"(\S+) (\d+)/(\d+) ([\w+/=]+)", re.ASCII)
 
 
 def in_lines(node: str, answer: bytes) -> str:
-    """An answer of any length, from a task on this node."""
+    """An answer of any length as short lines, from a task on `node`."""
     packed = b64encode(zlib.compress(answer)).decode()
     pieces = [packed[at : at + _PIECE] for at in range(0, len(packed), _PIECE)]
     many = len(pieces)
@@ -92,8 +92,8 @@ def in_lines(node: str, answer: bytes) -> str:
 
 
 def whole_answers(lines: Iterable[str]) -> list[bytes]:
-    """The answers among the lines of all tasks, which may come in any order; what is not whole, or
-    is something else, is left out."""
+    """The complete answers in the lines of all tasks, which may come in any order; other lines are
+    ignored."""
     found: dict[tuple[str, int], dict[int, str]] = {}
     for line in lines:
         if piece := _LINE.fullmatch(line):
@@ -114,13 +114,13 @@ def _unpack(packed: str) -> bytes | None:
 
 
 IMAGE = "--container-image"
-"""Slurm's own `--container`, for OCI bundles, is another option."""
+"""The option of pyxis; Slurm's own `--container` is for OCI bundles."""
 
 
 def container_options(
     image: str, mounts: Sequence[str], mount_home: bool | None, workdir: str
 ) -> tuple[str, ...]:
-    """srun's options for an image. They are for a step, never for `#SBATCH`: in a container the
+    """srun's options for a container image. Only for steps, not for `#SBATCH`: in a container the
     batch script would find neither Slurm's commands nor its supervisor."""
     home = {None: (), True: ("--container-mount-home",), False: ("--no-container-mount-home",)}
     return (
@@ -132,13 +132,13 @@ def container_options(
 
 
 def knows_option(help_text: str, option: str) -> bool:
-    """Whether the output of `srun --help` lists an option; a plugin's come last."""
+    """Whether the output of `srun --help` lists an option, including those of plugins."""
     return re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", help_text) is not None
 
 
 def binding_option(options: Sequence[str]) -> str:
-    """The first option that places or binds tasks, each of which must then be a rank; empty if
-    there is none."""
+    """The first option that places or binds tasks, so that each task must be a rank; empty if there
+    is none."""
     names = (option.partition("=")[0] for option in options)
     return next((name for name in names if name in _BINDING or name[:2] == "-m"), "")
 

@@ -1,7 +1,7 @@
 """CPUs, memory and GPUs of this node in the job, each with its source.
 
-What is configured wins; then the variables that Slurm sets, which depend on how the job was asked
-for; then `scontrol show job` and `scontrol show node`, as the caller has them.
+In this order: the configuration, Slurm's environment variables (which of them are set depends on
+the options of the submission), and the fields of `scontrol show job` and `scontrol show node`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from itertools import chain
 from kempner.cluster.slurm.hostlist import expand_counts
 
 CONFIGURED_GPUS = "slurm.gpus_per_node"
-"""The source of a number of GPUs that was configured."""
+"""The source of a configured number of GPUs."""
 
 _NO_GPUS = ("", "(null)", "N/A", "none")
 _SOCKETS = re.compile(r"\([^)]*\)")
 _GPU = re.compile(r"(?:gres[:/])?gpu(?:[:=]|$)")
 _NAME = r"(?:[A-Za-z]|(?:\d+c\.)?\d+g\.\d+gb)[\w./+-]*"
-"""Of a resource or its type; those of MIG begin with a number."""
+"""The name of a resource or its type; those of MIG begin with a number."""
 _UNITS = {"": 1, "K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 
 
@@ -42,7 +42,7 @@ class NodeResources:
 
 @dataclass(frozen=True)
 class WantedResources:
-    """What was configured, None where nothing was; `section` names its table in an error."""
+    """The configured resources; None where nothing is configured."""
 
     cpus: int | None = None
     memory_mb: int | None = None
@@ -52,8 +52,8 @@ class WantedResources:
 def count_gpus(text: str) -> int:
     """The number of GPUs in any spelling of Slurm: `4`, `gpu:4`, `gres:gpu:4`, `gpu:h100:4`,
     `h100:4`, `gres/gpu=4`, `gpu:h100:4(S:0-1)`, sums such as `gpu:a100:2,gpu:v100:2`, `(null)`. A
-    part of a GPU (MIG) counts as one: `gres:gpu:1g.10gb:7`, `gpu:3g.40gb:2(IDX:0,1)`. Beside parts
-    that are called `gpu`, others do not count. Raises `ValueError` with a sentence."""
+    part of a GPU (MIG) counts as one: `gres:gpu:1g.10gb:7`, `gpu:3g.40gb:2(IDX:0,1)`. If some
+    summands are called `gpu`, the others do not count. Raises `ValueError` with a sentence."""
     if text.strip() in _NO_GPUS:
         return 0
     parts = [part.strip() for part in _SOCKETS.sub("", text).split(",")]
@@ -78,14 +78,14 @@ def detect(
     job: Mapping[str, str] | None = None,
     node: Mapping[str, str] | None = None,
 ) -> NodeResources:
-    """What this process may use, as far as it is known. `job` and `node` are the fields of
+    """The resources of this node in the job, as far as known. `job` and `node` are the fields of
     `scontrol show job -o` and `scontrol show node -o`. Raises `ValueError` with a sentence if a
-    number cannot be read."""
+    number cannot be parsed."""
     wanted, job, node = configured or WantedResources(), job or {}, node or {}
     cpus = _first(chain([("slurm.cpus", wanted.cpus)], _cpus(environ, job)))
     gpus = _first(chain([(CONFIGURED_GPUS, wanted.gpus)], _gpus(environ, job, node)))
-    said = _memory(environ, cpus.value, gpus.value, job, node)
-    memory = _first(chain([("slurm.memory_mb", wanted.memory_mb)], said))
+    found = _memory(environ, cpus.value, gpus.value, job, node)
+    memory = _first(chain([("slurm.memory_mb", wanted.memory_mb)], found))
     if memory.value == 0:
         memory = Amount(_whole(node), f"{memory.source} = 0: the whole node")
     return NodeResources(cpus, memory, gpus)
@@ -118,10 +118,11 @@ def _gpus(environ: Mapping[str, str], job: Mapping[str, str], node: Mapping[str,
 
 
 def inherited(environ: Mapping[str, str], job: Mapping[str, str]) -> set[str]:
-    """The variables of `environ` that are not about `job`, the fields of `scontrol show job`.
-    sbatch and salloc hand on the environment of the shell that called them, which may be in another
-    job or in a step of one. Slurm overwrites what was asked for in this job, and leaves the
-    rest."""
+    """The variables in `environ` that describe another job than `job` (fields of `scontrol show
+    job`).
+
+    sbatch and salloc pass on the environment of the calling shell, which may be in another job or a
+    step of one. Slurm overwrites only the variables of options given for this job."""
     found = {
         name for name, fits in _FITS.items() if name in environ and not fits(environ[name], job)
     }
@@ -133,7 +134,7 @@ def inherited(environ: Mapping[str, str], job: Mapping[str, str]) -> set[str]:
 _OF_A_TASK = (
     "SLURM_STEP", "SLURM_SRUN_COMM_", "SLURM_LABELIO", "SLURM_DIST", "SLURM_CPU_FREQ_REQ",
 )  # fmt: skip
-"""What srun tells a task, and takes for an option where it finds it."""
+"""Prefixes of variables that srun sets in a task, and also reads as its own options."""
 
 
 def _asks_for_gpus(field: str) -> Callable[[str, Mapping[str, str]], bool]:
@@ -149,7 +150,7 @@ def _fits_tasks(value: str, job: Mapping[str, str]) -> bool:
 
 
 def _fits_cpus(value: str, job: Mapping[str, str]) -> bool:
-    """Slurm sets a variable that it finds to 1 where no number was asked for."""
+    """Slurm sets an inherited variable to 1 if no number was requested."""
     asked = value != "1" or "cpu" in job.get("TresPerTask", "")
     return asked and job.get("CPUs/Task", value) == value
 
@@ -175,14 +176,14 @@ _FITS: Mapping[str, Callable[[str, Mapping[str, str]], bool]] = {
     "SLURM_MEM_PER_CPU": _has("MinMemoryCPU"),
     "SLURM_MEM_PER_GPU": _has("MemPerTres"),
 }
-"""Whether a variable says what was asked for in a job."""
+"""For each variable, whether its value fits the fields of a job."""
 
-TELLING = frozenset(_FITS) - {"SLURM_CPUS_PER_TASK", "SLURM_RESTART_COUNT"}
-"""Those that change what the ranks get, or which job is spoken of to Slurm."""
+SIGNIFICANT = frozenset(_FITS) - {"SLURM_CPUS_PER_TASK", "SLURM_RESTART_COUNT"}
+"""The variables that change the ranks' resources, or the job id in Slurm's commands."""
 
 
 def _gpus_among(resources: str) -> int:
-    """The GPUs of a field that names all resources, none of them by its type alone."""
+    """The number of GPUs in a field that lists all resources by name."""
     return count_gpus(resources) if "gpu" in resources else 0
 
 
@@ -193,7 +194,7 @@ def _memory(
     job: Mapping[str, str],
     node: Mapping[str, str],
 ) -> _Found:
-    """In every variable and field 0 means the whole node."""
+    """In each of them 0 means the whole node."""
     yield _variable(environ, "SLURM_MEM_PER_NODE", parse_memory)
     for name, many in (("SLURM_MEM_PER_CPU", cpus), ("SLURM_MEM_PER_GPU", gpus)):
         source, each = _variable(environ, name, parse_memory)
@@ -224,7 +225,7 @@ def _variable(
 
 
 def _here(environ: Mapping[str, str]) -> Callable[[str], int]:
-    """Reads the count of this node out of a list with one per node."""
+    """A parser that picks this node's count from a list of counts per node."""
     node = int(environ.get("SLURM_NODEID") or "0")
 
     def read(text: str) -> int:

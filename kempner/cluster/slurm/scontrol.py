@@ -1,12 +1,11 @@
-"""What Slurm is asked and told: query, signal and requeue a job.
+"""Slurm's commands: query, signal, change and requeue jobs.
 
-Each command is repeated for `within` seconds while it has no answer, shortly by default; 0 runs it
-once. Never to be called from a signal handler.
+Each command is retried for `within` seconds while Slurm does not answer; 0 runs it once. Do not
+call from a signal handler.
 
-A requeue whose answer is lost may have been carried out. So the job is looked at before each try:
-directly before, because a requeue brings a cancelled job back to life, and after, because a second
-requeue would end the job's next launch.
-"""
+A requeue whose answer is lost may have been carried out. So the job's state is read before each
+try: a requeue would revive a job that was cancelled, and a second one would end the job's next
+launch."""
 
 from __future__ import annotations
 
@@ -46,21 +45,21 @@ from kempner.cluster.slurm.job import (
 T = TypeVar("T")
 
 _ALWAYS = ("JobId", "JobState", "Restarts", "Requeue", "TimeLimit", "EndTime", "NumNodes")
-"""Fields without which an answer about a job is not whole."""
+"""Fields without which an answer about a job is incomplete."""
 
 TRIED = ("22.05", "24.11", "26.05")
-"""The versions of Slurm with which kempner was tried on a real cluster."""
+"""The versions of Slurm with which kempner was tested on a real cluster."""
 
 CLOCK_WITHIN = 2.0
-"""Seconds within which an answer must come that is to tell the controller's clock."""
+"""Seconds within which an answer must come for its clock to be used."""
 
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """What slurm.conf sets, in seconds, and the controller's clock. `ahead` is what to add to
-    `time.monotonic` for seconds since the epoch by that clock; None if the answer took too long to
-    tell. `series` is the first part of its version, such as "26.05", or empty if it is written in a
-    way not known here."""
+    """Settings of slurm.conf, in seconds, and the controller's clock and version. `ahead` is what
+    to add to `time.monotonic` for seconds since the epoch by that clock; None if the answer took
+    too long. `series` is the version's first part, such as "26.05", or empty if it cannot be
+    parsed."""
 
     kill_wait: float
     node_timeout: float
@@ -69,13 +68,12 @@ class ClusterSettings:
 
 
 def show_job(job: str, within: float = SHORTLY) -> dict[str, str]:
-    """The fields of a job or of one element of an array, for `kempner.cluster.slurm.job.parse_job`.
-    Raises `SlurmError`."""
+    """The fields of a job or an array element, for `job.parse_job`. Raises `SlurmError`."""
     return _ask(["scontrol", "show", "job", "-o", job], _whole_job, within)
 
 
 def show_whole_job(job: str) -> str:
-    """All that Slurm shows of a job, on one line, what its user chose included. Raises
+    """The whole line of `scontrol show job -o`, including the user's free texts. Raises
     `SlurmError`."""
     return _ask(["scontrol", "show", "job", "-o", job], _text, SHORTLY).splitlines()[0]
 
@@ -90,17 +88,17 @@ def job_state(job: str, within: float = SHORTLY) -> JobState:
 def show_job_and_shares(
     job: str, within: float = SHORTLY, on_failure: Callable[[SlurmError], None] = lambda error: None
 ) -> tuple[dict[str, str], dict[str, NodeShare]]:
-    """As `show_job`, and what the job has of each of its nodes, as far as Slurm says."""
+    """As `show_job`, with the job's share of each of its nodes, if Slurm shows it."""
     command = ["scontrol", "show", "job", "-d", "-o", job]
-    told = patiently(
+    text = patiently(
         lambda: ask(command, lambda text: text if _whole_job(text) is not None else None),
         within,
         on_failure,
     )
     try:
-        return job_fields(told), node_shares(told, hostnames)
-    except ValueError:  # in words that are not known here
-        return job_fields(told), {}
+        return job_fields(text), node_shares(text, hostnames)
+    except ValueError:  # in an unknown format
+        return job_fields(text), {}
 
 
 def show_node(node: str, within: float = SHORTLY) -> dict[str, str]:
@@ -113,8 +111,7 @@ def show_nodes(nodes: Sequence[str]) -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class NodeShown:
-    """A node as Slurm shows it: its State, such as `MIXED+DRAIN`, and why it is in it, if that was
-    said."""
+    """A node's State, such as `MIXED+DRAIN`, and its Reason, if given."""
 
     name: str
     state: str
@@ -126,7 +123,7 @@ def shown_nodes(nodes: Sequence[str], within: float = SHORTLY) -> list[NodeShown
 
 
 def _nodes(nodes: Sequence[str], read_line: Callable[[str], T | None], within: float) -> list[T]:
-    """What `read_line` finds in the line of each node. Raises `SlurmError`."""
+    """The result of `read_line` for each node. Raises `SlurmError`."""
 
     def read(text: str) -> list[T] | None:
         found = [node for line in text.splitlines() if (node := read_line(line)) is not None]
@@ -141,7 +138,8 @@ def _whole_node(line: str) -> dict[str, str] | None:
 
 
 def read_node(line: str) -> NodeShown | None:
-    """A line of `scontrol show node -o`; a reason may have spaces, and its author comes after."""
+    """Parse a line of `scontrol show node -o`. A reason may contain spaces; its author follows
+    it."""
     head, _, rest = line.partition(" Reason=")
     if (fields := _whole_node(head)) is None:
         return None
@@ -151,7 +149,7 @@ def read_node(line: str) -> NodeShown | None:
 @dataclass(frozen=True)
 class Reservation:
     """`start` and `end` are in seconds since the epoch by the controller's clock, `nodes` is a host
-    list; `maintenance` says that it has the flag MAINT."""
+    list; `maintenance`: it has the flag MAINT."""
 
     name: str
     start: float
@@ -188,23 +186,23 @@ def read_reservations(text: str) -> list[Reservation]:
 
 
 def output_file(job: str, within: float = SHORTLY) -> str:
-    """Where a job's output goes; empty if Slurm does not say. Raises `SlurmError`."""
-    told = _ask(["scontrol", "show", "job", job], _text, within)
-    found = re.findall(r"^   StdOut=(.*)$", told, re.MULTILINE)
+    """The path of a job's output; empty if Slurm does not show it. Raises `SlurmError`."""
+    text = _ask(["scontrol", "show", "job", job], _text, within)
+    found = re.findall(r"^   StdOut=(.*)$", text, re.MULTILINE)
     return found[-1] if found else ""
 
 
 def launches(job: str) -> list[str]:
-    """How each launch of a job ended or stands, oldest first, as the accounting has it. Without
-    `-D` sacct shows the last one only. A job that goes on without a node that it lost has a record
-    for that, too, which is no launch. Raises `SlurmError`."""
-    told = _ask(["sacct", "-D", "-X", "-n", "-P", "-j", job, "--format=State"], _text, within=3.0)
-    return [line for line in told.splitlines() if line != "RESIZING"]
+    """The accounting's state of each launch of a job, oldest first. Without `-D` sacct shows only
+    the last one. The record that a job gets for continuing without a lost node is not a launch.
+    Raises `SlurmError`."""
+    text = _ask(["sacct", "-D", "-X", "-n", "-P", "-j", job, "--format=State"], _text, within=3.0)
+    return [line for line in text.splitlines() if line != "RESIZING"]
 
 
 def submit_line(job: str, within: float = SHORTLY) -> str:
-    """The command by which a job was submitted, as the accounting keeps it: once more for each time
-    that it lost nodes. Raises `SlurmError`."""
+    """The command that submitted a job, from the accounting, which has one record more for each
+    time that the job lost nodes. Raises `SlurmError`."""
     command = ["sacct", "-X", "-n", "-P", "-j", job, "--format=SubmitLine"]
     return _ask(command, _text, within).splitlines()[-1]
 
@@ -214,8 +212,8 @@ def write_script(job: str, file: Path, within: float = SHORTLY) -> None:
 
 
 def submit(command: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Run a command of sbatch; the new job's id. Not repeated when an answer was lost, because the
-    first may have worked. Raises `SlurmError`."""
+    """Run an sbatch command; the new job's id. Not retried if the answer is lost, since the
+    submission may have worked. Raises `SlurmError`."""
 
     def read(text: str) -> str | None:
         found = re.search(r"(?:^|\s)(\d+)(?:;\S+)?\n\Z", text)
@@ -225,15 +223,15 @@ def submit(command: Sequence[str], environ: Mapping[str, str]) -> str:
 
 
 def try_submission(script: Path, environ: Mapping[str, str]) -> None:
-    """Have sbatch judge a batch script, which it does not submit. Raises `SlurmError`."""
+    """Have sbatch check a batch script without submitting it. Raises `SlurmError`."""
     command = ["sbatch", "--test-only", str(script)]
     patiently(lambda: tell(command, environ=submission_environment(environ)), SHORTLY)
 
 
 def cluster_settings(within: float = SHORTLY) -> ClusterSettings:
-    """What the controller says of the cluster and of the time. Raises `SlurmError`. No other answer
-    carries its clock: in `squeue -o %L` and in RunTime of `scontrol show job` it is the clock of
-    the host on which the command runs."""
+    """The cluster's settings and the controller's clock. Raises `SlurmError`. No other answer
+    contains that clock: `squeue -o %L` and RunTime of `scontrol show job` use that of the host on
+    which the command runs."""
 
     def ask_now() -> ClusterSettings:
         began = time.monotonic()
@@ -243,7 +241,7 @@ def cluster_settings(within: float = SHORTLY) -> ClusterSettings:
 
 
 def series(within: float = SHORTLY) -> str:
-    """The controller's version, such as "26.05"; empty if it does not say."""
+    """The controller's version, such as "26.05"; empty if not known."""
     try:
         return cluster_settings(within).series
     except SlurmError:
@@ -251,18 +249,18 @@ def series(within: float = SHORTLY) -> str:
 
 
 def read_settings(text: str, asked_at: float) -> ClusterSettings | None:
-    """What `scontrol show config` says, asked at a time of `time.monotonic`; None if not all."""
+    """Parse `scontrol show config`, run at `asked_at` (`time.monotonic`); None if incomplete."""
     clock = re.match(r"Configuration data as of (\S+)\n", text)
     found = [re.search(rf"^{name}\s*= (\d+) sec\n", text, re.MULTILINE) for name in _SETTINGS]
     if clock is None or found[0] is None or found[1] is None:
         return None
     version = re.search(r"^SLURM_VERSION\s*= (\d\d\.\d\d)\b", text, re.MULTILINE)
     now, took = parse_time(clock[1]), time.monotonic() - asked_at
-    told = now is not None and took <= CLOCK_WITHIN
+    in_time = now is not None and took <= CLOCK_WITHIN
     return ClusterSettings(
         kill_wait=float(found[0][1]),
         node_timeout=float(found[1][1]),
-        ahead=now - asked_at if now is not None and told else None,
+        ahead=now - asked_at if now is not None and in_time else None,
         series=version[1] if version is not None else "",
     )
 
@@ -271,8 +269,8 @@ _SETTINGS = ("KillWait", "SlurmdTimeout")
 
 
 def partition_nodes(partitions: str) -> set[str]:
-    """All nodes of one or more partitions, in whatever state. Raises `SlurmError`. `partitions` are
-    names with commas between, as a job shows them."""
+    """All nodes of the partitions, in whatever state. `partitions` is a comma-separated list, as a
+    job shows it. Raises `SlurmError`."""
     found: set[str] = set()
     for name in partitions.split(","):
         found.update(hostnames(_show("partition", name, "Nodes", SHORTLY)["Nodes"]))
@@ -298,24 +296,23 @@ def reservation_nodes(name: str) -> set[str]:
 
 
 def requeue(job: str) -> None:
-    """Put a job back into the queue; its processes are signalled at once, this one's included. Ask
-    for the job's state first: a cancelled job is brought back to life by this. Not repeated when an
-    answer was lost, because the first may have worked: `kempner.cluster.slurm.scontrol` looks.
-    Raises `SlurmError`."""
+    """Requeue a job; Slurm signals its processes at once, including this one. Read the job's state
+    first: a requeue revives a cancelled job. Not retried if the answer is lost, since it may have
+    worked; `put_back` retries safely. Raises `SlurmError`."""
     _tell(["scontrol", "requeue", job], within=0.0)
 
 
 def signal_tasks(job: str) -> None:
-    """Send SIGTERM once to the top process of every task, not to the batch script. Of the whole
-    job, not of a step: that would deliver it twice while any job is pending (Slurm 22.05). Raises
-    `SlurmError`."""
+    """Send SIGTERM once to the top process of every task, not to the batch script. Signals the job
+    instead of a step, since a step would get it twice while any job is pending (Slurm 22.05).
+    Raises `SlurmError`."""
     _tell(["scancel", "-s", "TERM", job], within=0.0)
 
 
-def have_nodes_tried(job: str) -> None:
-    """Have the controller itself send something to all nodes of a job: those that do not take it
-    are shown as not responding some ten seconds later, in place of minutes. It is a signal that
-    ends no process by itself. Raises `SlurmError`."""
+def ping_nodes(job: str) -> None:
+    """Have the controller contact all nodes of a job, by a signal that ends no process (SIGURG).
+    Slurm then shows silent nodes as not responding after some ten seconds instead of minutes.
+    Raises `SlurmError`."""
     _tell(["scancel", "--ctld", "-s", "URG", job], within=0.0)
 
 
@@ -330,10 +327,9 @@ def end_step(job: str, step: str) -> None:
 
 
 def keep_nodes(job: str, nodes: Sequence[str]) -> None:
-    """Give back all nodes of a running job but these. Raises `SlurmError`. Slurm then neither ends
-    the job when it sees that one of the others is dead, nor waits for that node before it starts
-    the job again. scontrol leaves two scripts in its working directory, for shells that want to
-    adapt their variables."""
+    """Give back all nodes of a running job but these. Slurm then neither ends the job when it finds
+    one of the others dead, nor waits for that node before it restarts the job. scontrol leaves two
+    scripts in its working directory, so that is a temporary one. Raises `SlurmError`."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["scontrol", "update", f"jobid={job}", f"NodeList={','.join(nodes)}"]
         patiently(lambda: tell(command, folder), SHORTLY)
@@ -355,8 +351,8 @@ def ask_for(
     after: float = 0.0,
     within: float = SHORTLY,
 ) -> None:
-    """Set how many `nodes` a requeued job gets, `without` which, and `after` how many seconds. With
-    `without` None, the job's list of excluded nodes is not changed. Raises `SlurmError`."""
+    """Set the number of `nodes` of a requeued job, the nodes to exclude (`without`; None:
+    unchanged), and the seconds `after` which it may start. Raises `SlurmError`."""
     excluded = [] if without is None else [f"ExcNodeList={','.join(without)}"]
     later = [f"StartTime=now+{after:.0f}"] if after else []
     command = ["scontrol", "update", f"jobid={job}", f"NumNodes={nodes}", *excluded, *later]
@@ -364,8 +360,8 @@ def ask_for(
 
 
 def hostnames(nodelist: str) -> list[str]:
-    """The host names of a list; scontrol is asked where it is written in a way not known here.
-    Raises `ValueError` with a sentence if it is no host list."""
+    """The host names of a list; asks scontrol if its notation is unknown here. Raises `ValueError`
+    with a sentence if it is not a host list."""
     try:
         return expand_hosts(nodelist)
     except ValueError as error:
@@ -377,7 +373,8 @@ def hostnames(nodelist: str) -> list[str]:
 
 
 def _show(kind: str, name: str, needed: str, within: float) -> dict[str, str]:
-    """The fields of a partition or a reservation, the `needed` one among them."""
+    """The fields of a partition or reservation; without the `needed` one the answer is
+    incomplete."""
 
     def read(text: str) -> dict[str, str] | None:
         fields = node_fields(text)
@@ -404,22 +401,22 @@ def _text(text: str) -> str | None:
 
 
 def _ended(text: str) -> bool:
-    """Whether the last line is not cut off, and says something."""
+    """Whether the text is not empty, and its last line is complete."""
     return text.endswith("\n") and bool(text.strip())
 
 
 VERIFY_WITHIN = 10.0
-"""Seconds for which to look whether a requeue that Slurm says has worked did work. Slurm kills this
-process soon after one."""
+"""Seconds for which to check that a requeue that Slurm confirmed took effect. Slurm kills this
+process soon after."""
 
 UNCLEAR_TRIES = 4
-"""Tries after which a refusal in words that are not known here counts as one."""
+"""Tries after which an unknown error message counts as a refusal."""
 
 
 @dataclass(frozen=True)
 class RequeueDecision:
-    """Whether to put the job back into the queue; `reason` is for a person to read. `refused` says
-    that Slurm would not take it."""
+    """Whether to requeue the job, with a `reason` for the user. `refused`: Slurm would not allow
+    it."""
 
     requeue: bool
     reason: str
@@ -435,8 +432,8 @@ class RequeueOutcome(Enum):
 
 @dataclass(frozen=True)
 class PutBack:
-    """What became of a job: `reason` says why. `state` is the job as it was seen last, `asked` as
-    it was before Slurm was first asked; None if that never was."""
+    """The outcome of a requeue, with the `reason`. `state` is the job's last known state, `asked`
+    its state before the first try; None without one."""
 
     outcome: RequeueOutcome
     reason: str
@@ -446,7 +443,7 @@ class PutBack:
 
 @dataclass(frozen=True)
 class SlurmAccess:
-    """How to ask Slurm and to wait; tests have their own. `clock` is in seconds."""
+    """The functions that `put_back` uses, replaced in tests. `clock` is in seconds."""
 
     look: Callable[[str], JobState] = lambda job: job_state(job, within=0.0)
     requeue: Callable[[str], None] = lambda job: requeue(job)
@@ -455,7 +452,7 @@ class SlurmAccess:
 
 
 def came_back(asked: JobState, now: JobState) -> bool:
-    """Whether a job that was as `asked` when its requeue was asked for was requeued since."""
+    """Whether the job was requeued since its state was `asked`."""
     return now.restarts > asked.restarts or now.queued
 
 
@@ -466,14 +463,14 @@ def put_back(
     on_failure: Callable[[SlurmError], None] = lambda error: None,
     means: SlurmAccess | None = None,
 ) -> PutBack:
-    """Requeue `job` if `decide` is for it, given the job as it is at that moment. Tries until
-    `until` (seconds of `time.monotonic`). `on_failure` is called for each failed try."""
+    """Requeue `job` if `decide` says so, given the job's state at that moment. Retries until
+    `until` (`time.monotonic`, seconds). `on_failure` is called for each failed try."""
     return _RequeueTries(job, decide, until, on_failure, means or SlurmAccess()).carry_out()
 
 
 @dataclass
 class _RequeueTries:
-    """The tries of one requeue. `asked` is the job as it was before the first of them."""
+    """The tries of one requeue. `asked` is the job's state before the first one."""
 
     job: str
     decide: Callable[[JobState], RequeueDecision]
@@ -510,7 +507,7 @@ class _RequeueTries:
             self._ask()
 
     def _look(self) -> JobState:
-        """The job as it is. A moment is enough where Slurm has said that the requeue worked."""
+        """The job's state. Waits only briefly once Slurm has confirmed the requeue."""
         left = self.until - self.means.clock()
         within = min(left, VERIFY_WITHIN) if self.taken else left
         look, means = partial(self.means.look, self.job), self.means
@@ -522,7 +519,7 @@ class _RequeueTries:
             self.means.requeue(self.job)
             self.taken = True
         except SlurmRefusedError as error:
-            self.refusal = error  # of a second request, if an earlier one was carried out
+            self.refusal = error  # perhaps only of a second request, after the first worked
             return
         except SlurmError as error:
             self.taken, self.lost = False, error
@@ -534,5 +531,5 @@ class _RequeueTries:
             self.means.pause(next_pause(self.tries))
 
     def _end(self, outcome: RequeueOutcome, reason: str, state: JobState | None = None) -> PutBack:
-        said = self.reason if outcome is RequeueOutcome.DONE else reason
-        return PutBack(outcome, said, state or self.asked, self.asked)
+        shown = self.reason if outcome is RequeueOutcome.DONE else reason
+        return PutBack(outcome, shown, state or self.asked, self.asked)

@@ -320,12 +320,15 @@ class KeptOutput(Writer[None]):
             self._tail_at = time.monotonic() + _PART_OF_A_LINE
             return _PART_OF_A_LINE
         self._tail_at = time.monotonic() + _TAIL_EVERY
-        head, tail = self._head, bytes(self._rest[-self._bounds.tail :])
-        if missing := self._left_out + len(self._rest) - len(tail):
-            tail = f"\n[kempner: {missing:,} bytes are left out here]\n".encode() + tail
-        self._put(self._masked(tail), head)
-        os.ftruncate(self._descriptor, self._head)
-        self._head = head
+        head = self._head
+        try:
+            if self._left_out:
+                said = f"\n[kempner: {self._left_out:,} bytes are left out here]\n"
+                self._put(said.encode(), head)
+            self._put(self._masked(bytes(self._rest)), self._head)
+            os.ftruncate(self._descriptor, self._head)
+        finally:
+            self._head = head
         return None
 
     def _next_lines(self) -> bytes:

@@ -1,4 +1,5 @@
-"""What is known of ranks that do not report: from their heartbeat files, and the program's own."""
+"""Reports of ranks that do not use kempner, from their heartbeat files and the program's progress
+file."""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ EVERY = 1.0
 """Seconds between two looks at the files."""
 
 FRESH_WITHIN = 2.0
-"""Seconds that a caller waits for what the files say now: storage may hang."""
+"""Seconds that a caller waits for a fresh look: storage may hang."""
 
 
 class LastReport(NamedTuple):
-    """A rank's newest report, and when it came (`time.monotonic`, seconds)."""
+    """A rank's newest report, and when it arrived (`time.monotonic`, seconds)."""
 
     report: Report
     at: float
@@ -34,14 +35,16 @@ class LastReport(NamedTuple):
 
 @dataclass(frozen=True)
 class FileSeen:
-    """A file at the last look: when it was `changed`, what it said, and how often it has moved."""
+    """A file at the last look: its modification time, its contents, and how often it has changed
+    (`moves`)."""
 
     changed: int
     said: Heartbeat | None
     moves: int = 0
 
     def after(self, changed: int, said: Heartbeat | None) -> FileSeen:
-        """What it is at the next look. What makes no sense is a move, and leaves the step."""
+        """The file at the next look. Contents that cannot be parsed count as a move, and leave the
+        step."""
         if changed == self.changed:
             return self
         known = self.said if said is None else said
@@ -50,7 +53,7 @@ class FileSeen:
         return FileSeen(changed, known, self.moves + 1)
 
     def report(self) -> Report:
-        """As a rank would report it; a move without a step shows as another try."""
+        """As a rank's report; moves without a step count as tries."""
         step = None if self.said is None else self.said.step
         phase = Phase.STEP if self.moves else Phase.START
         tries = 0 if step is not None else self.moves
@@ -58,11 +61,10 @@ class FileSeen:
 
 
 class ProgramReports:
-    """Looks at the files of one attempt of `size` ranks from a thread of its own: storage may hang.
+    """Reads the files of an attempt of `size` ranks, in a thread, since storage may hang.
 
-    The program's own file says where rank 0 is, as long as that does not say it itself. Where the
-    program is to show its progress, rank 0 counts as starting until anything moves.
-    """
+    The program's progress file stands for rank 0 until rank 0 has a heartbeat. If the program is
+    configured to show progress, rank 0 counts as starting until a file changes."""
 
     def __init__(
         self, run: RunDirectory, attempt: int, size: int, section: ProgramSection | None
@@ -77,7 +79,7 @@ class ProgramReports:
         self._closed = section is None
 
     def start(self) -> None:
-        """Begin to look. Of a program's file from before only changes count."""
+        """Start to look. Of a progress file that exists already, only changes count."""
         if self._closed:
             return
         if (path := self._program_file) is not None and (found := _look_at(path)) is not None:
@@ -85,13 +87,13 @@ class ProgramReports:
         keep_running("program", self._serve)
 
     def close(self) -> None:
-        """Look for a last time."""
+        """Look a last time."""
         self.refresh()
         self._closed = True
         self._asked.set()
 
     def refresh(self) -> None:
-        """Have looked at all files once more, or have waited long enough for it."""
+        """Wait for another look at all files, at most `FRESH_WITHIN` seconds."""
         if self._closed:
             return
         with self._looks:
@@ -100,31 +102,30 @@ class ProgramReports:
             self._looks.wait_for(lambda: self._done >= wanted, FRESH_WITHIN)
 
     def interpret(self, end: RankExit, *, look: bool) -> RankExit:
-        """How a rank ended that does not report, with what that means; `look` at the files once
-        more before that is a failure."""
+        """`end` with its meaning; `look` at the files again before it counts as a failure."""
         if self._section is None:
             return end
-        told = interpret(end, self._section, self.complete)
-        if look and failed(told):
+        meaning = interpret(end, self._section, self.complete)
+        if look and failed(meaning):
             self.refresh()
-            told = interpret(end, self._section, self.complete)
-        if told.code == ExitCode.COMPLETED:
-            self._over.add(end.rank)  # it moves no more, and does not hang
-        return told
+            meaning = interpret(end, self._section, self.complete)
+        if meaning.code == ExitCode.COMPLETED:
+            self._over.add(end.rank)  # it no longer moves, which is no hang
+        return meaning
 
     @property
     def complete(self) -> bool:
-        """Whether a rank has said that the run is complete."""
+        """Whether a file says that the run is complete."""
         return any(seen.said is not None and seen.said.complete for seen in self._all())
 
     @property
     def furthest_step(self) -> int | None:
-        """The furthest step that was told; None if none was."""
-        told = (seen.said.step for seen in self._all() if seen.said is not None)
-        return max((step for step in told if step is not None), default=None)
+        """The largest step in the files; None if there is none."""
+        steps = (seen.said.step for seen in self._all() if seen.said is not None)
+        return max((step for step in steps if step is not None), default=None)
 
     def reports(self) -> Mapping[int, LastReport]:
-        """Where the ranks are, as far as they say so; none of those that are done."""
+        """The reports of the ranks, without those that are complete."""
         now = time.monotonic()
         seen = dict(self._seen)
         if self._of_program is not None and self._of_program.moves:
@@ -171,7 +172,7 @@ class ProgramReports:
 
 
 def _look_at(path: Path) -> tuple[int, Heartbeat | None] | None:
-    """When a file was changed, and what it says; None if it is not there, or cannot be read now."""
+    """A file's modification time and contents; None if it does not exist or cannot be read now."""
     try:
         with path.open("rb") as file:
             head = file.read(LONGEST + 1)

@@ -1,10 +1,6 @@
-"""The ranks of one attempt, as the supervisor hears and sees them: its side of the control channel,
-by way of their agents; which of them have joined, which connections are broken, how each ended; and
-what is shown of them, on the terminal until they train, and in a file for `kempner status`.
-
-What ranks are told reaches those that are there at once; a stop or a loss that concerns all of them
-also those that join later.
-"""
+"""The ranks of one attempt in the supervisor: its side of the control channel, through their agents
+(`RankChannel`); which have joined, disconnected or ended (`RankRoster`); their status for `kempner
+status`, and the terminal's line until they train (`StartProgress`)."""
 
 from __future__ import annotations
 
@@ -48,13 +44,12 @@ from kempner.supervisor.policy.outcome import RankExit, failed, is_lost
 
 
 class RankChannel:
-    """Hears and talks to the `size` ranks of one attempt.
+    """Exchanges messages with the `size` ranks of one attempt.
 
-    `post` is called, from the thread that hears agents, with everything that the supervisor must
-    act on; reports and usage are only kept, the newest of each rank. Other threads may read them.
-    `send` sends to the agent of a node, or to all (None), also to those that come later if it
-    stands. `program` knows what the files of a program tell that does not import kempner.
-    """
+    `post` is called, from the agents' thread, with everything that the supervisor must act on; of
+    reports and usage only the newest of each rank is kept, which other threads may read. `send`
+    sends to the agent of a node, or to all (None), and a message that stands also to agents that
+    connect later. `program` reads the heartbeat files of a program that does not use kempner."""
 
     def __init__(
         self,
@@ -70,42 +65,41 @@ class RankChannel:
         self._there: defaultdict[str, set[int]] = defaultdict(set)
         """The ranks that are connected, by node."""
         self._noted: dict[int, tuple[int, int]] = {}
-        """Of each rank its process and the number of the last message that was taken in."""
+        """Each rank's process id, and the number of its last message that was handled."""
         self._last_reports: dict[int, LastReport] = {}
         self.usage: Mapping[int, Usage] = {}
-        """What every rank last said that it uses of its node."""
+        """The last resource usage that each rank reported."""
 
     def tell(self, message: FromSupervisor, rank: int | None = None) -> None:
-        """Send to a rank, or to all; a stop or a loss also to those that connect later.
-
-        May be called from any thread, and returns at once.
-        """
+        """Send to a rank, or to all; a message that stands (a stop, a lost peer) also to ranks that
+        connect later. From any thread; returns at once."""
         if rank is None or rank in self._nodes:
             node = None if rank is None else self._nodes[rank]
             self._send(TellRanks(self._attempt, message, rank), node)
 
     def last_reports(self) -> dict[int, LastReport]:
-        """The newest report of every rank that has sent one."""
+        """The newest report of each rank."""
         of_program = {} if self._program is None else self._program.reports()
         return {**of_program, **self._last_reports}
 
     def interpret(self, end: RankExit, *, look: bool = False) -> RankExit:
-        """What the end of a rank means that has not reported; `look` at what it has said last."""
+        """The meaning of a rank's end, if the program does not use kempner; `look`: read its files
+        again."""
         return end if self._program is None else self._program.interpret(end, look=look)
 
-    def hear(self, node: str, said: RankNews | SummedReports) -> None:
-        """An agent passes on what its ranks say."""
-        if said.attempt != self._attempt:
+    def hear(self, node: str, passed_on: RankNews | SummedReports) -> None:
+        """Handle what an agent passes on from its ranks."""
+        if passed_on.attempt != self._attempt:
             return
-        if isinstance(said, RankNews):
-            self._take_in(node, said.news)
+        if isinstance(passed_on, RankNews):
+            self._take_in(node, passed_on.news)
             return
         now = time.monotonic()
-        self._last_reports |= {rank: LastReport(r, now) for rank, r in said.reports.items()}
-        self.usage = {**self.usage, **said.usage}
+        self._last_reports |= {rank: LastReport(r, now) for rank, r in passed_on.reports.items()}
+        self.usage = {**self.usage, **passed_on.usage}
 
     def cut_off(self, node: str, reason: str, hung_up: bool) -> None:
-        """The link of an agent is over, and with it the connections of its ranks."""
+        """The link of an agent broke, and with it the connections of its ranks."""
         for rank in sorted(self._there.pop(node, ())):
             self._post(Disconnected(rank, reason, hung_up))
 
@@ -131,81 +125,78 @@ class RankChannel:
                 if message.number > heard:
                     self._noted[rank] = (pid, message.number)
                     self._post(news)
-                # Confirmed again if it was sent again: the answer was lost.
+                # Acknowledged again if it was sent again: the first acknowledgement was lost.
                 self.tell(Noted(self._noted[rank][1]), rank)
                 return
         self._post(news)
 
 
 RECONNECT = 3.0
-"""Seconds within which a rank that has hung up has to be back, or it is gone: its process has
-ended, or tries again after a tenth of a second. While steps are made, every rank is there: they
-count from the last one."""
+"""Seconds for a rank that has hung up to reconnect before it counts as lost. Its process has ended,
+or retries after 0.1 s. Counted from the last step at the earliest: while steps are made, all ranks
+are alive."""
 
 AWAY = 60.0
-"""Seconds without a message after which a rank whose connection broke off in any other way is taken
-for gone. A network that finds its ways anew (spanning tree, a switch that starts) is away for half
-a minute, both kernels give the connection up within `UNACKNOWLEDGED`, and a try to connect takes
-seconds; a restart would cost more."""
+"""Seconds without a message after which a rank whose connection broke in any other way counts as
+lost. A network that reconfigures itself (spanning tree, a booting switch) is down for half a
+minute, both kernels drop the connection within `UNACKNOWLEDGED`, and connecting takes seconds; a
+restart would cost more."""
 
 JOIN = 120.0
-"""Seconds after another has joined within which a rank joins, or it is gone: srun does not tell
-when one of its tasks has ended. A rank joins before it imports torch."""
+"""Seconds after the last rank joined within which a missing rank must join, or it counts as lost:
+srun does not report that one of its tasks has ended. A rank joins before it imports torch."""
 
 
 class _BrokenConnection(NamedTuple):
-    """When a connection broke off, and whether the rank's side closed it."""
+    """When a connection broke, and whether the rank's side closed it."""
 
     at: float
     hung_up: bool
 
 
 class RankRoster:
-    """The `size` ranks of one attempt. Times are seconds of the attempt's clock.
-
-    Ranks that do not have to report (`must_report`) need not join either.
+    """Which of the `size` ranks of an attempt have joined, disconnected and ended. Without
+    `must_report` (a user's program) they need not join. Times are seconds of the attempt's clock.
     """
 
     def __init__(self, size: int, must_report: bool = True) -> None:
         self.size, self.must_report = size, must_report
         self.joined: dict[int, Connected] = {}
         self.stuck: dict[int, Connected] = {}
-        """Where ranks are that could not be killed."""
+        """The ranks that could not be killed."""
         self._joined_at = 0.0
         self._broken: dict[int, _BrokenConnection] = {}
         self._heard: dict[int, tuple[float, float]] = {}
-        """The date of the newest word of each rank, and when it was seen."""
+        """The time stamp of each rank's newest report, and when it was noticed here."""
         self._reached, self._reached_at = 0, 0.0
         self._ends: dict[int, tuple[float, RankExit]] = {}
         self._ended_at = 0.0
         self.ends: list[RankExit] = []
-        """How ranks ended, in the order of the first sign of it."""
+        """The ends of ranks, in the order of their first sign."""
         self.first_ended_at: float | None = None
         self.any_failed = False
-        """Whether a rank has ended as none should: the others cannot go on."""
+        """Whether a rank has failed, so that the others cannot go on."""
 
     @property
     def all_joined(self) -> bool:
-        """Whether every rank has connected, if only once."""
+        """Whether every rank has connected at least once."""
         return len(self.joined) == self.size
 
     def connected(self, there: Connected, now: float) -> None:
-        """A rank has connected, for the first time or again."""
+        """A rank has connected or reconnected."""
         self._broken.pop(there.rank, None)
         self._heard[there.rank] = (0.0, now)
         self.joined[there.rank] = there
         self._joined_at = now
 
     def disconnected(self, gone: Disconnected, now: float) -> None:
-        """A rank's connection broke off; of one that has ended that says nothing new."""
+        """A rank's connection broke; ignored if the rank has ended."""
         if gone.rank not in self._ends:
             self._broken[gone.rank] = _BrokenConnection(now, gone.hung_up)
 
     def ended(self, end: RankExit, now: float) -> bool:
-        """A rank has ended; False if that was known.
-
-        The first word counts: a rank's own says more than its exit status, which comes later.
-        """
+        """A rank has ended; False if that was known. The first report counts: the rank's own says
+        more than its exit status, which comes later."""
         if end.rank in self._ends:
             return False
         self._ended_at, self.any_failed = now, self.any_failed or failed(end)
@@ -216,7 +207,7 @@ class RankRoster:
         return True
 
     def left_early(self, end: RankExit) -> bool:
-        """Whether a rank that was stopped had not begun to train: then no rank can have begun."""
+        """Whether a stopped rank had not begun to train, so that no rank can have begun."""
         return self.must_report and (
             end.rank not in self.joined or end.sentence.startswith(LEFT_EARLY)
         )
@@ -224,8 +215,8 @@ class RankRoster:
     def missing(
         self, last_reports: Mapping[int, LastReport], now: float, all_are_due: bool
     ) -> list[RankExit]:
-        """The ends of ranks whose connection broke off too long ago, and if `all_are_due` of those
-        that have not joined long after the others. The `last_reports` have come in any way."""
+        """The ends of ranks that count as lost: their connection broke too long ago or, if
+        `all_are_due`, they have not joined long after the others."""
         step = max((last.report.step for last in last_reports.values()), default=0)
         if step > self._reached:
             self._reached, self._reached_at = step, now
@@ -237,7 +228,7 @@ class RankRoster:
             if now - max(broken.at, self._reached_at) <= RECONNECT:
                 continue
             _, heard_at = self._heard.get(rank, (0.0, broken.at))
-            # After a failure, of which this may be the cause, there is nothing to save.
+            # After a failure, perhaps caused by this loss, waiting saves nothing.
             at_once = broken.hung_up or self.any_failed
             if at_once or now - max(heard_at, self._reached_at) > AWAY:
                 lost.append(RankExit(rank, None))
@@ -248,20 +239,20 @@ class RankRoster:
         return lost
 
     def not_ended(self) -> list[int]:
-        """The ranks of whose end nothing is known."""
         return [rank for rank in range(self.size) if rank not in self._ends]
 
     def survivors(self) -> dict[int, Connected]:
-        """Of those the ones whose connection holds: the kernel ends it with the process."""
+        """Those of them that are connected: the kernel closes a connection when the process
+        ends."""
         there = (rank for rank in self.not_ended() if rank not in self._broken)
         return {rank: self.joined[rank] for rank in there if rank in self.joined}
 
     def ended_for(self, now: float) -> float | None:
-        """Seconds since the last of all ranks has ended; None if some have not."""
+        """Seconds since the last rank has ended; None if some have not."""
         return now - self._ended_at if len(self._ends) == self.size else None
 
     def host_of(self, rank: int | None) -> str:
-        """Where a rank ran, or nothing if it never joined."""
+        """The host of a rank; empty if it never joined."""
         return self.joined[rank].host if rank in self.joined else ""
 
     def stuck_pids(self) -> dict[str, list[int]]:
@@ -272,17 +263,17 @@ class RankRoster:
         return found
 
     def lost_hosts(self) -> list[str]:
-        """Hosts of ranks whose end was not seen: the machines may be gone, too."""
+        """The hosts of ranks whose end was not seen: the machines may be lost, too."""
         lost = (end.rank for end in self.ends if is_lost(end))
         return sorted({self.joined[rank].host for rank in lost if rank in self.joined})
 
 
-EVERY = 2.0
-"""Seconds between two versions of the file."""
+STATUS_EVERY = 2.0
+"""Seconds between two writes of the status file."""
 
 
 class RankStatusFile:
-    """Keeps the file up to date. It is worth having, but never worth the run."""
+    """Keeps the ranks' status file up to date; a failed write never ends the run."""
 
     def __init__(self, path: Path) -> None:
         self._file = LatestContent(path, warn)
@@ -290,10 +281,10 @@ class RankStatusFile:
         self._due_at = 0.0
 
     def update(self, seen: Mapping[int, LastReport], *, now: bool = False) -> None:
-        """Write what has changed, if it is time, or `now`."""
+        """Write the reports if they have changed and it is time, or `now`."""
         if seen == self._written or (time.monotonic() < self._due_at and not now):
             return
-        self._due_at = time.monotonic() + EVERY
+        self._due_at = time.monotonic() + STATUS_EVERY
         self._file.replace(describe_places({rank: last.report for rank, last in seen.items()}))
         self._written = seen
 
@@ -302,23 +293,22 @@ _ON_THE_WAY = (Phase.START, Phase.RENDEZVOUS, Phase.LOAD)
 """The phases before the first step, in their order."""
 
 _PROBE = 4
-"""Bytes that Python's tempfile writes once to find out whether a folder takes them."""
+"""Bytes that Python's tempfile writes once to test a folder."""
 
-_ANEW = 3
-"""Lines that may be said below what a program of the user's own has written, before it trains."""
+_NEW_LINES = 3
+"""The most new lines below the output of a user's program before it trains."""
 
 _LONGEST = 60
-"""Seconds after which a program of the user's own is no longer said to start."""
+"""Seconds after which the start of a user's program is no longer shown."""
 
 
 def describe_start(size: int, phases: Collection[Phase], last_step: int | None) -> str:
-    """What `size` ranks are about, as a line; empty once one of them trains.
-
-    `phases` are those of the ranks that have connected, `last_step` the newest commit."""
+    """A line about the start of `size` ranks; empty once one of them trains. `phases` are those of
+    the connected ranks, `last_step` the newest commit."""
     if any(phase not in _ON_THE_WAY for phase in phases):
         return ""
     ranks = count(size, "rank")
-    if len(phases) < size:  # until a fork server, which imports torch for all, has done so
+    if len(phases) < size:  # a fork server imports torch for all of them first
         return f"starting {ranks}: importing torch"
     match min(phases, key=_ON_THE_WAY.index):
         case Phase.START:
@@ -331,7 +321,7 @@ def describe_start(size: int, phases: Collection[Phase], last_step: int | None) 
 
 
 def written_below() -> int | None:
-    """Bytes that the processes below this one have written, to whatever; None: that is unknown."""
+    """Bytes that the descendants of this process have written to any file; None if unknown."""
     total = 0
     try:
         for process in psutil.Process().children(recursive=True):
@@ -343,11 +333,11 @@ def written_below() -> int | None:
 
 
 class StartProgress:
-    """One line on a terminal, with the seconds since the start, a few in a file; silent once
-    training has begun.
+    """Shows the start of the ranks: on a terminal one line that is rewritten, with the seconds
+    since the start; in a file a line per phase; nothing once training has begun.
 
-    A program of the user's own may print what it likes: its line is made anew only as long as no
-    process of its has written anything."""
+    A user's program may print anything, so its line is rewritten only while none of its processes
+    has written anything."""
 
     def __init__(
         self,
@@ -359,8 +349,11 @@ class StartProgress:
     ) -> None:
         self._size, self._last_step, self._now, self._written = size, last_step, now, written
         self._shown, self._over, self._began = "", False, now()
-        self._head, self._left = f"starting {count(size, 'rank')}", _ANEW
-        self._seen, self._before = 0, 0  # bytes as the line was said, and at the last look
+        self._head, self._left = f"starting {count(size, 'rank')}", _NEW_LINES
+        self._seen, self._before = (
+            0,
+            0,
+        )  # bytes written when the line was shown, and at the last look
         self._whole_line = None if ours else WholeLine(self._head)
         if ours:
             self.update(())
@@ -374,7 +367,7 @@ class StartProgress:
         line = describe_start(self._size, phases, self._last_step)
         if not line:
             self._over = True
-            leave_line_to_others(True)  # rank 0 shows its own there
+            leave_line_to_others(True)  # rank 0 shows its own line there
             return
         seconds = int(self._now() - self._began)
         if seconds and can_rewrite():
@@ -384,8 +377,8 @@ class StartProgress:
             show_for_now(line)
 
     def _say_whole(self, line: WholeLine, phases: Collection[Phase]) -> WholeLine:
-        """Say how a program of the user's own gets on: in the place of `line`, or below it where
-        something may have been printed since."""
+        """Show the progress of a user's program in the place of `line`, or below it if something
+        may have been printed since."""
         head, seconds = self._head, int(self._now() - self._began)
         if len(phases) >= self._size:
             head = describe_start(self._size, phases, self._last_step)
@@ -404,13 +397,13 @@ class StartProgress:
         elif head != self._head or (pauses and self._left):
             self._left -= head == self._head
             line = WholeLine(text)
-        else:  # it prints by itself
+        else:  # the program prints
             return line
         self._head, self._seen, self._shown = head, written, text
         return line
 
     def close(self, clean: bool) -> None:
-        """No rank is left; `clean` is whether rank 0 had the time to close its own line."""
+        """Clean up the line after the last rank has ended; `clean`: rank 0 has closed its own."""
         if self._whole_line is not None:
             return
         if not self._over:

@@ -1,10 +1,9 @@
-"""An agent's side of the control channel: it listens to the ranks of its node, and sums up for the
-supervisor what they say.
+"""An agent's side of the control channel: it relays between the ranks of its node and the
+supervisor, and sums up their reports.
 
-A rank's connection stands for the whole way to the supervisor. So the ranks are connected only as
-long as the agent is: when its own link breaks, so do theirs, and they say everything again that the
-supervisor has not confirmed. Nothing is kept here that could be lost.
-"""
+A rank's connection represents the whole path to the supervisor. So ranks are connected only while
+the agent's own link is: when it breaks, so do theirs, and they send again what the supervisor has
+not acknowledged. Nothing that could be lost is kept here."""
 
 from __future__ import annotations
 
@@ -32,26 +31,26 @@ from kempner.run.link.server import LinkServer
 from kempner.run.link.wire import HungUpError, listen_here
 from kempner.run.output.logs import logger
 
-LAST_WORDS = 1.0
-"""Seconds for which is listened to what still comes from ranks that have ended."""
+DRAINED_WITHIN = 1.0
+"""Seconds to read the last messages of ranks that have ended."""
 
 
 class LinkState(Enum):
-    """What an agent knows of its way to the supervisor."""
+    """The state of an agent's link to the supervisor."""
 
     UP = auto()
     CUT = auto()
-    """There is no connection now."""
+    """There is no connection."""
+
     REFUSED = auto()
-    """The supervisor's machine answers, and refuses one: nothing listens there."""
+    """The supervisor's machine refuses connections: nothing listens there."""
 
 
 class RankHub:
-    """Listens to the ranks of one attempt after the other, at most `size` at once.
+    """Listens for the ranks of one attempt after the other, at most `size` at once.
 
-    `say` sends to the supervisor, from any thread, and loses what is said without a connection.
-    `here` says that the supervisor is this process: then what ranks say is not summed up.
-    """
+    `say` sends to the supervisor, from any thread; a message without a connection is lost. `here`:
+    the supervisor is this process, so reports are passed on at once, not summed up."""
 
     def __init__(self, say: Callable[[Message], None], here: bool = False) -> None:
         self._say, self._here = say, here
@@ -59,7 +58,7 @@ class RankHub:
         self.joined = False
         """Whether any rank of the attempt has connected."""
         self._pids: dict[int, int] = {}
-        """The processes of those that are connected."""
+        """The process ids of the connected ranks."""
         self._attempt, self._size, self._socket, self._door = (
             0,
             0,
@@ -72,12 +71,12 @@ class RankHub:
         self._reports: dict[int, Report] = {}
         self._usage: dict[int, Usage] = {}
         self._lock = threading.Lock()
-        """For a moment; the server's thread takes it, too."""
+        """Held for short; the server's thread takes it, too."""
         self._changing = threading.Lock()
-        """While a server is opened or closed, which waits for its thread."""
+        """Held while a server is opened or closed, which waits for its thread."""
 
     def begin(self, attempt: int, size: int, secret: Secret) -> str:
-        """Listen to the ranks of an attempt; the name of the socket."""
+        """Listen for the ranks of an attempt; the name of the socket."""
         with self._changing:
             self._close(0.0)
             self._size, self._socket = size, f"kempner-{new_nonce()}"
@@ -91,13 +90,13 @@ class RankHub:
         return self._socket
 
     def end(self) -> None:
-        """Its ranks have ended: take in what still comes of them."""
+        """After the ranks have ended: read their last messages, and stop listening."""
         with self._changing:
-            self._close(LAST_WORDS)
+            self._close(DRAINED_WITHIN)
             self._socket = ""
 
     def follow(self, state: LinkState) -> None:
-        """The state of the agent's own link; what a rank's link is from now on."""
+        """Make the ranks' links follow the state of the agent's own."""
         with self._changing:
             if state is self._state:
                 return
@@ -106,7 +105,7 @@ class RankHub:
             self._open()
 
     def pass_on(self, message: TellRanks | Alive) -> None:
-        """Tell ranks what the supervisor says; from any thread."""
+        """Pass a message of the supervisor on to the ranks; from any thread."""
         with self._lock:
             if isinstance(message, TellRanks) and message.attempt > self._attempt:
                 self._early.append(message)
@@ -118,11 +117,11 @@ class RankHub:
                 self._server.tell(message.message, message.rank, message.stands)
 
     def pids(self) -> Collection[int]:
-        """The processes of the ranks that can be told."""
+        """The process ids of the connected ranks."""
         return set(self._pids.copy().values())
 
     def summary(self) -> Sequence[SummedReports]:
-        """What the ranks have reported since the last time."""
+        """The ranks' reports since the last call."""
         with self._lock:
             reports, usage = self._reports, self._usage
             self._reports, self._usage = {}, {}
@@ -131,23 +130,23 @@ class RankHub:
         whole = SummedReports(self._attempt, reports, usage)
         if _fits(whole):
             return (whole,)
-        parts = [SummedReports(self._attempt, {rank: said}, {}) for rank, said in reports.items()]
-        parts += [SummedReports(self._attempt, {}, {rank: said}) for rank, said in usage.items()]
+        parts = [SummedReports(self._attempt, {rank: r}, {}) for rank, r in reports.items()]
+        parts += [SummedReports(self._attempt, {}, {rank: u}) for rank, u in usage.items()]
         return list(filter(_fits, parts))
 
     def admit(self, caller: Caller) -> tuple[int, Sequence[Message]]:
-        """A rank of this attempt has connected."""
+        """Accept a rank of this attempt."""
         if caller.group != self._attempt:
             raise MessageError(f"it belongs to attempt {caller.group}")
         if caller.member >= self._size:
             raise MessageError(f"it claims to be rank {caller.member} of {self._size}")
         self.joined = True
         self._pids[caller.member] = caller.pid
-        self._tell_of(Connected(caller.member, caller.host, caller.pid))
+        self._send(Connected(caller.member, caller.host, caller.pid))
         return caller.member, ()
 
     def hear(self, rank: int, message: FromRank) -> None:
-        """Keep its newest report and usage, and pass the rest on."""
+        """Keep a rank's newest report and usage, and pass other messages on."""
         match message:
             case Report() if self._here:
                 self._say(SummedReports(self._attempt, {rank: message}, {}))
@@ -160,20 +159,19 @@ class RankHub:
                 with self._lock:
                     self._usage[rank] = message
             case _:
-                self._tell_of(RankMessage(rank, message))
+                self._send(RankMessage(rank, message))
 
     def disconnected(self, rank: int, why: Exception) -> None:
-        """A rank's connection is over."""
         self._pids.pop(rank, None)
-        self._tell_of(Disconnected(rank, shorten(str(why)), isinstance(why, HungUpError)))
+        self._send(Disconnected(rank, shorten(str(why)), isinstance(why, HungUpError)))
 
     def tick(self) -> None:
-        """The supervisor is there, if it is this process."""
+        """Send `Alive` if the supervisor is this process; else its own is passed on."""
         if self._here and self._server is not None:
             self._server.say_alive(Alive())
 
-    def _tell_of(self, news: News) -> None:
-        """Say it after what was reported before."""
+    def _send(self, news: News) -> None:
+        """Send news after the reports that came before it."""
         for message in self.summary():
             self._say(message)
         self._say(RankNews(self._attempt, news))
@@ -182,7 +180,7 @@ class RankHub:
         if not self._socket:
             return
         if self._state is LinkState.CUT:
-            # A call is not answered, as by a supervisor that cannot be reached.
+            # Connections are not answered, as by a supervisor that cannot be reached.
             self._mute = listen_here(self._socket)
         elif self._state is LinkState.UP:
             server: LinkServer[int, FromRank] = LinkServer(

@@ -1,4 +1,4 @@
-"""What ranks run, and what a launcher says of its nodes."""
+"""`Program`, which ranks run, and what a launcher reports of its nodes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Self
 
 from kempner.run.process.worker_process import SAFE_MODULE
 
-TELLING = {"PYTHONFAULTHANDLER": "1"}
-"""For all ranks, unless the user says otherwise: a crash in native code shows the Python stack."""
+RANK_DEFAULTS = {"PYTHONFAULTHANDLER": "1"}
+"""Environment of all ranks, unless the user sets it otherwise: a crash in native code prints the
+Python stack."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What each rank runs: our own `train`, or a command of the user's.
+    """What each rank runs: kempner's own `train` (`ours`), or a command of the user's.
 
-    Of a command that is not `ours` nothing is known but what any process does: a stop signal ends
-    it, unless it traps it. A fork server imports `modules` first; without any, each rank starts as
-    a process of its own. `python` runs what of kempner is in a rank. `pattern` finds the step in
-    what a rank prints; if it is empty, the output is not searched.
-    """
+    A program that is not `ours` is assumed to do no more than any process: a stop signal ends it
+    unless it traps it. `modules` are imported by a fork server, which then forks the ranks; without
+    any, each rank is started as a new process. `python` is the interpreter for kempner's code in a
+    rank. `pattern` finds the step in a rank's output; if empty, the output is not searched."""
 
     command: tuple[str, ...]
     ours: bool
@@ -46,24 +46,24 @@ class Program:
         python: str = sys.executable,
         pattern: str = "",
     ) -> Self:
-        """A command that reads its place in the world from torch's variables."""
+        """A command that reads rank and world size from torch's environment variables."""
         if modules:
             return cls(tuple(command), False, tuple(modules), python, pattern)
         return cls((python, *_EXEC_RANK, *command), False, (), python, pattern)
 
     def in_torchrun(self, ranks: int) -> Self:
-        """One torchrun for the `ranks` of a node, each of which runs this."""
+        """A torchrun per node, which starts `ranks` ranks of this program."""
         command = (self.python, *_EXEC_RANK, f"{TORCHRUN}{ranks}", *self.command)
         return type(self)(command, ours=True, python=self.python)
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The user's command, without what of ours becomes it."""
+        """The user's command, without the `exec_rank` in front of it."""
         return self.command if self.modules else self.command[1 + len(_EXEC_RANK) :]
 
     @property
     def cold(self) -> tuple[str, ...]:
-        """The command of a process that is not forked."""
+        """The command with which to start a rank that is not forked."""
         if self.modules and not self.ours:
             return (self.python, *_EXEC_RANK, *self.command)
         return self.command
@@ -84,7 +84,8 @@ class CannotRestart:
 
 @dataclass(frozen=True)
 class Idle:
-    """The nodes without ranks, and how many nodes are `missing` for the largest start."""
+    """The nodes without ranks, and the number of nodes that the largest possible start would
+    add."""
 
     nodes: tuple[str, ...] = ()
     missing: int = 0
@@ -94,9 +95,8 @@ class Idle:
 class JoinedNode:
     """A node of another job; times by `time.monotonic`, in seconds.
 
-    `pid` is its agent. `until` is when it will begin to leave, `leaves_by` when it has to have
-    left, for a `reason`; None for never, and while nothing was said.
-    """
+    `pid` is its agent. `until` is when it will begin to leave (None: never), `leaves_by` when it
+    has to be gone (None: it has not asked to leave), for a `reason`."""
 
     job: str
     pid: int
@@ -106,11 +106,12 @@ class JoinedNode:
 
     @property
     def seconds_left(self) -> float | None:
-        """Until it begins to leave, and once it has, until it has to have left."""
+        """Seconds until it begins to leave, or if it has begun, until it has to be gone; None for
+        never."""
         end = self.until if self.leaves_by is None else self.leaves_by
         return None if end is None else end - time.monotonic()
 
     @property
     def of_job(self) -> str:
-        """The job of the node, for a sentence; empty outside of a job."""
+        """` of job ID`, for a sentence; empty outside of a job."""
         return f" of job {self.job}" if self.job else ""

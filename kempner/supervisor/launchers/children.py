@@ -1,5 +1,5 @@
-"""Ranks that are children of this process: started, forked if possible, signalled and followed;
-and all that they have started on this machine, to signal it and to end it."""
+"""Starts ranks as children of this process, forked if possible; signals and kills them with all
+that they have started."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ from kempner.supervisor.policy.outcome import RankExit, find_last_words
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 KILL_TIME = 2.0
-"""Seconds in which a process that was killed is gone, unless it is stuck in the kernel."""
+"""Seconds within which a killed process is gone, unless it is stuck in the kernel."""
 
 _LOOK_AT_FAMILY = 0.01
-"""Seconds between two looks whether they are gone."""
+"""Seconds between two checks that they are gone."""
 
 
 class Family:
-    """The ranks and their descendants, those included that have lost their parents.
+    """The ranks and their descendants, including orphans.
 
-    A process whose parent ends becomes the child of this one, its sub-reaper (prctl(2)). So even a
-    daemon in a session of its own is found: the ranks' sessions are not this process's, and no
+    An orphan becomes the child of this process, its sub-reaper (prctl(2)). So even a daemon in a
+    session of its own is found: it is a child in another session than this process's, and no
     process can enter this process's session from another one. Only the first process of a container
-    gets orphans that it has not started; there the ranks' environment tells them apart.
+    (pid 1) also gets orphans that it has not started; there the ranks' environment tells them
+    apart.
 
     A fork server, whose process id `server` returns, is not a member, but all of its children are.
     """
@@ -62,30 +63,27 @@ class Family:
         self._stopping: list[psutil.Process] = []
         self._stuck: set[int] = set()
 
-    def ask_to_stop(self, told: Collection[int] = ()) -> None:
-        """Send SIGTERM to each process that can act on it, but to those that are `told` without it.
+    def ask_to_stop(self, informed: Collection[int] = ()) -> None:
+        """Send SIGTERM to each process that can act on it, except those in `informed`, which know
+        of the stop.
 
-        A process that traps the signal ends its children itself: without the workers of its data
-        loader, say, its last step would fail. One that does not trap it, such as a shell that runs
-        a script, ends and leaves its children: they get the signal as well.
-        """
-        asked = [found for head in self._heads() for found in processes_to_signal(head, told)]
-        # First, since another thread looks at `stops` as soon as a wrapper has ended.
+        The children of a process that traps the signal get none: without its data-loader workers,
+        say, its last step would fail. A process that does not trap it, such as a shell that runs a
+        script, ends and leaves its children, so they get it as well."""
+        asked = [found for head in self._heads() for found in processes_to_signal(head, informed)]
+        # Before the signals: another thread calls `stops` as soon as a wrapper has ended.
         self._stopping += [process for process, answers in asked if answers]
-        for process in (process for process, _ in asked if process.pid not in told):
+        for process in (process for process, _ in asked if process.pid not in informed):
             with suppress(psutil.Error):
                 process.terminate()
 
     def stops(self) -> bool:
-        """Whether any that was asked, or told, and answers for its children, has not ended yet."""
+        """Whether a process that was asked to stop, and traps SIGTERM, has not ended yet."""
         return any(_lives(process) for process in self._stopping)
 
     def kill(self) -> None:
-        """SIGKILL all of them, and those that they start meanwhile.
-
-        A process that is not gone after `KILL_TIME` is stuck in the kernel, or another user's, and
-        is logged once.
-        """
+        """Send SIGKILL to all, and to those that they start meanwhile. A process that is not gone
+        after `KILL_TIME` is stuck in the kernel or another user's, and is logged once."""
         end = time.monotonic() + KILL_TIME
         while True:
             members = self._members()
@@ -101,7 +99,7 @@ class Family:
             logger().warning("processes of the run cannot be ended", processes=sorted(new))
 
     def pause(self) -> None:
-        """Stop all of them where they are, and those that they start meanwhile."""
+        """Send SIGSTOP to all, and to those that they start meanwhile."""
         paused: set[int] = set()
         while new := [m for m in self._members() if m.pid not in paused]:
             for member in new:
@@ -110,13 +108,12 @@ class Family:
                     member.suspend()
 
     def go_on(self) -> None:
-        """Let all of them go on."""
         for member in self._members():
             with suppress(psutil.Error):
                 member.resume()
 
     def reap(self, ranks: Collection[int]) -> None:
-        """Read the exit statuses of orphans, for which no other code waits."""
+        """Wait for orphans that have ended, as no other code does."""
         with suppress(ChildProcessError):
             while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 pid = found.si_pid
@@ -125,7 +122,7 @@ class Family:
                 os.waitpid(pid, os.WNOHANG)
 
     def _heads(self) -> Iterator[psutil.Process]:
-        """The ranks' top processes and the orphans."""
+        """The ranks' top processes, and the orphans."""
         for child in psutil.Process().children():
             if child.pid == self._server():
                 with suppress(psutil.Error):
@@ -134,7 +131,6 @@ class Family:
                 yield child
 
     def _members(self) -> list[psutil.Process]:
-        """All processes of the family."""
         return [member for head in self._heads() for member in (head, *_below(head))]
 
     def _is_ours(self, pid: int) -> bool:
@@ -145,7 +141,7 @@ class Family:
 
 
 def _has_launch(pid: int) -> bool:
-    """Whether a process was started, or forked, with what the supervisor tells its ranks."""
+    """Whether a process has the environment of a rank or of the fork server."""
     try:
         environ = psutil.Process(pid).environ()
         return FORK_SERVER in environ or Launch.from_environment(environ) is not None
@@ -168,7 +164,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _session_of(pid: int) -> int | None:
-    """None if it has just gone."""
+    """The session of a process; None if it is gone."""
     try:
         return os.getsid(pid)
     except ProcessLookupError:
@@ -176,14 +172,12 @@ def _session_of(pid: int) -> int | None:
 
 
 _LOOK = 0.2
-"""Seconds between two looks whether the program in a wrapper has ended."""
+"""Seconds between two checks that the program in a wrapper has ended."""
 
 
 class Children:
-    """The ranks that this process has started, each in a session of its own.
-
-    A stop and a kill reach all that a rank has started: it may be a wrapper around the program.
-    """
+    """The ranks that this process has started, each in a session of its own. A stop or kill reaches
+    all descendants of a rank, which may be a wrapper around the program."""
 
     def __init__(self) -> None:
         self._server: ForkServerClient | None = None
@@ -191,12 +185,12 @@ class Children:
         self._started: dict[int, StartedProcess] = {}
         self._killed: set[int] = set()
         self._asked, self._over = threading.Event(), threading.Event()
-        self._told: Collection[int] = ()
+        self._informed: Collection[int] = ()
         self._signalled = False
         self._watchers: list[threading.Thread] = []
 
     def prepare(self, program: Program) -> None:
-        """Start the imports; to be called in the main thread."""
+        """Start the imports, in a fork server. Call in the main thread."""
         if not program.modules:
             return
         if self._server is None:
@@ -209,30 +203,29 @@ class Children:
         self._watchers.append(start_thread("rank", follow))
 
     def pid(self, rank: int) -> int | None:
-        """The process of a rank, once it was started."""
+        """The process id of a rank; None if it was not started."""
         child = self._started.get(rank)
         return None if child is None else child.pid
 
     def pids(self) -> dict[int, int]:
-        """The processes of the ranks that run, by rank."""
+        """The process ids of the running ranks, by rank."""
         started = list(self._started.items())
         return {rank: child.pid for rank, child in started if child.poll() is None}
 
-    def ask_to_stop(self, told: Collection[int] = ()) -> None:
-        """Send SIGTERM to every living rank, and through a wrapper to the program in it; not to
-        processes that are `told` of the stop without it."""
-        self._told = told
+    def ask_to_stop(self, informed: Collection[int] = ()) -> None:
+        """Send SIGTERM to every running rank, and to the program in a wrapper; not to the processes
+        in `informed`, which know of the stop."""
+        self._informed = informed
         self._asked.set()
-        self._give_up_orders()
-        self._family.ask_to_stop(told)
+        self._cancel_forks()
+        self._family.ask_to_stop(informed)
 
     @property
     def asked(self) -> bool:
-        """Whether the ranks were asked to stop."""
         return self._asked.is_set()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send any other signal to every living rank."""
+        """Send another signal to every running rank."""
         self._signalled = True
         for child in list(self._started.values()):
             if child.poll() is None:
@@ -240,12 +233,11 @@ class Children:
                     os.kill(child.pid, number)
 
     def kill(self) -> None:
-        """Send SIGKILL to every living rank and all that it has started; returns when it is gone.
-
-        A process that is stuck in the kernel is named, and ends as soon as that lets it go.
-        """
+        """Send SIGKILL to every running rank and its descendants, and wait for their end, at most
+        `KILL_TIME`. A process that is stuck in the kernel is logged, and ends once the kernel
+        releases it."""
         self._over.set()
-        self._give_up_orders()
+        self._cancel_forks()
         for rank, child in list(self._started.items()):
             if child.poll() is None:
                 self._killed.add(rank)
@@ -254,7 +246,7 @@ class Children:
 
     @contextmanager
     def paused(self) -> Iterator[bool]:
-        """In this block the ranks stand still, and this process may do so, too."""
+        """Suspend the ranks in this block; yields whether this process may be suspended, too."""
         self._family.pause()
         try:
             yield True
@@ -262,14 +254,14 @@ class Children:
             self._family.go_on()
 
     def alive(self) -> bool:
-        """Whether any rank has not been seen to end."""
+        """Whether the end of any rank has not been posted."""
         if not self._watchers:
-            return False  # an orphan could be the process of a hook, for which other code waits
+            return False  # without ranks, an orphan could be of a hook, for which other code waits
         self._family.reap(self._tops)
         return any(watcher.is_alive() for watcher in self._watchers)
 
     def forget(self, within: float) -> bool:
-        """Get ready for the next ranks; False if one is still there after `within` seconds."""
+        """Forget the ranks that have ended; False if one still runs after `within` seconds."""
         end = time.monotonic() + within
         for watcher in self._watchers:
             watcher.join(max(0.0, end - time.monotonic()))
@@ -290,21 +282,19 @@ class Children:
 
     @property
     def _tops(self) -> set[int]:
-        """The process ids of the ranks, or of the wrappers around them."""
+        """The process ids of the ranks (or of wrappers around them)."""
         return {child.pid for child in list(self._started.values())}
 
-    def _give_up_orders(self) -> None:
-        """Who is not forked yet need not be any more."""
+    def _cancel_forks(self) -> None:
         if self._server is not None:
-            self._server.give_up_orders()
+            self._server.cancel_forks()
 
     def _follow(self, child: ChildRank, program: Program, post: Callable[[RankExit], None]) -> None:
-        """Start the rank and post its end. The thread lives as long as the rank: the kernel tells a
-        child of the end of the thread that started it.
+        """Start a rank and post its end. The thread lives as long as the rank, since a parent-death
+        signal (prctl(2)) comes when the thread that started the child ends.
 
         A wrapper that our SIGTERM ends leaves the program behind, which may still have to commit:
-        the rank ends with that.
-        """
+        then the rank's end is that of the program."""
         rank = child.rank
         if program.ours:
             # Blocked here, the signals are blocked in the rank from its first instruction until it
@@ -333,11 +323,8 @@ class Children:
     def _spawn(
         self, child: ChildRank, program: Program
     ) -> tuple[StartedProcess | None, RankOutput]:
-        """The process of a rank: forked if possible, None if a stop came first; and what reads what
-        it prints.
-
-        Raises `OSError` if it cannot be started.
-        """
+        """Start the process of a rank, forked if possible, and its output; None for the process if
+        a stop or kill came first. Raises `OSError` if it cannot be started."""
         output, started = RankOutput(child, program.pattern), None
         try:
             with output.pipe():
@@ -351,7 +338,7 @@ class Children:
     def _begin(
         self, child: ChildRank, program: Program, output: RankOutput
     ) -> StartedProcess | None:
-        """As `_spawn`; its output is open."""
+        """As `_spawn`, with its output open."""
         started: StartedProcess | None = None
         if self._server is not None and program.modules:
             try:
@@ -377,9 +364,9 @@ class Children:
                 pass_fds=output.reading,
             )
         self._started[child.rank] = started
-        if self._over.is_set():  # meanwhile
+        if self._over.is_set():  # since the check above
             self._killed.add(child.rank)
             self._family.kill()
         elif self._asked.is_set():
-            self._family.ask_to_stop(self._told)
+            self._family.ask_to_stop(self._informed)
         return started

@@ -2,10 +2,10 @@
 
     python -m kempner.supervisor.launchers.exec_rank [--torchrun=RANKS] COMMAND...
 
-Any program that reads `env://`, as `torch.distributed.init_process_group` does, finds its place
-there, and Gloo and NCCL their network. When the supervisor on this machine dies, it gets SIGTERM.
-With `--torchrun` this process is one of several nodes, and becomes the torchrun that starts as many
-ranks there.
+Sets the variables that `env://` reads (`torch.distributed.init_process_group`), and the network of
+Gloo and NCCL. The process gets SIGTERM when a supervisor on the same machine dies.
+
+With `--torchrun` it becomes the torchrun of its node, which starts RANKS ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kempner.supervisor.launchers.rank_network import enter_network
 
 
 def become(command: Sequence[str]) -> ExitCode:
-    """Returns only if the command cannot be started, having said why."""
+    """Execute the command. If that fails, print why and return the exit code."""
     launch = Launch.from_environment(os.environ)
     if launch is not None and launch.parent is not None:
         follow_parent(launch.parent, signal.SIGTERM)
@@ -57,18 +57,18 @@ def torchrun(
     nonce: str,
     environ: MutableMapping[str, str],
 ) -> list[str]:
-    """The torchrun of a node, with its environment made ready.
+    """The torchrun command of a node; also sets its variables in `environ`.
 
-    It is told whether the rendezvous is on its node, and its address there: it knows no address of
-    its machine but that which the host's name means, and would look for its host for ever.
-    """
+    PET_RDZV_CONF and PET_LOCAL_ADDR say whether this node hosts the rendezvous, and its address
+    there: torchrun itself compares only the address to which the host's name resolves, and could
+    wait for a host for ever."""
     given = environ.get("PET_RDZV_CONF")
     environ["PET_RDZV_CONF"] = ",".join(
         [*([given] if given else []), f"is_host={int(node.rank == 0)}"]
     )
     if "PET_LOCAL_ADDR" not in environ and (here := _address_near(environ["MASTER_ADDR"])):
         environ["PET_LOCAL_ADDR"] = here
-    for name in (OF_AGENT, *node.environment()):  # the ranks get those that torchrun sets
+    for name in (OF_AGENT, *node.environment()):  # torchrun sets its own for the ranks
         environ.pop(name, None)
     return [
         *(sys.executable, *SAFE_MODULE, "torch.distributed.run"),
@@ -85,7 +85,7 @@ def torchrun(
 
 
 def _address_near(master: str) -> str:
-    """This node's address on the network of an address; empty if it has none there."""
+    """This node's address in the same network as `master`; empty if there is none."""
     for interface in read_interfaces():
         with suppress(ValueError):
             here = ipaddress.ip_interface(interface.address)

@@ -1,8 +1,8 @@
-"""The launcher: the agents of a run's nodes start, signal and kill its ranks, and look at nodes.
+"""The launcher starts, signals and kills ranks, and examines nodes, through the agents of the
+nodes.
 
 Every node has an agent: in a Slurm job a task of its own (`agents/step.py`), on a laptop a thread
-of this process (`local.py`).
-"""
+of this process (`local.py`)."""
 
 from __future__ import annotations
 
@@ -36,68 +36,67 @@ from kempner.supervisor.launchers.agents.fleet import (
     SILENT,
     AgentConnected,
     AgentDisconnected,
+    AgentSlots,
     Fleet,
     FleetNews,
-    SlotsAway,
 )
 from kempner.supervisor.launchers.agents.invitation import Invitation
 from kempner.supervisor.launchers.agents.messages import (
+    ActivityReport,
     DepartureRequest,
     Ended,
-    GpuTold,
+    GpuReport,
     KillRanks,
     Question,
-    RanksStill,
-    RankStill,
+    RankActivity,
     SealedLaunch,
     StartRanks,
 )
 from kempner.supervisor.launchers.base import CannotRestart, Program
-from kempner.supervisor.launchers.run_nodes import EndsOfTorchrun, RanksAway, RunNodes
+from kempner.supervisor.launchers.run_nodes import RunningRanks, RunNodes, TorchrunEnds
 from kempner.supervisor.nodes import srun_probe
 from kempner.supervisor.nodes.exclusion import lost_nodes, still_boots
 from kempner.supervisor.policy.outcome import RankExit
 
 if TYPE_CHECKING:
     from kempner.supervisor.launchers.agents.step import SlurmAgents
-    from kempner.supervisor.launchers.local import AgentHere
+    from kempner.supervisor.launchers.local import LocalAgent
 
 ANSWER_WITHIN = 3.0
-"""Seconds that agents get to say that they are there, before Slurm is asked about their nodes."""
+"""Seconds for agents to answer before Slurm is asked about their nodes."""
 
 SURVEYS = 2
-"""Times that nodes are asked: agents may have died unnoticed, or with a step that Slurm aborted."""
+"""Times that nodes are asked: an agent may have died unnoticed, or with a step that Slurm
+aborted."""
 
-DEAF_AFTER = 4.0
-"""Seconds without the end of ranks that were to be killed after which their agent is killed."""
+KILL_AGENT_AFTER = 4.0
+"""Seconds after which an agent that has not killed its ranks is killed itself."""
 
 BOOT_WITHIN, BOOT_LOOK = 600.0, 10.0
-"""Seconds that a node gets that is on its way up when the job begins, and between two looks."""
+"""Seconds to wait for nodes that still boot when the job begins, and between two looks at them."""
 
-AWAY, HUNG_UP = 15.0, 1.0
-"""Seconds after which an agent of another job whose link is over is not waited for; where its
-process has ended, as a rule. One that lives connects at once, and can join again later."""
+RECONNECT_WITHIN, HUNG_UP = 15.0, 1.0
+"""Seconds to wait for an agent of another job whose link is broken, and if its process has probably
+ended. A living agent reconnects at once, and can also join again later."""
 
 FRESH = 90.0
-"""Seconds for which it holds that ranks are at work, which agents tell every half a minute."""
+"""Seconds for which a report that a rank works is valid; agents report at least every 30 s."""
 
 LEFT = "it has left the run"
 CUT_OFF = "it is cut off from the network, its agent does not connect any more"
 
 
 class Launcher:
-    """Starts one attempt's ranks after the other. How they end, the control channel tells, too,
-    where it can.
+    """Starts the ranks of one attempt after the other.
 
-    The agents live as long as this launcher. With `torchrun` each of them starts one torchrun,
-    which starts the ranks of the node. `contained` says that the ranks run in a container, where
-    agents cannot do the site's own check.
-    """
+    The agents live as long as the launcher. With `torchrun` each of them starts one torchrun, which
+    starts the node's ranks. `contained`: the ranks run in a container, so agents cannot run the
+    site's own check."""
 
     def __init__(
         self,
         nodes: RunNodes,
-        agents: SlurmAgents | AgentHere,
+        agents: SlurmAgents | LocalAgent,
         *,
         torchrun: bool = False,
         contained: bool = False,
@@ -105,7 +104,7 @@ class Launcher:
         self.nodes, self.agents = nodes, agents
         self._torchrun, self._contained = torchrun, contained
         nodes.is_well = self._is_well
-        self._ranks, self._slots = RanksAway(), SlotsAway(self._ask_for_slots)
+        self._ranks, self._slots = RunningRanks(), AgentSlots(self._ask_for_slots)
         self._program: Program | None = None
         self._channel: RankChannel | None = None
         self._fleet: Fleet
@@ -113,19 +112,19 @@ class Launcher:
         self._attempt = 0
         self._killed_at: float | None = None
         self._clock = AwakeClock()
-        self._still: dict[str, tuple[float, tuple[RankStill, ...]]] = {}
-        self._gpus: deque[tuple[str, GpuTold]] = deque()
-        self._unheard: tuple[str, ...] = ()
+        self._activity: dict[str, tuple[float, tuple[RankActivity, ...]]] = {}
+        self._gpus: deque[tuple[str, GpuReport]] = deque()
+        self._silent: tuple[str, ...] = ()
         self._off_network = frozenset[str]()
         self._invited: tuple[Path, Invitation] | None = None
 
     def node_of(self, rank: int | None) -> str:
-        """Where a rank was started; empty where that is not known."""
+        """The node of a rank; empty if not known."""
         places = self.nodes.allocation.places()
         return next((node for node, ranks in places.items() if rank in ranks), "")
 
     def prepare(self, program: Program) -> None:
-        """Start the agents, which begin with the imports."""
+        """Start the agents, which start the imports."""
         if not self._opened:
             tasks = self.nodes.allocation.tasks_per_node
             self._program = program.in_torchrun(tasks) if self._torchrun else program
@@ -133,11 +132,11 @@ class Launcher:
                 self._program, self._hear, self.nodes.refusal, self._lose
             )
             self._opened = True
-        self.agents.have()
+        self.agents.start_missing()
 
     def invite(self, invitation: Path) -> None:
-        """Have nodes of other jobs join, where that is possible: this file tells them how, until
-        `close`. If it cannot be written no node can join, and all else goes on."""
+        """Write the file `invitation`, with which nodes of other jobs can join until `close`, if
+        this run takes any. If it cannot be written, none can join, and the run goes on."""
         if self._program is None or not (self.nodes.takes_others and self.agents.takes_others):
             return
         program, token = node_agent.program_text(self._program), self._fleet.secret.token
@@ -156,14 +155,13 @@ class Launcher:
         post: Callable[[RankExit], None],
         channel: RankChannel | None = None,
     ) -> None:
-        """Have every rank started as `program`, with `launch` in its environment.
+        """Start every rank as `program`, with `launch` in its environment.
 
-        `post` is called, from any thread, with each end that an agent gets to see; `channel` hears
-        what the ranks say.
-        """
+        `post` is called, from any thread, with the end of each rank; `channel` gets the ranks'
+        messages."""
         self._channel = channel
         self.prepare(program)
-        self._still.clear()
+        self._activity.clear()
         self._await_agents()
         allocation, self._attempt, self._killed_at = (
             self.nodes.allocation,
@@ -174,7 +172,7 @@ class Launcher:
         ranks_in_all = size if self._torchrun else None
         if self._torchrun:
             launch = replace(launch, in_memory=False, buddy=None)
-            post = EndsOfTorchrun(len(nodes), size, post).post
+            post = TorchrunEnds(len(nodes), size, post).post
             places, size = {node: range(n, n + 1) for n, node in enumerate(nodes)}, len(nodes)
         launch = self.agents.launch(launch)
         buddies, master = self._slots.pair(nodes, launch.buddy), self.agents.master(launch)
@@ -189,56 +187,57 @@ class Launcher:
             self._fleet.order(node, order)
 
     def tell_ranks(self, message: TellRanks, node: str | None) -> None:
-        """Have the agent of a node, or all (None), tell their ranks; from any thread."""
+        """Have the agent of a node, or all (None), pass a message on to their ranks; from any
+        thread."""
         if self._opened:
             self._fleet.tell_ranks(message, node)
 
     def kill(self) -> None:
-        """Have the agents end all that is left; called again later, end agents that do not."""
+        """Have the agents kill all ranks. If called again later, kill agents that have not done
+        so."""
         if not self._attempt:
             return
         if self._killed_at is None:
             self._killed_at = self._clock.now()
             for node in self.nodes.allocation.nodes:
                 self._fleet.order(node, KillRanks(self._attempt))
-            settled = lambda: all(map(self._is_settled, self.nodes.allocation.nodes))  # noqa: E731
-            self._fleet.wait_until(settled, self.agents.killed_within)
-        elif self._clock.now() - self._killed_at > DEAF_AFTER:
+            self._wait_settled(self.nodes.allocation.nodes, self.agents.killed_within)
+        elif self._clock.now() - self._killed_at > KILL_AGENT_AFTER:
             for node in self._ranks.nodes():
                 if not self._is_gone(node) and not self._is_well(node):
                     self._give_up(node)
 
     def alive(self) -> bool:
-        """Whether any rank has not been seen to end, with its node's agent there to see it; all
-        ends have been posted if not."""
+        """Whether any rank has not ended. Ranks whose agent is gone are taken for lost, and their
+        ends posted."""
         for node in self._ranks.nodes():
             if self._is_gone(node):
                 self._lose(node, None, self.agents.refusal_of(node))
         return bool(self._ranks.nodes())
 
-    def still(self) -> dict[int, Stillness]:
-        """What the ranks of this attempt do, as their agents see it from outside; of a program of
-        the user's own alone."""
+    def activity(self) -> dict[int, Stillness]:
+        """What the ranks of a user's program are doing, as their agents observe from outside."""
         found = {}
-        for told_at, ranks in list(self._still.values()):
-            fresh = time.monotonic() - told_at < FRESH
-            for of in ranks:
-                place = of.place and CodePlace(*of.place)
-                found[of.rank] = Stillness(of.idle, of.still, place, of.works and fresh)
+        for seen_at, ranks in list(self._activity.values()):
+            fresh = time.monotonic() - seen_at < FRESH
+            for rank in ranks:
+                place = rank.place and CodePlace(*rank.place)
+                works = rank.works and fresh
+                found[rank.rank] = Stillness(rank.idle, rank.still, place, works)
         return found
 
-    def gpu_news(self) -> list[tuple[str, GpuTold]]:
-        """What nodes have told of their GPUs since this was asked for."""
+    def gpu_news(self) -> list[tuple[str, GpuReport]]:
+        """The reports of GPU errors, with their nodes, since the last call."""
         return [self._gpus.popleft() for _ in range(len(self._gpus))]
 
     def prepare_again(
         self, lost: Sequence[str], stuck: Mapping[str, Sequence[int]]
     ) -> CannotRestart | None:
-        """Get ready to start once more, without those of the `lost` hosts that do not answer, nor
-        agents that do not do what they are told; spare nodes take their place.
+        """Get ready for another start. Spare nodes replace those of the `lost` hosts that do not
+        answer, nodes whose agents do not carry out orders, and hosts on which one of the `stuck`
+        processes, which were killed, still runs.
 
-        Nor on a host where one of the `stuck` processes, which were killed, still runs. May take a
-        minute. Returns why there can be no other start here, or None if there can.
+        May take a minute. Returns why the ranks cannot be started again here, or None if they can.
         """
         least, unresponsive = self.nodes.least, list[str]()
         if self._opened:
@@ -262,77 +261,73 @@ class Launcher:
         return None
 
     def survey(self, question: ProbeQuestion) -> Sequence[ProbeResult]:
-        """Ask all `nodes`, for some seconds; the answers of those that gave one. Those that give
-        none are probed before the next start.
-
-        Nodes of a cloud that still boot are waited for.
-        """
+        """Probe all nodes; the answers that came in time. Nodes that give none are examined before
+        the next start. Waits for nodes that still boot, as in a cloud."""
         found: dict[str, str] = {}
         if question.site_check is not None and self._contained:
             found = self._check_site(question)
             question = replace(question, site_check=None)
-        told, began = self._survey(question, self.nodes.all), self._clock.now()
+        results, began = self._survey(question, self.nodes.all), self._clock.now()
         while booting := [
             n
-            for n, flags in srun_probe.states(_unheard(self._of_slurm, told)).items()
+            for n, flags in srun_probe.states(_silent(self._of_slurm, results)).items()
             if still_boots(flags)
         ]:
             if self._clock.now() - began > BOOT_WITHIN:
                 break
             logger().info("waiting for nodes that boot", nodes=booting)
             time.sleep(BOOT_LOOK)
-            told += self._survey(question, booting)
-        self._unheard = _unheard(self.nodes.all, told)
-        self.agents.bound |= {result.node: result.interface for result in told}
+            results += self._survey(question, booting)
+        self._silent = _silent(self.nodes.all, results)
+        self.agents.bound |= {result.node: result.interface for result in results}
         return [
-            replace(said, troubles={**said.troubles, SITE_CHECK: found[said.node]})
-            if said.node in found
-            else said
-            for said in told
+            replace(result, troubles={**result.troubles, SITE_CHECK: found[result.node]})
+            if result.node in found
+            else result
+            for result in results
         ]
 
     def ask_idle(self, question: ProbeQuestion) -> Sequence[ProbeResult]:
-        """Ask the nodes without ranks, while the ranks run; the answers of those that gave one.
-        From any thread."""
+        """Probe the nodes without ranks while the ranks run; the answers that came in time. From
+        any thread."""
         asked = dict.fromkeys(self.nodes.idle.nodes, Question(about=question_text(question)))
         within = srun_probe.survey_within(question)
         answers = self._fleet.ask(asked, within, lambda node: not self._is_well(node))
         return [v for answer in answers.values() if (v := read_result(answer.vitals)) is not None]
 
     def offers(self, nonce: str) -> Sequence[Offer]:
-        """The steps of the attempt with this nonce that are held in memory, once its ranks are
-        gone; with nodes that cannot be reached, those of their buddies. Raises `OSError`."""
-        settled = lambda: all(map(self._is_settled, self.nodes.allocation.nodes))  # noqa: E731
-        if self._torchrun or not self._fleet.wait_until(settled, self.agents.cleared_within):
+        """The steps in memory of the attempt with this nonce, once its ranks are gone; for nodes
+        that cannot be reached, the copies of their buddies. Raises `OSError`."""
+        used = self.nodes.allocation.nodes
+        if self._torchrun or not self._wait_settled(used, self.agents.cleared_within):
             logger().warning("a rank is still there, so its steps in memory are not salvaged")
             return ()
-        cleared = list(filter(self._has_cleared, self.nodes.allocation.nodes))
-        return self._slots.offers(cleared, nonce)
+        return self._slots.offers(list(filter(self._has_cleared, used)), nonce)
 
     def pour(self, nonce: str, step: int, folder: Path) -> Sequence[Poured]:
-        """Write what is held of a step into a folder on every node's storage. Raises `OSError`."""
+        """Have the nodes write their parts of a step into `folder`. Raises `OSError`."""
         return self._slots.pour(nonce, step, folder)
 
     def leave_out(self, nodes: Collection[str]) -> None:
-        """Start nothing on these nodes any more, and send their agents away; spare ones take their
-        place."""
+        """Start no more ranks on these nodes, and order their agents to leave; spare nodes replace
+        them."""
         self.nodes.lose(nodes)
         for node in nodes:
             self._fleet.dismiss(node)
 
     def look(self, node: str, pids: Sequence[int]) -> Sequence[str]:
-        """What can be seen from outside of processes on another node: a line each, or none without
-        an answer. From any thread."""
+        """Describe processes on another node: a line each, or nothing without an answer. From any
+        thread."""
         if self.agents.here:
             return ()
         if self._opened and self._is_well(node):
             asked = {node: Question(look=tuple(pids))}
-            if told := self._fleet.ask(asked, ANSWER_WITHIN, self._is_gone):
-                return told[node].seen
+            if answers := self._fleet.ask(asked, ANSWER_WITHIN, self._is_gone):
+                return answers[node].seen
         return () if node in self.nodes.joined else srun_probe.look(node, pids, self.nodes.outside)
 
     def close(self) -> None:
-        """Send the agents away, and wait until they are gone: no other ranks follow."""
+        """Order the agents to leave, and wait until they are gone."""
         if not self._opened:
             return
         if self._invited is not None:
@@ -347,16 +342,16 @@ class Launcher:
 
     @property
     def _of_slurm(self) -> Sequence[str]:
-        """The nodes of which Slurm can be asked."""
+        """The nodes about which Slurm can be asked."""
         return () if self.agents.here else self.nodes.own
 
     def _await_agents(self) -> None:
-        """Until each node that is used has an agent; those that do not connect are started again,
-        and speak over srun. A node where that does not help either has lost its ranks, and so has
-        one that is cut off: its agent was connected before, and those of other nodes are."""
+        """Wait until each node with ranks has an agent. Agents that do not connect are started
+        again, linked through srun. If that fails, the node's ranks are lost; also at once if the
+        node is cut off: its agent was connected before, and those of other nodes are now."""
         used = self.nodes.allocation.nodes
         connected = lambda: self.agents.waits or not self._unconnected(used)  # noqa: E731
-        if self._fleet.wait_until(connected, self.agents.time_to_come()):
+        if self._fleet.wait_until(connected, self.agents.connect_timeout()):
             return
         missing = self._unconnected(used)
         if len(missing) < len(used):
@@ -365,10 +360,10 @@ class Launcher:
             missing -= self._off_network
             if not missing:
                 return
-        what = "agents do not connect, and are spoken to through srun"
+        what = "agents do not connect: linking them through srun"
         logger().warning(what, nodes=sorted(missing))
         self.agents.reach_by_srun(missing)
-        if not self._fleet.wait_until(connected, self.agents.time_to_come()):
+        if not self._fleet.wait_until(connected, self.agents.connect_timeout()):
             self._lose_agents(self._unconnected(used), "a node has no agent")
 
     def _lose_agents(self, nodes: Collection[str], why: str) -> None:
@@ -377,27 +372,27 @@ class Launcher:
             self.agents.forget(node)
 
     def _unconnected(self, nodes: Collection[str]) -> set[str]:
-        """Those of these nodes that are of the job, and have no agent yet."""
+        """Those of `nodes` that belong to the job and have no agent yet."""
         own = set(nodes) & set(self.nodes.own)
         return {node for node in own if not self.agents.is_connected(node)}
 
     def _clear(self) -> list[str]:
-        """Wait until nothing is left of the attempt; the nodes of which that is not known."""
+        """Wait until nothing is left of the attempt; the nodes where that could not be
+        confirmed."""
         used = self.nodes.allocation.nodes
         awaited = [node for node in used if self._is_well(node)]
-        settled = lambda: all(map(self._is_settled, awaited))  # noqa: E731
-        self._fleet.wait_until(settled, self.agents.cleared_within)
+        self._wait_settled(awaited, self.agents.cleared_within)
         unresponsive = [
             node for node in used if not self._is_gone(node) and not self._has_cleared(node)
         ]
         if silent := set(unresponsive) & set(awaited):
-            logger().warning("agents do not do what they are told", nodes=sorted(silent))
+            logger().warning("agents do not carry out orders", nodes=sorted(silent))
         return unresponsive
 
     def _leave_out(self, lost: Sequence[str], stuck: Mapping[str, Sequence[int]]) -> dict[str, str]:
-        """Do without nodes that are of no more use; those, and why."""
+        """Remove unusable nodes from the allocation; each with the reason."""
         names = self.nodes.all
-        known = {node_of(host, names) for host in (*lost, *stuck, *self._unheard)}
+        known = {node_of(host, names) for host in (*lost, *stuck, *self._silent)}
         bad = self._lost_nodes(known, {node_of(host, names): pids for host, pids in stuck.items()})
         bad = dict.fromkeys(self._off_network.intersection(names), CUT_OFF) | bad
         self._off_network = frozenset()
@@ -413,8 +408,8 @@ class Launcher:
     def _lost_nodes(
         self, accused: Collection[str], stuck: Mapping[str, Sequence[int]]
     ) -> dict[str, str]:
-        """Those of the `accused` that are of no more use, by what all nodes of the job say; of
-        other jobs' nodes, those that are not there, whatever the reason."""
+        """The unusable nodes: those of the `accused` that do not answer or have `stuck` processes,
+        unless all nodes are silent, and nodes of other jobs that are gone for any reason."""
         own, here = set(self._of_slurm), node_name(os.environ)
         held = (*self.nodes.allocation.nodes, *self.nodes.allocation.spare)
         there = set(self.nodes.there()) - stuck.keys()
@@ -433,35 +428,34 @@ class Launcher:
     def _present(
         self, accused: Collection[str], stuck: Mapping[str, Sequence[int]]
     ) -> dict[str, tuple[int, ...]]:
-        """The nodes that answer, each with those of the `stuck` processes that still run: by the
-        agents; Slurm is asked where accused ones do not answer."""
+        """The nodes that answer, each with those of its `stuck` processes that still run. Asks the
+        agents, then Slurm if an accused node does not answer."""
         if self._opened:
             asked = {node: Question(pids=tuple(stuck.get(node, ()))) for node in self.nodes.all}
             expected = {node for node in accused if self._is_well(node)}
-            told = self._fleet.ask(asked, ANSWER_WITHIN, lambda node: node not in expected)
-            answers = {node: answer.left for node, answer in told.items()}
+            answers = self._fleet.ask(asked, ANSWER_WITHIN, lambda node: node not in expected)
             if set(accused) <= set(answers):
-                return answers
+                return {node: answer.left for node, answer in answers.items()}
         return srun_probe.present(self.nodes.own, stuck, self.nodes.outside)
 
     def _check_site(self, question: ProbeQuestion) -> dict[str, str]:
-        """Have the nodes do the site's check outside of the ranks' container; what is wrong."""
+        """Run the site's check on the nodes, outside of the ranks' container; the troubles, by
+        node."""
         asked = replace(question, folders=(), on_one_node=True)
-        told = srun_probe.survey(asked, self.nodes.own, self.nodes.outside)
-        return {v.node: v.troubles[SITE_CHECK] for v in told if SITE_CHECK in v.troubles}
+        results = srun_probe.survey(asked, self.nodes.own, self.nodes.outside)
+        return {r.node: r.troubles[SITE_CHECK] for r in results if SITE_CHECK in r.troubles}
 
     def _survey(self, question: ProbeQuestion, nodes: Sequence[str]) -> list[ProbeResult]:
-        """What these nodes say of themselves."""
         asked, answers = Question(about=question_text(question)), dict[str, ProbeResult]()
         left = list(nodes)
         for _ in range(SURVEYS):
-            self.agents.have()
+            self.agents.start_missing()
             within = srun_probe.survey_within(question)
-            if self._unconnected(left):  # one that stands still does not come, it is there
-                within += self.agents.time_to_come()
-            told = self._fleet.ask(dict.fromkeys(left, asked), within, self._is_gone)
-            answers |= {n: v for n, a in told.items() if (v := read_result(a.vitals)) is not None}
-            left = [node for node in nodes if node not in told]
+            if self._unconnected(left):
+                within += self.agents.connect_timeout()
+            came = self._fleet.ask(dict.fromkeys(left, asked), within, self._is_gone)
+            answers |= {n: v for n, a in came.items() if (v := read_result(a.vitals)) is not None}
+            left = [node for node in nodes if node not in came]
             for node in set(left) - set(self.nodes.joined):
                 if not self._is_gone(node) and not self._is_well(node):
                     self.agents.remove(node)
@@ -485,9 +479,12 @@ class Launcher:
         seen = self._fleet.seen.get(node)
         return seen is not None and seen.cleared >= self._attempt
 
-    def _is_settled(self, node: str) -> bool:
-        """Whether nothing is left of the attempt on a node, or it cannot be said."""
-        return self._has_cleared(node) or not self._is_well(node)
+    def _wait_settled(self, nodes: Sequence[str], within: float) -> bool:
+        """Wait until nothing is left of the attempt on any of `nodes` whose agent responds."""
+        return self._fleet.wait_until(
+            lambda: all(self._has_cleared(node) or not self._is_well(node) for node in nodes),
+            within,
+        )
 
     def _has_left(self, node: str) -> bool:
         seen = self._fleet.seen.get(node)
@@ -500,11 +497,11 @@ class Launcher:
         seen = self._fleet.seen.get(node)
         if seen is None or seen.linked:
             return seen is None
-        return time.monotonic() - seen.went_at > (HUNG_UP if seen.hung_up else AWAY)
+        return time.monotonic() - seen.went_at > (HUNG_UP if seen.hung_up else RECONNECT_WITHIN)
 
     def _give_up(self, node: str) -> None:
-        """An agent of another job is sent away, and not waited for: whatever it still runs has no
-        part in the run any more. One of this job is ended."""
+        """Kill an agent of this job. An agent of another job is only ordered to leave: ranks that
+        it still runs have no more part in the run."""
         if node in self.nodes.joined:
             self._fleet.dismiss(node)
             self._lose(node, None)
@@ -512,12 +509,12 @@ class Launcher:
             self.agents.end(node)
 
     def _lose(self, node: str, status: int | None, refusal: str = "") -> None:
-        """What is left on a node is gone, or was never started because of a `refusal`."""
+        """The ranks that are left on a node are gone, or were never started because of a
+        `refusal`."""
         self._ranks.lose(node, status, self._killed_at is not None, refusal)
 
     def _hear(self, node: str, news: FleetNews) -> None:
-        """Take in that a rank has ended or says something, as its agent reports, or that a node
-        comes or goes."""
+        """Handle a message of an agent, or its connection or disconnection."""
         match news:
             case Ended() if news.attempt == self._attempt:
                 how = (news.sent == "kill", news.sentence, news.oom_kills, news.sent == "stop")
@@ -526,10 +523,10 @@ class Launcher:
             case RankNews() | SummedReports():
                 if self._channel is not None:
                     self._channel.hear(node, news)
-            case GpuTold():
+            case GpuReport():
                 self._gpus.append((node, news))
-            case RanksStill(attempt) if attempt == self._attempt:
-                self._note_use(node, news)
+            case ActivityReport(attempt) if attempt == self._attempt:
+                self._note_activity(node, news)
             case AgentDisconnected(reason, hung_up):
                 self._cut_off(node, reason, hung_up)
             case AgentConnected():
@@ -542,20 +539,21 @@ class Launcher:
     def _welcome(self, node: str, agent: AgentConnected) -> None:
         self._cut_off(node, "its agent has connected again", False)
         if agent.joins is not None and self.nodes.join(node, agent.pid, agent.joins):
-            self._lose(node, None)  # with the agent before
+            self._lose(node, None)  # its ranks ended with the agent before
 
-    def _note_use(self, node: str, told: RanksStill) -> None:
-        """Places are told but once, in a hang."""
-        _, before = self._still.get(node, (0.0, ()))
-        seen = {of.rank: of.place for of in before if of.place is not None}
-        ranks = (replace(of, place=of.place or seen.get(of.rank)) for of in told.ranks)
-        self._still[node] = time.monotonic(), tuple(ranks)
+    def _note_activity(self, node: str, report: ActivityReport) -> None:
+        """Store a report; places, which are reported only once in a hang, are kept from earlier
+        ones."""
+        _, before = self._activity.get(node, (0.0, ()))
+        places = {r.rank: r.place for r in before if r.place is not None}
+        ranks = (replace(r, place=r.place or places.get(r.rank)) for r in report.ranks)
+        self._activity[node] = time.monotonic(), tuple(ranks)
 
     def _cut_off(self, node: str, reason: str, hung_up: bool) -> None:
         if self._channel is not None:
             self._channel.cut_off(node, reason, hung_up)
 
 
-def _unheard(nodes: Sequence[str], told: Sequence[ProbeResult]) -> tuple[str, ...]:
-    answered = {vitals.node for vitals in told}
+def _silent(nodes: Sequence[str], results: Sequence[ProbeResult]) -> tuple[str, ...]:
+    answered = {result.node for result in results}
     return tuple(node for node in nodes if node not in answered)

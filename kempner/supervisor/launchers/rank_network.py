@@ -1,8 +1,7 @@
-"""The network of a program of the user's own: what Gloo, NCCL and CUDA are told on its node.
+"""Sets the network variables of Gloo, NCCL and CUDA for a user's program.
 
-In the rank's process before the program begins, since interfaces are named differently on different
-nodes. `kempner train` does the same from its configuration, and compares the nodes.
-"""
+Runs in the rank's process before the program begins, since interfaces are named differently on
+different nodes. `kempner train` does the same from its configuration, and compares the nodes."""
 
 from __future__ import annotations
 
@@ -17,10 +16,8 @@ from kempner.run.output.logs import logger
 
 
 def enter_network(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Add this rank's network to its environment, if a supervisor has started it.
-
-    Raises `ValueError` with a sentence if the wanted interface cannot be used here.
-    """
+    """Add the network variables to this rank's environment, if a supervisor has started it. Raises
+    `ValueError` with a sentence if the configured interface cannot be used here."""
     launch = Launch.from_environment(environ)
     if launch is None or launch.terms is None:
         return
@@ -34,11 +31,10 @@ def variables(
     world: World,
     interfaces: Sequence[Interface],
 ) -> dict[str, str]:
-    """What to add to `environ`; what the user exported stays.
+    """The variables to add to `environ`; those that the user exported stay.
 
-    A lone rank may itself be a launcher, of ranks on other nodes, and gets no interface. Raises
-    `ValueError` as `choose`, but not for what is exported: the program may not need it.
-    """
+    A single rank may itself launch ranks on other nodes, and gets no interface. Raises `ValueError`
+    as `choose`, but only warns if GLOO_SOCKET_IFNAME was exported: the program may not need it."""
     added = section.environment(environ)
     if world.size == 1:
         return added

@@ -1,5 +1,5 @@
-"""What a rank prints, read on its way: it is shown and kept in a file, and the step in it goes into
-the rank's heartbeat file."""
+"""Reads a rank's output from pipes: shows it, keeps it in a file, and writes the step found in it
+to the rank's heartbeat file."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from kempner.run.process.signals import STOP_SIGNALS
 from kempner.run.process.threads import start_thread
 
 WRITE_EVERY = 1.0
-"""Seconds between two versions of the heartbeat file: a program may print thousands of lines in
-one."""
+"""Seconds between two writes of the heartbeat file: a program may print thousands of lines a
+second."""
 
 DRAINED_WITHIN = 2.0
-"""Seconds for what a rank printed last. A process that the rank has left behind may hold the
-pipe."""
+"""Seconds to read the last output of a rank that has ended: a process that it left behind may hold
+the pipe open."""
 
 _CHUNK, _ROOM = 120 << 10, 1 << 20
-"""Bytes that are read at once, and that a pipe has room for. Beyond 128 KiB malloc(3) maps fresh
-pages for each block, whose faults cost more than the reading."""
+"""Bytes per read, and capacity of a pipe. Beyond 128 KiB malloc(3) maps fresh pages for each block,
+whose page faults cost more than the read."""
 
 _RECENT = 65536
-"""Bytes of what a rank has printed last that may say why it has died."""
+"""Bytes of a rank's last output that are searched for the cause of its death."""
 
 _LONGEST = 4096
-"""Bytes of a line that are looked at."""
+"""Bytes of a line that are searched."""
 
 SENT_TO_ALL = (*STOP_SIGNALS, signal.SIGQUIT)
-"""Signals that a terminal or Slurm sends to the supervisor and its children at once: a reader of
-output ignores them."""
+"""Signals that a terminal or Slurm sends to the supervisor and its children at once; output readers
+ignore them."""
 
 
 class StepFinder:
@@ -57,7 +57,8 @@ class StepFinder:
         self.step: int | None = None
 
     def feed(self, chunk: bytes) -> None:
-        """The next piece. A carriage return ends a line, too: progress bars print no other end."""
+        """Search the next piece. A carriage return ends a line, too: progress bars print no other
+        end."""
         *lines, rest = (self._rest + chunk).replace(b"\r", b"\n").split(b"\n")
         self._rest = rest[:_LONGEST]
         for line in reversed(lines):
@@ -68,15 +69,15 @@ class StepFinder:
     def _step_in(self, line: bytes) -> int | None:
         step = None
         for found in self._pattern.finditer(line.decode(errors="replace")):
-            with suppress(ValueError):  # no number, or a group that took no part
+            with suppress(ValueError):  # not a number, or an unmatched group
                 step = max(0, int((found[1] or "").replace(",", "")))
         return step
 
 
 @dataclass(frozen=True)
 class ChildRank:
-    """A rank to start: its environment, the file for its output and the CPUs that it may use
-    (none: all of this process's). With `shown` its output goes to this process's, too."""
+    """A rank to start: its environment, the file for its output, and its CPUs (empty: those of this
+    process). With `shown` its output is also printed by this process."""
 
     rank: int
     environ: Mapping[str, str]
@@ -87,7 +88,7 @@ class ChildRank:
 
 @dataclass(frozen=True)
 class OutputEnds:
-    """Both ends of a pipe, and the descriptor of this process by which what comes is `shown`."""
+    """Both ends of a pipe, and this process's descriptor on which its data is `shown`, if any."""
 
     reading: int
     writing: int
@@ -96,10 +97,11 @@ class OutputEnds:
 
     @classmethod
     def open(cls, shown: int | None) -> Self:
-        """A terminal where it is shown on one: the rank may have a progress bar."""
+        """Open a pipe, or a pseudo-terminal if the output is shown on a terminal: the rank may have
+        a progress bar."""
         if shown is None or not os.isatty(shown):
             reading, writing = os.pipe()
-            with suppress(OSError):  # so much the rank can still print if this process has died
+            with suppress(OSError):  # room for what the rank prints after this process has died
                 fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _ROOM)
             return cls(reading, writing, shown)
         reading, writing = os.openpty()
@@ -109,28 +111,27 @@ class OutputEnds:
         return ends
 
     def fit(self) -> None:
-        """As many rows and columns as the terminal has that it is shown on."""
+        """Give the pseudo-terminal the size of the terminal on which it is shown."""
         if self.shown is not None:
-            with suppress(OSError):  # it is no terminal, or has gone
+            with suppress(OSError):  # not a terminal, or closed
                 size = fcntl.ioctl(self.shown, termios.TIOCGWINSZ, bytes(8))
                 fcntl.ioctl(self.reading, termios.TIOCSWINSZ, size)
 
     def read(self) -> bytes:
-        """What has come; nothing once all that could write have closed their end."""
+        """The next bytes; none once all writers have closed their end."""
         try:
             return os.read(self.reading, _CHUNK)
-        except OSError:  # of a terminal that is how it ends
+        except OSError:  # the end of a pseudo-terminal
             return b""
 
 
 class RankOutput:
-    """Pipes for all that a rank prints. It goes into a file, and is shown by this process where
-    the rank is to be `shown`.
+    """Pipes for a rank's output, which goes into a file and, if the rank is `shown`, to this
+    process's output.
 
-    A process of its own reads them: when this process dies, or is stuck, what the rank prints as
-    it saves is shown and kept all the same, and never holds it up. The rank holds the reading ends,
-    too, so that no death of a reader ends it.
-    """
+    A forked process reads them: if this process dies or is stuck, output of the rank's final save
+    is still kept, and never blocks it. The rank holds the reading ends, too, so that it gets no
+    SIGPIPE if the reader dies."""
 
     def __init__(self, child: ChildRank, pattern: str) -> None:
         heartbeat = path_in(child.environ) if pattern else None
@@ -144,17 +145,17 @@ class RankOutput:
 
     @property
     def writing(self) -> tuple[int, int]:
-        """What the rank is to print to, and where its errors go."""
+        """The descriptors of the rank's standard output and error."""
         return self._ends[0].writing, self._ends[-1].writing
 
     @property
     def reading(self) -> tuple[int, ...]:
-        """What it holds besides."""
+        """The reading ends, which the rank holds as well."""
         return tuple(ends.reading for ends in self._ends)
 
     @contextmanager
     def pipe(self) -> Iterator[None]:
-        """In this block the rank is started; what it does not need any more is closed."""
+        """Start the rank in this block; afterwards this process's ends are closed."""
         try:
             yield
         finally:
@@ -163,11 +164,10 @@ class RankOutput:
                 os.close(ends.reading)
 
     def begin(self) -> None:
-        """Have the pipes read, from before the rank is started. Raises `OSError` where no process
-        can be made."""
+        """Start the reader, before the rank. Raises `OSError` if it cannot be forked."""
         self._over, over = os.pipe()
         try:
-            self._reader = os.fork()  # what another thread holds is not needed there
+            self._reader = os.fork()  # safe: the reader needs no lock that another thread may hold
         except OSError:
             os.close(self._over)
             os.close(over)
@@ -177,21 +177,21 @@ class RankOutput:
         os.close(over)
 
     def end(self) -> str:
-        """The rank has ended: wait for its last words. The end of what it has printed, masked."""
+        """After the rank's end: wait for its last output; the end of its output, masked."""
         if self._reader is None:
             return ""
         waiting = select.poll()
         waiting.register(self._over, select.POLLIN)
-        gone = waiting.poll(1000 * DRAINED_WITHIN)
+        drained = waiting.poll(1000 * DRAINED_WITHIN)
         os.close(self._over)
-        if gone:
+        if drained:
             os.waitpid(self._reader, 0)
-        else:  # what the rank has left behind may print for hours
+        else:  # a process that the rank left behind may print for hours
             start_thread("output", partial(_reap, self._reader))
         return self._masked(self._recent.read()).decode(errors="replace")
 
     def _read(self, over: int) -> NoReturn:
-        """What the process does."""
+        """The reader process."""
         try:
             _keep_only({0, 1, 2, over, *self.reading})
             self._pass_on()
@@ -201,7 +201,7 @@ class RankOutput:
 
     def _pass_on(self) -> None:
         kept = KeptOutput(self._file, warn, self._masked)
-        open_ends, told, at = {ends.reading: ends for ends in self._ends}, None, 0.0
+        open_ends, written, at = {ends.reading: ends for ends in self._ends}, None, 0.0
         waiting = select.poll()
         for number in open_ends:
             waiting.register(number, select.POLLIN)
@@ -217,9 +217,9 @@ class RankOutput:
             if not open_ends:
                 self._lines.feed(b"\n")
             step, now = self._lines.step, time.monotonic()
-            if step is not None and step != told and (not open_ends or now - at >= WRITE_EVERY):
-                told, at = step, now
-                with suppress(OSError):  # the next step is told again
+            if step is not None and step != written and (not open_ends or now - at >= WRITE_EVERY):
+                written, at = step, now
+                with suppress(OSError):  # the next step is tried again
                     write(self._heartbeat, Heartbeat(step))
         kept.close()
 
@@ -235,13 +235,12 @@ class RankOutput:
 
 
 class RecentBytes:
-    """The last bytes of an output, in memory that a forked process shares."""
+    """The last bytes of an output, in memory shared with a forked process."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, _RECENT + 8)  # a ring, and how much has been added to it
+        self._memory = mmap.mmap(-1, _RECENT + 8)  # a ring, and the number of bytes added to it
 
     def add(self, chunk: bytes) -> None:
-        """The next bytes."""
         total, last = self._total() + len(chunk), memoryview(chunk)[-_RECENT:]
         at = (total - len(last)) % _RECENT
         before_end = min(len(last), _RECENT - at)
@@ -250,7 +249,6 @@ class RecentBytes:
         self._memory[_RECENT:] = total.to_bytes(8, "little")
 
     def read(self) -> bytes:
-        """The last that were added."""
         if (total := self._total()) <= _RECENT:
             return self._memory[:total]
         at = total % _RECENT
@@ -261,13 +259,13 @@ class RecentBytes:
 
 
 def _keep_only(descriptors: Collection[int]) -> None:
-    """In a forked process: let go of all others, and leave every signal to the parent."""
+    """In a forked process: close all other descriptors, and ignore signals."""
     signal.set_wakeup_fd(-1)
     for number in SENT_TO_ALL:
         signal.signal(number, signal.SIG_IGN)
     for link in Path("/proc/self/fd").iterdir():
         if int(link.name) not in descriptors:
-            with suppress(OSError):  # the one by which they are listed
+            with suppress(OSError):  # the descriptor of this listing
                 os.close(int(link.name))
 
 

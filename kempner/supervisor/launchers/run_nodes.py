@@ -1,7 +1,5 @@
-"""The nodes of a run: those of its job, and those of other jobs that have joined.
-
-Its ranks that were started, and have not been seen to end.
-"""
+"""The nodes of a run (those of its job, and of other jobs that have joined), and its running
+ranks."""
 
 from __future__ import annotations
 
@@ -23,11 +21,10 @@ NO_OTHERS = "this run takes no nodes of other jobs (supervise.grow=false)"
 
 
 class RunNodes:
-    """Which nodes have ranks, and which are in reserve.
+    """Which nodes have ranks, and which are spare.
 
-    Nodes of other jobs get ranks at the next start, behind those of the job. `fits` says with how
-    many ranks the program can be started; None where no other job's node can join.
-    """
+    Nodes of other jobs get ranks at the next start, after those of the job. `fits` returns whether
+    the program can run with a number of ranks; None if no nodes of other jobs can join."""
 
     def __init__(
         self,
@@ -38,41 +35,40 @@ class RunNodes:
         self.allocation = self._given = allocation
         self._section, self._fits = section, fits
         self.joined: Mapping[str, JoinedNode] = {}
-        """All of other jobs that ever joined, whether they are still there or not, in this order.
-        The thread that listens to agents replaces it; others read it."""
+        """All nodes of other jobs that have ever joined, in this order. Replaced, not changed, by
+        the agents' thread; other threads read it."""
         self.is_well: Callable[[str], bool] = lambda node: False
-        """Whether a node's agent has sent a message recently."""
+        """Whether a node's agent has sent a message recently; set by the launcher."""
 
     @property
     def all(self) -> tuple[str, ...]:
-        """The nodes of the ranks, and those in reserve."""
+        """The nodes with ranks, spare nodes, and joined nodes that wait for ranks."""
         return (*self._held, *self._waiting())
 
     @property
     def own(self) -> tuple[str, ...]:
-        """Those of them that belong to the job."""
+        """The job's nodes, with ranks and spare."""
         return self._of_job(self._held)
 
     @property
     def outside(self) -> str | None:
-        """The job, if this process is not its batch process."""
+        """The job id if this process is not the job's batch process, else None."""
         return None if self.allocation.batch else self.allocation.job
 
     @property
     def in_order(self) -> list[str]:
-        """The nodes of the ranks in the order in which the job has them."""
+        """The job's nodes with ranks, in the job's order."""
         given = (*self._given.nodes, *self._given.spare)
         return sorted(self._of_job(self.allocation.nodes), key=given.index)
 
     @property
     def takes_others(self) -> bool:
-        """Whether nodes of other jobs can join."""
         return self._fits is not None
 
     @property
     def idle(self) -> Idle:
-        """Nodes to which the ranks could grow: spare ones of the job, if they have fewer of these
-        than wanted, and those that wait."""
+        """The nodes onto which the run could grow: joined nodes that wait, and spare nodes if the
+        ranks have fewer of the job's nodes than wanted."""
         used = self.allocation.nodes
         own = len(self._of_job(used))
         missing = max(0, self._wanted - own)
@@ -84,12 +80,13 @@ class RunNodes:
 
     @property
     def least(self) -> int:
-        """Nodes without which there is no other start."""
+        """The number of nodes that another start needs."""
         used = len(self.allocation.nodes)
         return min(used, self._section.min_nodes or len(self._given.nodes))
 
     def join(self, node: str, pid: int, joins: Joins) -> bool:
-        """A node has joined, or its agent has connected again; whether that is another agent."""
+        """Note that a node has joined, or that its agent has reconnected; whether the agent is a
+        new one."""
         until = None if joins.seconds is None else time.monotonic() + joins.seconds
         known = self.joined.get(node)
         another = known is None or known.pid != pid
@@ -98,23 +95,23 @@ class RunNodes:
         return another
 
     def depart(self, node: str, departs: DepartureRequest) -> None:
-        """Note that a node wants to leave."""
+        """Note that a node has asked to leave."""
         by = time.monotonic() + departs.seconds
         if (known := self.joined.get(node)) is not None:
             leaves = replace(known, leaves_by=by, reason=departs.reason)
             self.joined = {**self.joined, node: leaves}
 
     def there(self) -> list[str]:
-        """The nodes of other jobs that could have ranks."""
+        """The nodes of other jobs that are present and stay."""
         stay = (node for node, joined in self.joined.items() if joined.leaves_by is None)
         return [node for node in stay if self.is_well(node)]
 
     def lose(self, gone: Collection[str]) -> None:
-        """Do without these; spare nodes take their place."""
+        """Remove nodes; spare nodes take their place."""
         self.allocation = without(self.allocation, gone)
 
     def avoid(self, suspects: Mapping[str, str]) -> None:
-        """Give these nodes, each with a reason, no ranks if others can do, or fewer."""
+        """Give these nodes, each with a reason, no ranks, if other nodes or fewer nodes suffice."""
         self.allocation = self._without_suspects(suspects)
         for node in self.all if self._given.job else ():
             if node in suspects:
@@ -122,8 +119,9 @@ class RunNodes:
                 logger().warning(f"{node} is suspect, and {what}: {suspects[node]}")
 
     def unavoidable(self, suspects: Collection[str]) -> list[str]:
-        """Those of the suspects that no spare node replaces, nor `supervise.min_nodes` spares; on a
-        single machine none, since no other would be any better."""
+        """The suspects that get ranks anyway: no spare node replaces them, and
+        `supervise.min_nodes` does not allow fewer. Empty on a single machine, which has no
+        alternative."""
         if not self._given.job:
             return []
         return [n for n in self._without_suspects(suspects).nodes if n in suspects]
@@ -148,13 +146,13 @@ class RunNodes:
 
     @property
     def _wanted(self) -> int:
-        """Nodes of the job that get ranks if there are enough sound ones."""
+        """The number of the job's nodes that get ranks, if enough are sound."""
         used = len(self._of_job(self.allocation.nodes))
         return len(self._given.nodes) if self._section.grow else used
 
     def _without_suspects(self, suspects: Collection[str]) -> Allocation:
-        """The allocation with as few of them as can be: as many of the job's own nodes as are
-        wanted, and rank 0 on the first of them; then those that have joined."""
+        """The allocation with as few suspects as possible: first the job's own nodes, as many as
+        wanted, with rank 0 on the first; then joined nodes."""
         now, there = self.allocation, self.there()
         sound = [node for node in there if node not in suspects]
         own = replace(now, nodes=self._of_job(now.nodes), spare=self._of_job(now.spare))
@@ -164,12 +162,13 @@ class RunNodes:
         return replace(own, nodes=(*own.nodes, *sound[:added]), spare=(*own.spare, *rest))
 
     def _most(self, others: int, own: int) -> int:
-        """The most nodes that can be used: `own` nodes of the job, and at most `others` more."""
+        """The largest number of nodes with which the program can run: `own` nodes of the job and at
+        most `others` more."""
         counts = range(own + others, own, -1)
         return next((count for count in counts if self._allows(count)), own)
 
     def _allows(self, nodes: int) -> bool:
-        """Whether the program can be started on `nodes` nodes: always on up to those of the job."""
+        """Whether the program can run on `nodes` nodes; always on up to the job's own number."""
         if nodes <= len(self._given.nodes) or self._fits is None:
             return True
         return self._fits(nodes * self.allocation.tasks_per_node)
@@ -181,8 +180,8 @@ class RunNodes:
         return [node for node in self.there() if node not in self._held]
 
 
-class RanksAway:
-    """The ranks that were started and have not been seen to end."""
+class RunningRanks:
+    """The ranks that were started and whose end is not known, with their nodes."""
 
     def __init__(self) -> None:
         self._left: dict[int, str] = {}
@@ -190,36 +189,36 @@ class RanksAway:
         self._lock = threading.Lock()
 
     def begin(self, places: Mapping[str, Sequence[int]], post: Callable[[RankExit], None]) -> None:
-        """These are started now, by node."""
+        """The ranks in `places`, by node, are being started."""
         with self._lock:
             self._left = {rank: node for node, ranks in places.items() for rank in ranks}
             self._post = post
 
     def nodes(self) -> Sequence[str]:
-        """The nodes on which ranks are left, in the order of these."""
+        """The nodes of these ranks, in rank order."""
         with self._lock:
             return tuple(dict.fromkeys(self._left.values()))
 
     def end(self, end: RankExit) -> None:
-        """Note that a rank has ended."""
+        """Remove a rank and post its end, once."""
         with self._lock:
             known = self._left.pop(end.rank, None) is not None
         if known:
             self._post(end)
 
     def lose(self, node: str, status: int | None, ended_by_us: bool, refusal: str = "") -> None:
-        """All that are left on a node are gone, or were never started because of a `refusal`."""
+        """Post the end of all ranks on a node: they are lost, or were never started because of a
+        `refusal`."""
         with self._lock:
             lost = [rank for rank, where in self._left.items() if where == node]
         for rank in lost:
             self.end(RankExit(rank, status, ended_by_us, refusal, unstarted=bool(refusal)))
 
 
-class EndsOfTorchrun:
-    """Takes in how the torchruns of all nodes end, and posts that of the `ranks`.
-
-    One that ends with an error says little about its ranks; the control channel tells more.
-    """
+class TorchrunEnds:
+    """Posts the ends of all `ranks` once the torchruns of all nodes have ended. The exit code of a
+    torchrun that fails says little about its ranks, so they get none; the ranks report more over
+    the control channel."""
 
     def __init__(self, nodes: int, ranks: int, post: Callable[[RankExit], None]) -> None:
         self._nodes, self._ranks, self._post = nodes, ranks, post
@@ -227,7 +226,7 @@ class EndsOfTorchrun:
         self._lock = threading.Lock()
 
     def post(self, end: RankExit) -> None:
-        """One has ended."""
+        """A torchrun has ended."""
         with self._lock:
             self._ends.append(end)
             ends = list(self._ends)

@@ -1,12 +1,12 @@
-"""Decides whether ranks start again on more nodes, or on fewer: pure functions.
+"""Pure functions: whether the ranks restart on more nodes, or on fewer.
 
-A change of the world costs all nodes a restart, and brings the nodes that come back. It must pay,
-and a node that was taken back and failed again is trusted later each time.
+Growing costs all nodes a restart, so the added nodes must repay it. A node that was taken back and
+failed again is trusted later each time.
 
-A node goes if Slurm shows that it drains or fails, or a maintenance of it begins soon. What a hook
-of the site drains because of what kempner says of a node counts for nothing here: its reason begins
-with kempner's name. Those nodes alone are given back that Slurm starts no other job on: it believes
-a node that has just died to be well, and would give it to the next job at once."""
+A node departs if Slurm shows that it drains or fails, or if its maintenance begins soon. A drain
+whose reason begins with kempner's name does not count: a hook of the site set it because of
+kempner's own report. Nodes are given back only once Slurm starts no other job on them: it takes a
+node that has just died for healthy, and would give it to the next job at once."""
 
 from __future__ import annotations
 
@@ -31,37 +31,36 @@ from kempner.run.record.history import RunHistory
 from kempner.supervisor.nodes.exclusion import node_flags
 
 LARGEST_SHARE = 0.02
-"""Of the time of a supervisor, the most that changes of the world may take, after the first one."""
+"""The largest share of a supervisor's time that growing may take, after the first time."""
 
 PAYS = 3.0
-"""How many times its cost a change must bring, in the time that is left of the job."""
+"""Growing must gain this many times its cost, in the time that is left of the job."""
 
 DOUBLINGS = 10
-"""The most times that the seconds for which a node must be well are doubled: some days."""
+"""The most doublings of the seconds for which a node must be healthy; some days."""
 
 UNMEASURED_RESTART = 60.0
-"""Seconds that a restart is taken for, as long as none was measured."""
+"""Assumed seconds of a restart, until one was measured."""
 
 SETTLED = 5.0
 """Seconds that a node of another job waits for others that join at the same time."""
 
 LOST = 30.0
-"""Seconds that it waits besides after it was lost once; 90 after twice, and so on."""
+"""Seconds that it also waits after it was lost once; 90 after twice, and so on."""
 
 REMEMBERED = 5
-"""Restarts of which the median counts."""
+"""The number of last restarts whose median counts."""
 
 
 @dataclass(frozen=True)
 class IdleNode:
-    """A node of the job that has no ranks.
+    """A node without ranks.
 
     `well_for` is the number of seconds for which it has answered that nothing is wrong with it,
-    None if it does not. `returns` counts how often it was taken back before. `barred` says that its
-    ranks failed there, or that other runs suspect it: no check refutes that.
-
-    One that has `joined` from another job is there for `left` more seconds (None: not known), and
-    its `returns` are the times that it was lost before."""
+    None if it does not answer so. `returns` counts how often it was taken back before. `barred`:
+    its ranks failed there, or other runs suspect it, which no check refutes. A node that has
+    `joined` from another job has `left` more seconds (None: not known), and its `returns` are the
+    times that it was lost before."""
 
     name: str
     well_for: float | None
@@ -73,12 +72,11 @@ class IdleNode:
 
 @dataclass(frozen=True)
 class GrowSituation:
-    """The ranks run on `used` nodes, and `missing` ones are wanted besides.
+    """The ranks run on `used` nodes, and `missing` more are wanted.
 
-    `training` says that all ranks are at their steps, and that neither a stop nor a failure is
-    under way. `since_growth` is the number of seconds since nodes were taken back last, None if
-    none ever were, `restart_takes` what a restart takes, `left` what is left until the ranks have
-    to stop for the end of the job, None without one; `wait` is `supervise.grow_after`."""
+    `training`: all ranks make steps, and neither a stop nor a failure is under way. In seconds:
+    `since_growth` since the last growth (None: never), `restart_takes` for a restart, `left` until
+    the ranks have to stop for the job's end (None: no end), `wait` is `supervise.grow_after`."""
 
     used: int
     missing: int
@@ -92,14 +90,14 @@ class GrowSituation:
 
 @dataclass(frozen=True)
 class GrowDecision:
-    """The nodes to take back, none for not now; and why."""
+    """The nodes to take in (empty: not now), and why."""
 
     nodes: tuple[str, ...]
     reason: str
 
 
 def decide_growth(now: GrowSituation) -> GrowDecision:
-    """Whether the ranks are to stop, to start again on more nodes."""
+    """Whether to stop the ranks and restart them on more nodes."""
     if now.missing <= 0:
         return _not("no node is missing")
     if not now.training:
@@ -119,28 +117,28 @@ def decide_growth(now: GrowSituation) -> GrowDecision:
 
 
 def trusted(idle: tuple[IdleNode, ...], wait: float) -> tuple[IdleNode, ...]:
-    """The nodes that have been well for long enough, those first that came back least often.
+    """The nodes that have been healthy for long enough, sorted by how often they came back.
 
-    That is `wait` seconds, and twice as long after each time that a node was taken back and failed
-    again. A node of another job waits at first only for others that join with it."""
+    Long enough is `wait` seconds, doubled each time that a node was taken back and failed again. A
+    node of another job at first waits only for others that join with it."""
     fit = [node for node in idle if not node.barred and node.well_for is not None]
     able = [node for node in fit if (node.well_for or 0.0) >= _needed(node, wait)]
     return tuple(sorted(able, key=lambda node: node.returns))
 
 
 def _needed(node: IdleNode, wait: float) -> float:
-    """Seconds for which a node must be well."""
+    """Seconds for which a node must be healthy."""
     doubled = 2.0 ** min(node.returns, DOUBLINGS)
     return SETTLED + LOST * (doubled - 1) if node.joined else wait * doubled
 
 
 def _seconds_of_use(node: IdleNode, left: float | None) -> float:
-    """For how long a node would have ranks."""
+    """Seconds for which a node would have ranks."""
     return max(0.0, min((end for end in (left, node.left) if end is not None), default=inf))
 
 
 def _names_and_verb(nodes: Sequence[IdleNode]) -> str:
-    """What has happened to nodes: `node2 is well again; node5, node6 have joined`."""
+    """Such as `node2 is well again; node5, node6 have joined`."""
     said = []
     for joined, one, more in ((False, "is well again", "are well again"), (True, *_JOINED)):
         names = [node.name for node in nodes if node.joined is joined]
@@ -166,14 +164,15 @@ def times_taken_back(history: RunHistory) -> dict[str, int]:
 
 
 def last_growth(history: RunHistory, since: float) -> float | None:
-    """When nodes were taken in last, in seconds since the epoch; None if none were `since` then."""
+    """The time of the last growth in seconds since the epoch; None if there was none `since` a
+    time."""
     times = [entry.time for entry in history.entries(NodesTakenBack, NodesJoined)]
     return max((time for time in times if time >= since), default=None)
 
 
 def restart_seconds(history: RunHistory) -> float:
-    """Seconds from the end of an attempt until the next one of the same supervisor has loaded its
-    checkpoint, as the last restarts took them."""
+    """The median seconds of the last restarts, from the end of an attempt until the next one of the
+    same supervisor has loaded its checkpoint."""
     again = {entry.attempt for entry in history.entries(Restarting, NodesTakenBack)}
     again |= {entry.attempt for entry in history.entries(NodesJoined, NodesLeft)}
     newest_first = reversed(history.entries(AttemptEnded, RankReady))
@@ -192,7 +191,7 @@ def _not(reason: str) -> GrowDecision:
 
 
 SOON = 900.0
-"""Seconds before a maintenance from which on its nodes are to go."""
+"""Seconds before a maintenance at which its nodes have to be left."""
 
 _LEAVING = {
     "DRAIN": "drains",
@@ -207,11 +206,11 @@ _LEAVING = {
 _SILENT = frozenset(("DOWN", "NOT_RESPONDING", "NO_RESPOND", "POWERED_DOWN"))
 _KEPT_FREE = _LEAVING.keys() | {"MAINT", "MAINTENANCE"}
 _OUR_OWN = "kempner"
-"""Begins the reason of a drain that follows from what kempner has said."""
+"""Prefix of the reason of a drain that follows from kempner's own report."""
 
 
 def drained(shown: Iterable[NodeShown]) -> dict[str, str]:
-    """The nodes that Slurm is about to take away, each with a reason."""
+    """The nodes that drain, fail, reboot or power down, each with the reason."""
     found = {}
     for node in shown:
         flags = node_flags(node.state)
@@ -229,10 +228,10 @@ def in_maintenance(
     own: str,
     hosts: Callable[[str], Sequence[str]],
 ) -> dict[str, str]:
-    """Those of the `nodes` of which a maintenance begins soon, or has begun, each with a reason.
+    """Those of the `nodes` whose maintenance begins soon or has begun, each with a reason.
 
-    `now` and `end`, that of the job (None without one), are in seconds since the epoch by the
-    controller's clock; `own` is the reservation in which the job runs."""
+    `now` and the job's `end` (None without one) are in seconds since the epoch by the controller's
+    clock; `own` is the reservation in which the job runs."""
     found: dict[str, str] = {}
     for one in planned:
         near = one.start <= now + SOON and (one.end is None or now < one.end)
@@ -250,7 +249,7 @@ def in_maintenance(
 
 
 def may_give_back(left: Collection[str], shown: Iterable[NodeShown]) -> dict[str, str]:
-    """Those of the nodes without ranks that Slurm itself gives to no other job, each with why."""
+    """Those of the `left` nodes that Slurm gives to no other job, each with the reason."""
     found = {}
     for node in shown:
         flags = node_flags(node.state)
@@ -262,7 +261,7 @@ def may_give_back(left: Collection[str], shown: Iterable[NodeShown]) -> dict[str
 
 
 class DepartureAction(Enum):
-    """What is done about nodes that are to go."""
+    """What to do about nodes that depart."""
 
     NOTHING = "nothing"
     LEAVE_OUT = "nodes without ranks are left out, and given back"
@@ -272,11 +271,11 @@ class DepartureAction(Enum):
 
 @dataclass(frozen=True)
 class DepartureSituation:
-    """What there is to know of a job some of whose nodes are `going`, each with a reason.
+    """A job of which the nodes `going` depart, each with a reason.
 
     `nodes` are those of the launcher, `used` those with ranks, `host` that of the supervisor;
-    `unavoidable` are those of the going ones that would have ranks all the same. `commits` says
-    that the ranks commit when they are asked to stop, `comes_back` that the job can be requeued."""
+    `unavoidable` are departing nodes that would get ranks anyway. `commits`: the ranks commit when
+    asked to stop; `comes_back`: the job can be requeued."""
 
     going: Mapping[str, str]
     nodes: Collection[str]
@@ -289,7 +288,7 @@ class DepartureSituation:
 
 @dataclass(frozen=True)
 class DepartureDecision:
-    """What is done, about which `nodes`, and why."""
+    """What to do, about which `nodes`, and why."""
 
     departure: DepartureAction
     nodes: tuple[str, ...]
@@ -297,7 +296,7 @@ class DepartureDecision:
 
 
 def decide_departure(now: DepartureSituation) -> DepartureDecision:
-    """What to do about nodes that are to go: nothing if the run could not go on without them."""
+    """What to do about nodes that depart: nothing if the run could not go on without them."""
     nodes = tuple(node for node in dict.fromkeys(now.nodes) if node in now.going)
     why = "; ".join(f"{node} is to go: {now.going[node]}" for node in nodes)
     if not nodes:

@@ -1,21 +1,19 @@
-"""Decides which nodes are suspect: a pure function of the ledger.
+"""Which nodes are suspect: a pure function of the ledger.
 
-A node is suspect by evidence, for as long as `resilience.suspect_for` says:
+A node is suspect for `resilience.suspect_for` seconds after such evidence:
 
 - an event `suspect` names it (a failed health check, no answer, or another observation);
-- a rank on it failed with words that speak of a broken GPU or memory;
-- its ranks were the first to fail in two attempts running, or as soon as it was taken back.
+- a rank on it failed with an error of a broken GPU or memory;
+- its ranks were the first to fail in two attempts in a row, or as soon as it was taken back.
 
-What was said before the run took it back does not count.
+Evidence from before the run took the node back does not count.
 
-Decides which nodes are not to be used again after a failure: pure, and only by a positive sign.
+Also which nodes are not used again after a failure: pure functions, which need positive evidence. A
+question that could not be asked is no evidence.
 
-A question that could not be put says nothing about a node.
-
-Suspect nodes that the runs of a group tell each other of, in a folder: one file per node.
-
-A file says why the node is suspect and until when; removing it ends that for all other runs. It is
-replaced at one go, so that a reader never sees half of it."""
+And the suspects that the runs of a group share in a folder, with one file per node. A file says why
+the node is suspect and until when; removing it clears the node for all other runs. It is replaced
+atomically."""
 
 from __future__ import annotations
 
@@ -44,13 +42,13 @@ from kempner.run.record.events import AttemptFailed, NodesTakenBack, NodeSuspect
 from kempner.run.record.history import Entry, RunHistory
 
 NO_ANSWER = "it does not respond"
-"""What is wrong with a node that is gone."""
+"""The reason given for a node that is gone."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What the check found. `unfit` says why, by node; `warnings` are true of every node alike, and
-    no reason to leave one out. `answered` are the nodes that gave an answer."""
+    """The result of a health check. `unfit` has the reason by node; `warnings` are true of all
+    nodes alike, so they exclude none. `answered` are the nodes that answered."""
 
     unfit: Mapping[str, str]
     warnings: tuple[str, ...] = ()
@@ -59,30 +57,30 @@ class Diagnosis:
 
 def diagnose(
     nodes: Sequence[str],
-    told: Sequence[ProbeResult],
+    results: Sequence[ProbeResult],
     unseen: Mapping[str, str],
     during: tuple[float, float],
     ranks: int,
 ) -> Diagnosis:
-    """Compare what the `nodes` told, which may be fewer, of a world of `ranks`.
+    """Judge the `nodes` of a world of `ranks` by their `results`, of which some may be missing.
 
-    `unseen` says of some of them why what they wrote cannot be trusted to arrive; `during` is when
-    the first was asked and the last had answered, in seconds since the epoch by the clock that
-    counts: the controller's, or our own."""
-    if not told:
+    `unseen` has, for some nodes, why files that they write do not become visible here. `during` are
+    the times at which the nodes were asked and the last one had answered, in seconds since the
+    epoch by the controller's clock, or ours without a controller."""
+    if not results:
         return Diagnosis({}, ("the health check did not run on any node",))
-    found = {vitals.node: health_problems(vitals, during, ranks) for vitals in told}
+    found = {vitals.node: health_problems(vitals, during, ranks) for vitals in results}
     for node, reason in unseen.items():
         found.setdefault(node, {}).setdefault("shared", reason)
-    for node in nodes_off_network({vitals.node: vitals.interface for vitals in told}):
+    for node in nodes_off_network({vitals.node: vitals.interface for vitals in results}):
         found[node].setdefault("interface", "it has no interface on the network of the other nodes")
-    code = {vitals.node: vitals.code for vitals in told if vitals.code is not None}
+    code = {vitals.node: vitals.code for vitals in results if vitals.code is not None}
     for node, reason in other_code(code, nodes[0]).items():
         found[node]["code"] = reason
     for node in nodes:
         found.setdefault(node, {"answer": NO_ANSWER})
-    common = set.intersection(*(set(ailment) for ailment in found.values()))
-    common.discard(SITE_CHECK)  # the site knows what its nodes must be like
+    common = set.intersection(*(set(problems) for problems in found.values()))
+    common.discard(SITE_CHECK)  # the site's own check excludes nodes even if it fails on all
     first = found[nodes[0]]
     unfit = {
         node: "; ".join(words for about, words in its.items() if about not in common)
@@ -120,7 +118,7 @@ def _mib(size: int) -> str:
 _BROKEN = re.compile(
     r"\bXid\b|\bECC\b|uncorrectable|fallen off the bus|GPU is lost"
     r"|hardware (?:error|stack)|NVLink|CUDA error|CUDA driver|cudaError|machine check"
-    # ROCm's words for the same
+    # the same in ROCm
     r"|HIP error|hipError|\bHSA_STATUS_ERROR|HW Exception by GPU|\bRAS\b.*error|GPU Hang",
     re.IGNORECASE,
 )
@@ -133,8 +131,7 @@ _MISTAKEN = re.compile(
     r"|Memory access fault by GPU",
     re.IGNORECASE,
 )
-"""What CUDA and ROCm say of a program as well, on a GPU that is sound; twice in a row it counts all
-the same."""
+"""Errors that a faulty program also gets on a sound GPU; twice in a row they count anyway."""
 
 
 _AT_ONCE = "its ranks failed first as soon as it was taken back"
@@ -142,10 +139,10 @@ _AT_ONCE = "its ranks failed first as soon as it was taken back"
 
 @dataclass(frozen=True)
 class Suspect:
-    """A node, why it is suspect, and since when (seconds since the epoch).
+    """A suspect node, with the reason and the time of the evidence (seconds since the epoch).
 
-    `proven` says that there is more against it than that its ranks failed first, `failed` that its
-    ranks failed, and nothing else explains it: no health check refutes that."""
+    `proven`: there is more evidence than that its ranks failed first. `failed`: its ranks failed
+    and nothing else explains it, which no health check refutes."""
 
     node: str
     reason: str
@@ -185,7 +182,7 @@ def suspects(history: RunHistory, now: float, keep_for: float) -> dict[str, Susp
 
 
 def is_machine_error(words: str) -> bool:
-    """Whether an error is one that a sound GPU does not have, whatever the program."""
+    """Whether an error cannot occur on a sound GPU, whatever the program does."""
     return bool(words and _BROKEN.search(words)) and not _MISTAKEN.search(words)
 
 
@@ -196,7 +193,8 @@ def _evidence(event: NodeSuspected | AttemptFailed) -> str:
 
 
 def _habit(failure: Entry[AttemptFailed], before: Entry[AttemptFailed] | None) -> str:
-    """Says if the node's ranks failed first once more; `before` is the failure before."""
+    """A reason if the node's ranks also failed first in the attempt before, whose failure is
+    `before`; else empty."""
     if before is None or before.attempt != failure.attempt - 1:
         return ""
     if before.event.node != failure.event.node:
@@ -212,7 +210,7 @@ _SIGNS = {"*": "NOT_RESPONDING", "~": "POWERED_DOWN", "#": "POWERING_UP", "%": "
 
 
 def node_flags(state: str) -> frozenset[str]:
-    """The words of a node's State in `scontrol show node`: `IDLE*+CLOUD+POWERING_UP`."""
+    """The flags in a node's State of `scontrol show node`, such as `IDLE*+CLOUD+POWERING_UP`."""
     words = (word for word in state.upper().split("+") if word)
     found: set[str] = set()
     for word in words:
@@ -222,7 +220,7 @@ def node_flags(state: str) -> frozenset[str]:
 
 
 def still_boots(flags: Collection[str]) -> bool:
-    """Whether Slurm says that a node is on its way up, as those of a cloud are for minutes."""
+    """Whether a node is booting according to Slurm; nodes of a cloud do so for minutes."""
     return not _BOOTING.isdisjoint(flags)
 
 
@@ -232,12 +230,12 @@ def lost_nodes(
     slurm: Mapping[str, Collection[str]],
     own: str,
 ) -> dict[str, str]:
-    """Those of the `accused` nodes that cannot be used again, each with the sign against it.
+    """Those of the `accused` nodes that cannot be used again, each with the evidence.
 
-    `answers` has the nodes that answered when all were asked at once, each with the processes of
-    earlier ranks that still run there; `slurm` the flags of silent ones, as far as Slurm said
-    anything. A silent node is gone if Slurm says so, or if others answered the same question. The
-    supervisor's `own` node answers by running it."""
+    `answers` has the nodes that answered when all were asked at once, each with its processes of
+    earlier ranks that still run; `slurm` the flags of silent nodes, if known. A silent node is gone
+    if Slurm says so, or if others answered the same question. The supervisor's `own` node is never
+    silent."""
     found = {}
     for node in sorted(accused):
         if left := answers.get(node, ()):
@@ -257,8 +255,8 @@ def _is_gone(flags: Collection[str], answers: Collection[str]) -> bool:
 
 
 BEGAN = steady_time()
-"""When this process started. Evidence from before was shared by an earlier process, and may have
-been removed by a user since."""
+"""Start of this process. Earlier evidence was shared by an earlier process, and a user may have
+removed it since."""
 
 
 class SharedSuspect(BaseModel):
@@ -274,10 +272,8 @@ class SharedSuspect(BaseModel):
 def known_suspects(
     history: RunHistory, section: ResilienceSection, run: str = ""
 ) -> dict[str, Suspect]:
-    """The suspect nodes by name: those of this run, and of the group's others.
-
-    Others are told of those of this run that there is proof against. A folder that cannot be used
-    is no reason to end a run."""
+    """The suspect nodes by name, of this run and of the group's other runs. Shares this run's
+    proven suspects with the group. A folder that cannot be used does not end the run."""
     now = steady_time()
     own = suspects(history, now, section.suspect_for)
     if section.suspects_dir is None:
@@ -299,9 +295,8 @@ def known_suspects(
 
 
 def read_shared(folder: Path, now: float) -> dict[str, SharedSuspect]:
-    """What the files say that are still true; one that cannot be understood is passed over.
-
-    Raises `OSError`."""
+    """The shared suspects that have not expired, by node; invalid files are skipped. Raises
+    `OSError`."""
     found = {}
     for path in sorted(folder.glob("[!.]*.json")):
         try:
@@ -323,11 +318,12 @@ def share(
     keep_for: float,
     run: str,
 ) -> None:
-    """Tell the group of suspects of our own, unless it knows as much. Raises `OSError`."""
+    """Write this run's suspects into the folder, unless it has evidence as new. Raises
+    `OSError`."""
     for name, suspect in own.items():
         if name in known and known[name].since >= suspect.since:
             continue
-        told = SharedSuspect(
+        shared = SharedSuspect(
             node=name,
             reason=suspect.reason,
             since=suspect.since,
@@ -335,12 +331,11 @@ def share(
             run=run,
         )
         unique = f"{os.uname().nodename}-{os.getpid()}"
-        replace_durable(folder / f"{name}.json", told.model_dump_json().encode(), unique=unique)
+        replace_durable(folder / f"{name}.json", shared.model_dump_json().encode(), unique=unique)
 
 
 def withdraw(folder: Path, nodes: Collection[str], names: Collection[str]) -> None:
-    """Tell the group that nodes are well again which a run with one of these `names` has accused.
-
+    """Remove those of the `nodes` from the folder that a run with one of these `names` has written.
     Raises `OSError`."""
     for name, suspect in read_shared(folder, 0.0).items():
         if name in nodes and suspect.run in names:

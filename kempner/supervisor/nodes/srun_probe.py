@@ -1,4 +1,4 @@
-"""Probes nodes of the job with srun."""
+"""Probes the job's nodes with srun."""
 
 from __future__ import annotations
 
@@ -19,30 +19,29 @@ from kempner.run.process.worker_process import SAFE_MODULE
 from kempner.supervisor.nodes.exclusion import node_flags
 
 PROBE_WITHIN = 15.0
-"""Seconds that all nodes together get to run a task that does next to nothing. One that is well
-takes a tenth of one; srun itself gives up after twelve."""
+"""Seconds for a trivial task on all nodes. A healthy node takes 0.1 s; srun itself gives up after
+twelve seconds."""
 
 SURVEY_WITHIN = 30.0
-"""Seconds that all nodes together get to say how they are."""
+"""Seconds for all nodes to answer a question of the probe."""
 
 TRIES = 3
-"""How often all nodes are asked if none answers: then it is the controller that is busy."""
+"""Tries if no node answers: then the controller is probably busy."""
 
 _PAUSE = 2.0
-"""Seconds before another try."""
+"""Seconds between two tries."""
 
 
 def present(
     nodes: Sequence[str], pids: Mapping[str, Sequence[int]], allocation: str | None
 ) -> dict[str, tuple[int, ...]]:
-    """The nodes that answer, all asked in one step, each with those of the `pids` that still run.
+    """The nodes that answer, asked in one step, each with those of its `pids` that still run.
 
-    `pids` are processes by node, `allocation` the job to ask in, None for the one around this
-    process. Without an answer from any node, no step could be started, and nothing is known of the
-    nodes."""
+    `pids` are processes by node, `allocation` the job to ask in, None for the job of this process.
+    If no node answers, no step could be started, and nothing is known of the nodes."""
     for left in reversed(range(TRIES)):
-        told = _run(nodes, allocation, _look_at(json.dumps(dict(pids))), PROBE_WITHIN)
-        answers = dict(answer for line in told if (answer := read_answer(line)) is not None)
+        lines = _run(nodes, allocation, _look_at(json.dumps(dict(pids))), PROBE_WITHIN)
+        answers = dict(answer for line in lines if (answer := read_answer(line)) is not None)
         if answers or not left:
             return answers
         time.sleep(_PAUSE)
@@ -52,32 +51,31 @@ def present(
 def survey(
     question: ProbeQuestion, nodes: Sequence[str], allocation: str | None
 ) -> list[ProbeResult]:
-    """Ask all of the `nodes` in one step; the answers that have come before srun gave up.
-
-    It gives a dead node up after some ten seconds, and the others have long answered by then. No
-    answers where there is no srun: the start of the ranks says that better."""
-    told = _run(nodes, allocation, probe.command(question), survey_within(question))
-    return probe.read_results(told)
+    """Ask all `nodes` in one step; the answers until srun gave up. It gives up a dead node after
+    some ten seconds, when the others have long answered. Without srun there are none: the start of
+    the ranks reports that."""
+    lines = _run(nodes, allocation, probe.command(question), survey_within(question))
+    return probe.read_results(lines)
 
 
 def survey_within(question: ProbeQuestion) -> float:
-    """Seconds for the answers to a question, the site's own check among them."""
+    """Seconds for the answers to a question, including the site's own check."""
     check = question.site_check
     return SURVEY_WITHIN + (0.0 if check is None else check.seconds)
 
 
 def look(node: str, pids: Sequence[int], allocation: str | None) -> list[str]:
-    """What can be seen of processes on a node; nothing if it does not answer."""
+    """Descriptions of processes on a node; empty if it does not answer."""
     return _run([node], allocation, _look_at(*map(str, pids)), PROBE_WITHIN)
 
 
 def kill(node: str, pid: int, allocation: str | None) -> None:
-    """End a process of ours on a node, if a step can be started there."""
+    """Send SIGKILL to a process on a node, if a step can be started there."""
     _run([node], allocation, ["kill", "-KILL", str(pid)], PROBE_WITHIN)
 
 
 def states(nodes: Sequence[str]) -> dict[str, frozenset[str]]:
-    """What Slurm says of these nodes, in its own words; nothing if it does not answer."""
+    """The state flags of these nodes according to Slurm; empty if it does not answer."""
     if not nodes:
         return {}
     try:
@@ -95,10 +93,10 @@ def _run(
     nodes: Sequence[str], allocation: str | None, task: Sequence[str], within: float
 ) -> list[str]:
     try:
-        told = run_on_nodes(nodes, allocation, task, within)
+        output = run_on_nodes(nodes, allocation, task, within)
     except OSError as error:  # no memory for another process, say
         logger().warning("cannot ask the nodes", error=error.strerror)
         return []
-    if told.complaints:
-        logger().info("output of the failed health check", said=told.complaints[-2000:])
-    return told.out.splitlines()
+    if output.complaints:
+        logger().info("output of the failed health check", said=output.complaints[-2000:])
+    return output.out.splitlines()

@@ -1,10 +1,8 @@
-"""Outcome of an attempt: a pure function of how its ranks exited.
+"""Pure functions: the outcome of an attempt from its ranks' exits; what the exit of a program that
+does not use kempner means, and whether an attempt of it made progress.
 
-What the exit of a program that knows nothing of kempner means, and whether an attempt of it made
-progress: pure functions.
-
-What such a program has saved is not known. Progress is judged by the steps that it reports, or by
-time if it reports none."""
+What such a program has saved is not known. Its progress is judged by the steps that it reports, or
+by its run time if it reports none."""
 
 from __future__ import annotations
 
@@ -18,35 +16,36 @@ from kempner.config.sections import ProgramSection
 from kempner.run.process.exit_codes import ExitCode, StopReason
 
 NAMED = 8
-"""Ranks that a sentence names at most."""
+"""The most ranks that a sentence names."""
 
 PRINTED_LAST = "it printed last: "
-"""Begins what is said of a rank that has told nothing of its failure: it may have to do with it."""
+"""Prefix of a sentence about a rank that has not reported why it failed; its last output may
+explain it."""
 
 OUT_OF_MEMORY = "out of memory: the kernel killed"
-"""Begins what is said of such a rank."""
+"""Prefix of the sentence about a rank that the kernel's out-of-memory killer has killed."""
 
 
 class ReportedLoop(Enum):
-    """The loop of a program of the user's own that reports, as rank 0 tells."""
+    """The training loop of a user's program that reports to kempner, according to rank 0."""
 
     UNKNOWN = auto()
     UNDER_WAY = auto()
     COMPLETE = auto()
-    """Its last step is committed; another loop may follow."""
+    """The last step is committed; another loop may follow."""
 
 
 @dataclass(frozen=True)
 class RankExit:
-    """How a rank ended: its exit status, or minus the number of the signal that killed it.
+    """How a rank ended.
 
-    None says that its end was not seen: its connection broke off. `ended_by_us` says that the
-    supervisor killed it, `sentence` is what the rank said last, or the launcher of one
-    that is gone. `oom_kills` counts the out-of-memory kills in the job's control group on its node
-    by then, where its launcher sees that; else it is 0. `asked` says that its launcher had passed a
-    signal on to it. `means` is what the exit of a program that knows nothing of kempner's codes
-    stands for, `final` that no restart can help: see `interpret`. `unstarted` says that it never
-    was started, because of Slurm or the node, and `sentence` why not."""
+    `status` is its exit code, or minus the signal that killed it; None if its end was not seen
+    because the connection broke. `ended_by_us`: the supervisor killed it. `sentence` is the rank's
+    last message, or its launcher's if the rank is gone. `oom_kills` counts the out-of-memory kills
+    in the job's control group on its node until then; 0 if the launcher cannot see them. `asked`:
+    its launcher had sent it a signal. `means` and `final` are set by `interpret` for a program that
+    does not use kempner's codes: what the exit stands for, and that no restart can help.
+    `unstarted`: Slurm or the node could not start it; `sentence` says why."""
 
     rank: int
     status: int | None
@@ -60,25 +59,25 @@ class RankExit:
 
     @property
     def code(self) -> int | None:
-        """What its exit stands for, as `ExitCode` has it where it has it; None as in `status`."""
+        """`means` if set, else `status`."""
         return self.status if self.means is None else self.means
 
     @property
     def raised(self) -> str:
-        """The first line of what the rank itself said of its failure; empty if it said nothing."""
-        said = "" if self.status is None else self.sentence.partition("\n")[0]
-        return "" if said.startswith(PRINTED_LAST) else said
+        """The first line of the rank's own message about its failure; empty if it sent none."""
+        first = "" if self.status is None else self.sentence.partition("\n")[0]
+        return "" if first.startswith(PRINTED_LAST) else first
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The supervisor's exit code, and a sentence for the person who reads it.
+    """The supervisor's exit code, and a sentence that explains it to the user.
 
-    `culprit` is the rank that failed first, if one did. Without the `bad_nodes` there are too few.
-    `environment` says that what surrounds the ranks is at fault: a node, or the network. `final`
-    says that the program has said so itself: no restart can help. `left_at` is the step after which
-    a program's own loop was left before its last step, with 0. `scheduler` says that Slurm or a
-    node has not started the ranks, which says nothing about the run."""
+    `culprit` is the rank that failed first, if one did. `bad_nodes` are nodes without which there
+    are too few to go on. `environment`: a node or the network is at fault. `final`: the program
+    itself said that no restart can help. `left_at` is the step after which a user's loop ended with
+    0 before its last step. `scheduler`: Slurm or a node did not start the ranks, which says nothing
+    about the run."""
 
     code: ExitCode
     reason: str
@@ -93,45 +92,47 @@ class Decision:
 def decide_outcome(
     exits: Sequence[RankExit], stop_requested: StopReason = StopReason.NONE
 ) -> Decision:
-    """Turn the ranks' exits, in the order in which they were heard of, into the run's outcome.
+    """The outcome of an attempt from its ranks' exits, in the order in which they became known.
 
-    `stop_requested` is why the ranks were asked to stop, NONE if they were not. Of a run that is to
-    continue at once, a rank that is lost meanwhile is a failure as any other."""
+    `stop_requested` is why the ranks were asked to stop, NONE if they were not. A rank that is lost
+    during a stop is a failure only if the stop does not end the run."""
     causes = [e for e in exits if not _harmless(e, stop_requested)]
     if not exits:
         return Decision(ExitCode.CRASHED, "no rank was ever started")
     if all(e.code == ExitCode.COMPLETED for e in exits):
         return Decision(ExitCode.COMPLETED, "completed")
     if refused := next((e for e in exits if e.unstarted), None):
-        said = f"the ranks cannot be started here: {refused.sentence}"
-        return Decision(ExitCode.STOPPED, said, scheduler=True)
+        reason = f"the ranks cannot be started here: {refused.sentence}"
+        return Decision(ExitCode.STOPPED, reason, scheduler=True)
     if causes:
         first = causes[0]
         if stop_requested.ends_run and _from_outside(first):
-            said = f"rank {first.rank} {describe_exit(first)} while it stopped"
-            return Decision(ExitCode.STOPPED, said + _go_on(stop_requested), first.rank)
-        said = f"rank {first.rank} {describe_exit(first)}"
-        return Decision(_code(first), said, first.rank, final=first.final)
+            reason = f"rank {first.rank} {describe_exit(first)} while it stopped"
+            return Decision(ExitCode.STOPPED, reason + _go_on(stop_requested), first.rank)
+        reason = f"rank {first.rank} {describe_exit(first)}"
+        return Decision(_code(first), reason, first.rank, final=first.final)
     if any(e.code == ExitCode.STOPPED for e in exits) or stop_requested:
         return Decision(ExitCode.STOPPED, "stopped" + _go_on(stop_requested) + _outstayed(exits))
     return Decision(ExitCode.PEERS_LOST, _why_a_peer_is_lost(exits))
 
 
 def _why_a_peer_is_lost(exits: Sequence[RankExit]) -> str:
-    """Why ranks have lost a peer though none has failed: one may have left before the others."""
+    """Why ranks have lost a peer although none has failed: one may have exited before the
+    others."""
     left = [e.rank for e in exits if e.code == ExitCode.COMPLETED]
     lost = next((e for e in exits if e.code == ExitCode.PEERS_LOST), None)
+    error = f": {lost.raised}" if lost is not None and lost.raised else ""
     if not left or lost is None:
-        return "every rank lost a peer; cause unknown"
+        first = f", rank {lost.rank} first{error}" if lost is not None and error else ""
+        return f"every rank lost a peer{first or '; cause unknown'}"
     more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-    said = f": {lost.raised}" if lost.raised else ""
-    return f"rank {left[0]}{more} left with 0 while rank {lost.rank} waited for it{said}"
+    return f"rank {left[0]}{more} left with 0 while rank {lost.rank} waited for it{error}"
 
 
 def after_training(decision: Decision, exits: Sequence[RankExit]) -> Decision:
-    """What an attempt came to whose training is complete: what fails after that is the program's,
-    and no restart brings more steps. What comes from outside is another matter: another loop may
-    have been about to begin."""
+    """The outcome of an attempt whose training is complete. A failure after that is the program's,
+    and no restart brings more steps; but a rank that was lost or killed from outside may have been
+    about to begin another loop."""
     if decision.code in (ExitCode.COMPLETED, ExitCode.STOPPED):
         return decision
     first = next((e for e in exits if failed(e) and not e.ended_by_us), None)
@@ -143,21 +144,21 @@ def after_training(decision: Decision, exits: Sequence[RankExit]) -> Decision:
     left = [e.rank for e in exits if e.code == ExitCode.COMPLETED]
     others = f" ({'rank' if len(left) == 1 else 'ranks'} {', '.join(map(str, left[:NAMED]))}"
     others = f"{others}{', ...' if len(left) > NAMED else ''} had left with 0)" if left else ""
-    told = f"training is complete, but the program failed after its loop: {reason}{others}"
-    return Decision(ExitCode.AFTER_TRAINING, told, culprit)
+    reason = f"training is complete, but the program failed after its loop: {reason}{others}"
+    return Decision(ExitCode.AFTER_TRAINING, reason, culprit)
 
 
 def left_early(decision: Decision, step: int) -> Decision:
-    """What an attempt came to whose ranks all left with 0, but not after their last step."""
-    told = f"the program ended after step {step} with 0, before its last step: not complete"
-    return replace(decision, reason=f"{told}; start it again to go on", left_at=step)
+    """The outcome of an attempt whose ranks all exited with 0, but before their last step."""
+    reason = f"the program ended after step {step} with 0, before its last step: not complete"
+    return replace(decision, reason=f"{reason}; start it again to go on", left_at=step)
 
 
 def ended_by_signal(decision: Decision, reason: StopReason) -> Decision:
-    """What an attempt came to whose ranks all left with 0, but because of a signal: programs that
-    save at one often do. It says nothing about how far they were."""
-    told = "the program ended with 0 after a signal, before its last step: not complete"
-    return replace(decision, code=ExitCode.STOPPED, reason=told + _go_on(reason))
+    """The outcome of an attempt whose ranks all exited with 0 after a signal, as programs that save
+    on a signal often do: that does not mean complete."""
+    what = "the program ended with 0 after a signal, before its last step: not complete"
+    return replace(decision, code=ExitCode.STOPPED, reason=what + _go_on(reason))
 
 
 def failed(exit_: RankExit) -> bool:
@@ -166,7 +167,7 @@ def failed(exit_: RankExit) -> bool:
 
 
 def is_lost(exit_: RankExit) -> bool:
-    """Whether its end was not seen: its node is gone, or the network to it."""
+    """Whether the rank's end was not seen: its node or the network to it is lost."""
     return exit_.status is None and not exit_.ended_by_us
 
 
@@ -197,9 +198,9 @@ def with_lack_of_memory(end: RankExit, group: str) -> RankExit:
 
 
 def find_last_words(printed: str, status: int) -> str:
-    """Why a process died that ended with `status`, by the end of what it has printed: the exception
-    that nothing caught and its line, or the message of a crash in native code, or a complaint; else
-    what it printed last. Empty where the status says all, and of a process that printed nothing."""
+    """Why a process ended with `status`, from the end of its output: an uncaught exception and its
+    line, the message of a native crash, or an error message; else the last line. Empty if the
+    status alone explains it, or if there is no output."""
     if status in _SAYS_NOTHING:
         return ""
     plain = _ESCAPES.sub("", printed)
@@ -246,9 +247,9 @@ _COMPLAINT = re.compile(
 
 
 def _uncaught(lines: Sequence[str], within: int, threads: bool = False) -> str:
-    """The last exception that the lines show, if at most `within` follow; where it has a cause,
-    that, and of a group the first in it. With the innermost line that is not a library's. With
-    `threads` the last that has ended a thread."""
+    """The last uncaught exception in the lines, if at most `within` lines follow it, with the
+    innermost frame that is not in a library. If it has a cause, the cause; of a group, also the
+    first exception in it. With `threads`, the last one that ended a thread."""
     found, at = "", -1
     frames, caused, quiet, part = list[re.Match[str]](), False, threads, 0
     for number, boxed in enumerate(lines):
@@ -271,8 +272,8 @@ def _uncaught(lines: Sequence[str], within: int, threads: bool = False) -> str:
 
 
 def _unboxed(line: str, part: int) -> tuple[int, str]:
-    """Without the frame that Python draws around a group of exceptions; and which of the group it
-    is part of, 0 for none, by the line before."""
+    """A line without the box that Python draws around an exception group, and the number of the
+    exception in the group (0: none). `part` is that of the line before."""
     box = _BOX.match(line)
     if box is None:
         return 0, line
@@ -306,15 +307,15 @@ def _outstayed(exits: Sequence[RankExit]) -> str:
 
 
 def _harmless(exit_: RankExit, stop_requested: StopReason) -> bool:
-    """Ends that follow from a stop or from another rank's end, and are no cause of their own."""
+    """Whether an exit follows from a stop or from another rank's end, and is no cause itself."""
     if exit_.status == -signal.SIGTERM and stop_requested:
-        return True  # asked to stop before its interpreter could trap the signal
+        return True  # the signal came before the interpreter could trap it
     follow = (ExitCode.COMPLETED, ExitCode.STOPPED, ExitCode.PEERS_LOST)
     return exit_.code in follow or exit_.ended_by_us
 
 
 def _from_outside(exit_: RankExit) -> bool:
-    """A lost node or SIGKILL: it says nothing about the program, and spoils no more than a stop."""
+    """A lost node or SIGKILL: neither says anything about the program."""
     return exit_.status in (None, -signal.SIGKILL)
 
 
@@ -323,12 +324,12 @@ def _code(exit_: RankExit) -> ExitCode:
 
 
 def interpret(end: RankExit, codes: ProgramSection, complete: bool) -> RankExit:
-    """How a rank ended, with what that stands for by `codes`.
+    """`end` with its meaning according to the configured `codes`.
 
-    `complete` says that a rank has said that the run is complete. A code in `fail_codes` takes
-    precedence over that. Next is a code in `done_codes`; but 0 is also how programs exit that were
-    asked to stop, and have saved. A rank that was asked to stop and exits in any other way is to go
-    on later. Of a rank that was killed, or whose end was not seen, nothing more is known."""
+    `fail_codes` take precedence. Next, the rank is complete if `complete` (a rank has said that the
+    run is) or if its code is in `done_codes`, except 0 after it was asked to stop: programs also
+    exit with 0 after saving. A rank that was asked to stop and exits in any other way is stopped.
+    The exit of a rank that was killed by us, or was not seen, is left as it is."""
     status = end.status
     if status is None or end.ended_by_us:
         return end
@@ -339,12 +340,12 @@ def interpret(end: RankExit, codes: ProgramSection, complete: bool) -> RankExit:
     if status in codes.requeue_codes or (end.asked and not _killed_from_outside(status)):
         return replace(end, means=ExitCode.STOPPED)
     if status in _NO_FAILURES:
-        return replace(end, means=ExitCode.CRASHED)  # the user has given this code no such meaning
+        return replace(end, means=ExitCode.CRASHED)  # kempner's meaning of the code does not apply
     return end
 
 
 _NO_FAILURES = (ExitCode.COMPLETED, ExitCode.STOPPED, ExitCode.PEERS_LOST)
-"""Codes that mean no failure of their own where kempner's ranks leave with them."""
+"""Codes with which kempner's own ranks exit without having failed."""
 
 
 def _killed_from_outside(status: int) -> bool:
@@ -357,17 +358,17 @@ def _failure(status: int) -> ExitCode:
 
 
 STARTED = 10.0
-"""Seconds after which a program that is asked to stop counts as one that was at work. How long it
-needs to begin is not known; a job that is stopped sooner than that would be requeued for ever."""
+"""Seconds after which a program that was asked to stop counts as having made progress. Without a
+limit, a job that is always stopped before it begins would be requeued for ever."""
 
 
 def has_advanced(
     step: int | None, before: int | None, seconds: float, asked_to_stop: bool, long: float
 ) -> bool:
-    """Whether an attempt that ran for `seconds` brought the program further than all before it.
+    """Whether an attempt that ran for `seconds` got further than all before it.
 
-    `step` is the furthest that it has told, `before` the furthest of all earlier attempts; None for
-    what was not told. Without a step an attempt that failed must have run for `long` seconds."""
+    `step` is the last step that it reported, `before` the last of all earlier attempts; None if
+    none was reported. Without a step, an attempt that failed must have run for `long` seconds."""
     if step is not None:
         return step > (before or 0)
     return seconds >= (STARTED if asked_to_stop else long)

@@ -1,5 +1,5 @@
-"""What follows a failure: whether the ranks start again, from which step in memory, and whether the
-job goes back into the queue. Pure functions, with reasons."""
+"""Pure functions for what follows a failure: whether the ranks restart, which step in memory is
+salvaged, and whether the job is requeued."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from kempner.supervisor.policy.outcome import OUT_OF_MEMORY, Decision
 from kempner.supervisor.policy.stop import PREEMPTED
 
 HEALED_BY_A_RESTART = (ExitCode.CRASHED, ExitCode.PEERS_LOST, ExitCode.HUNG)
-"""Failures that a restart can help with; the other codes need a person, or are no failure."""
+"""Failures that a restart can help with; the other codes need the user, or are no failures."""
 
 PAUSES = (0.0, 20.0, 60.0)
-"""Seconds before the first, the second and later restarts in a row after a loss of nodes or of the
-network, which may be back by then."""
+"""Seconds before the first, second and later restarts in a row after a loss of nodes or network,
+which may be back by then."""
 
 FAILURES = (
     *HEALED_BY_A_RESTART,
@@ -44,17 +44,17 @@ FAILURES = (
     ExitCode.CHECKPOINT_FAILED,
     ExitCode.DIVERGED,
 )
-"""The ends after which the ranks are restarted, or kempner gives up. A wrong command line is not
-one: nothing was trained, and the user corrects it and starts again."""
+"""The outcomes after which kempner restarts the ranks or gives up. A wrong command line is not one:
+nothing was trained, and the user corrects it."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An attempt that failed, because of one rank. `step` is the one that it was in, or had done
-    where it was in none, `committed` the last that was saved (None: none yet), `raised` what that
-    rank raised, if it said so, `code` what the attempt came to. `node_lost` says that a node or the
-    network is at fault: that has a budget of its own. `unstarted` is the exit status of a program
-    that ended within seconds, before it had said a word."""
+    """A failed attempt. `step` is the step in which the first failed rank was, or the last one it
+    had done; `committed` the last that was saved (None: none yet); `raised` the error that the rank
+    reported; `code` the attempt's outcome. `node_lost`: a node or the network is at fault, which
+    has its own restart budget. `unstarted` is the exit status of a program that ended within
+    seconds, without a report."""
 
     step: int
     committed: int | None
@@ -64,7 +64,7 @@ class Failure:
     unstarted: int | None = None
 
     def is_like(self, other: Failure) -> bool:
-        """Whether it is the same step that fails the same way, or the same start."""
+        """Whether both failed in the same step or at the start, in the same way."""
         if self.unstarted is not None and self.unstarted == other.unstarted:
             return self.raised == other.raised
         return bool(self.raised) and (self.step, self.raised) == (other.step, other.raised)
@@ -72,10 +72,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class RestartDecision:
-    """Whether to start again, and why or why not, for a person to read.
-
-    `last` says that it is the last time, unless something new is saved; `pause` is how many seconds
-    to wait before."""
+    """Whether to start again, with a reason for the user. `last`: no other restart follows unless
+    something new is saved; `pause` are the seconds to wait before."""
 
     again: bool
     reason: str
@@ -86,10 +84,10 @@ class RestartDecision:
 def decide_restart(
     decision: Decision, failure: Failure, earlier: Sequence[Failure], budget: int
 ) -> RestartDecision:
-    """What to do about an attempt that ended with `decision`.
+    """Whether to restart after an attempt that ended with `decision`.
 
-    `earlier` are the failures before it, oldest first, `budget` how many restarts in a row may pass
-    without a new commit, after failures of the program and after losses of nodes each."""
+    `earlier` are the failures before it, oldest first. `budget` is the number of restarts in a row
+    without a new commit, counted separately for failures of the program and losses of nodes."""
     if decision.code not in HEALED_BY_A_RESTART:
         return RestartDecision(False, decision.reason)
     if decision.final:
@@ -113,22 +111,21 @@ def decide_restart(
     return RestartDecision(True, f"{decision.reason} {here}; restarting {start}", last, pause)
 
 
-def as_it_worked_before(decision: Decision, worked: bool) -> Decision:
-    """What an attempt came to, in a run that has `worked` before: that is never misconfigured.
-
-    What its ranks refuse to start with must be the fault of a node or the network, and may pass."""
+def blame_environment(decision: Decision, worked: bool) -> Decision:
+    """The outcome of an attempt whose ranks exited with a usage error, although the run has
+    `worked` before: its configuration is fine, so a node or the network must be at fault."""
     if decision.code is not ExitCode.USAGE or not worked:
         return decision
     return replace(decision, code=ExitCode.CRASHED, environment=True)
 
 
 def failures(history: RunHistory) -> list[Failure]:
-    """The failures since the run was last given up, or a program that does not report got further
-    than ever; without those of storage."""
+    """The failures, except those of storage, since the run was last given up, or since a program
+    that does not report last made progress."""
     found: list[Failure] = []
     for event in history.events(AttemptFailed, RunGivenUp, ProgramAdvanced):
         if not isinstance(event, AttemptFailed):
-            found.clear()  # a person has looked, and starts again; or it got further than before
+            found.clear()  # the user has started it again, or it made progress
         elif event.code != ExitCode.STORAGE_UNAVAILABLE:
             how = event.raised, event.node_lost, event.code, event.unstarted
             found.append(Failure(event.step, event.committed, *how))
@@ -136,11 +133,11 @@ def failures(history: RunHistory) -> list[Failure]:
 
 
 def prevents_restart(failure: Failure, earlier: Sequence[Failure], worked: bool) -> bool:
-    """Whether `GAVE_UP` is to keep a run from another start.
+    """Whether to write `GAVE_UP`, which prevents another start.
 
-    It keeps nodes from being used by a run that has trained and cannot go on. Where no step was
-    made, or the data does not fit, the user corrects the command and starts again. `worked` says
-    that a program of whose steps nothing is known has run for long."""
+    It keeps a run that has trained and cannot go on from using nodes. If no step was made, or the
+    data does not fit, the user corrects the command and starts again. `worked`: a program that
+    reports no steps has run for long."""
     if failure.code == ExitCode.BAD_DATA and failure.step == 0:
         return False
     made_a_step = failure.committed is not None or any(f.step > 1 for f in (*earlier, failure))
@@ -148,13 +145,13 @@ def prevents_restart(failure: Failure, earlier: Sequence[Failure], worked: bool)
 
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0
-"""Seconds from the first failure to the restart, and the most: each pause is twice as long."""
+"""Seconds before the first restart, and the most; each pause is twice as long as the one before."""
 
 
 @dataclass(frozen=True)
 class StorageOutage:
-    """Attempts in a row that ended because of storage: how many, and `since` when, on the monotonic
-    clock of the supervisor that has seen them: the time of day may be set meanwhile."""
+    """The number of attempts in a row that failed because of storage, and `since` when
+    (`time.monotonic` of this supervisor)."""
 
     attempts: int
     since: float
@@ -163,10 +160,8 @@ class StorageOutage:
 def find_outage(
     history: RunHistory, committed: int | None, before: StorageOutage | None, now: float
 ) -> StorageOutage:
-    """The failures that have just ended an attempt, and those before it.
-
-    `committed` is the last step that was saved: whatever was saved in between ends an outage.
-    `before` is what this process has found after the failure before."""
+    """The outage to which the latest storage failure belongs. `committed` is the last step that was
+    saved; a commit ends an outage. `before` is the result after the failure before."""
 
     def belongs(entry: Entry[AttemptFailed | RunGivenUp]) -> bool:
         event = entry.event
@@ -182,10 +177,9 @@ def find_outage(
 def decide_storage_restart(
     decision: Decision, outage: StorageOutage, now: float, patience: float
 ) -> RestartDecision:
-    """Whether to start the ranks again, and after how many seconds.
-
-    Each attempt has been patient itself; this is about storage that lasts until the ranks leave,
-    and fails again."""
+    """Whether to restart after a storage failure, and after how many seconds. The ranks themselves
+    have already retried for `patience` seconds; this is about storage that fails in attempt after
+    attempt."""
     lasted = now - outage.since
     if lasted >= patience:
         return RestartDecision(
@@ -196,7 +190,7 @@ def decide_storage_restart(
     return RestartDecision(True, f"{decision.reason}; restarting in {pause:.0f} s", pause=pause)
 
 
-WORTH_IT = (
+SALVAGEABLE = (
     ExitCode.STOPPED,
     ExitCode.CRASHED,
     ExitCode.PEERS_LOST,
@@ -204,16 +198,15 @@ WORTH_IT = (
     ExitCode.STORAGE_UNAVAILABLE,
     ExitCode.CHECKPOINT_FAILED,
 )
-"""Ends of an attempt after which the state of its last steps is as good as any other."""
+"""Outcomes of an attempt whose last steps are as good as any."""
 
-
-WAIT_AT_LEAST = 20.0
-"""Seconds that a salvage gets in any case: storage that hiccups is back by then, as a rule."""
+SHORTEST_SALVAGE = 20.0
+"""The least seconds for a salvage: a short failure of storage is usually over by then."""
 
 
 @dataclass(frozen=True)
 class SalvageDecision:
-    """The step to salvage, None for none; and why."""
+    """The step to salvage, or None, and why."""
 
     step: int | None
     reason: str
@@ -242,30 +235,27 @@ def decide_salvage(
 
 
 def salvage_patience(history: RunHistory, attempt: int, now: float, patience: float) -> float:
-    """Seconds for which a salvage may hold up the restart: as long as what it saves took to make,
-    since the last commit or the begin of the attempt; `patience` at most.
-
-    `now` in seconds since the epoch."""
+    """Seconds for which a salvage may delay the restart: as long as its steps took to compute,
+    since the last commit or the start of the attempt, and at most `patience`. `now` is in seconds
+    since the epoch."""
     begun = history.entries(AttemptStarted, CheckpointCommitted)
     since = max((e.time for e in begun if e.attempt == attempt), default=now)
-    return min(patience, max(WAIT_AT_LEAST, now - since))
+    return min(patience, max(SHORTEST_SALVAGE, now - since))
 
 
 def why_not_kept(wanted: bool, history: RunHistory, since: float) -> str | None:
-    """Why steps are not kept in memory, although that is `wanted`; None if they are, or were not.
-
-    Their memory counts for the job: once the kernel has killed a process for want of it since a
-    time (seconds since the epoch), there is more room without them."""
+    """Why steps are not kept in memory although that is `wanted`; None if there is no reason. Their
+    memory counts as the job's, so they are not kept once the kernel has killed a process for lack
+    of memory `since` a time (seconds since the epoch)."""
     ended = [e.event for e in history.entries(AttemptEnded) if e.time >= since]
     if wanted and any(OUT_OF_MEMORY in event.reason for event in ended):
         return "the kernel has killed a process for want of memory, and without them there is more"
     return None
 
 
-def in_vain(history: RunHistory, attempt: int, reached: int) -> int | None:
-    """The salvaged step from which an attempt has gone on without making another; None if not so.
-
-    `reached` is the step that it was in when it failed."""
+def useless_salvage(history: RunHistory, attempt: int, reached: int) -> int | None:
+    """The salvaged step from which an attempt resumed and failed before it made another step, which
+    was `reached`; None if there is none."""
     salvaged = history.entries(StepSalvaged)
     if not salvaged or salvaged[-1].event.step != history.last_step:
         return None
@@ -283,23 +273,23 @@ def dismissed_steps(history: RunHistory) -> list[int]:
 
 
 def _is_whole(held: dict[int, Offer]) -> bool:
-    """Whether these are the parts of all ranks, made by the same plan, and what they share is the
-    same."""
+    """Whether these are the parts of all ranks, by the same plan and with the same shared state."""
     first = next(iter(held.values()))
     alike = {(each.world, each.plan, each.shared, each.since) for each in held.values()}
     return len(alike) == 1 and held.keys() == set(range(first.world))
 
 
 MAX_REQUEUES_WITHOUT_PROGRESS = 3
-"""Times in a row that a job is put back into the queue without a new step."""
+"""The most requeues of a job in a row without a new step."""
 
 RESUMES_ELSEWHERE = (ExitCode.STOPPED, ExitCode.STORAGE_UNAVAILABLE)
-"""Ends after which the run goes on when the job comes back, later and perhaps on other nodes."""
+"""Outcomes after which the job is requeued, so that the run continues later and perhaps
+elsewhere."""
 
 
 SLURM_SILENT = "Slurm does not respond: submit the same command again to continue"
 
-_WHAT_BECOMES_OF_IT = {
+_JOB_END_SENTENCES = {
     JobEvent.REQUEUE: "Slurm requeues the job itself: it continues from its checkpoint",
     JobEvent.CANCEL: "the job was cancelled: submit it again to continue",
     JobEvent.TIME_LIMIT_REACHED: "the job's time is over: submit it again to continue",
@@ -307,13 +297,13 @@ _WHAT_BECOMES_OF_IT = {
 
 
 def _refusal(first: JobState | None, job: JobState, fruitless: int) -> str:
-    """Why not to requeue a job as it is now; empty if nothing speaks against it."""
+    """Why the job cannot be requeued in its present state; empty if it can."""
     if not job.running:
         unclear = f"the job is {job.state}: if Slurm does not requeue it, submit it again"
-        # Without an earlier look a requeue that Slurm has begun looks like a cancel.
+        # Without an earlier state, a requeue by Slurm cannot be told from a cancellation.
         known = first is not None or job.state != "COMPLETING"
-        told = _WHAT_BECOMES_OF_IT.get(classify(first or job, job), unclear) if known else unclear
-        return why_held(job) or told
+        event = classify(first or job, job)
+        return why_held(job) or (_JOB_END_SENTENCES.get(event, unclear) if known else unclear)
     if first is not None and job.restarts != first.restarts:
         return "the job was started again in the meantime: it continues there"
     if fruitless >= MAX_REQUEUES_WITHOUT_PROGRESS and job.times.preempt is None:
@@ -332,13 +322,13 @@ def decide_requeue(
     fruitless: int,
     scarce: bool = False,
 ) -> RequeueDecision:
-    """Whether to put the job back into the queue; `first` is the job as it was at the beginning,
-    `job` as it is, None if Slurm did not say in time.
+    """Whether to requeue the job; `first` is its state when the attempt began, `job` its state now,
+    None if Slurm did not answer in time.
 
-    Only a job that still runs: asked to requeue one that was cancelled, Slurm brings it back to
-    life. `fruitless` counts the times in a row that it came back and made no step; for a preemption
-    it is never too often. `scarce` says that there are not enough nodes besides the bad ones: a job
-    that excluded them could never start, and Slurm would hold it for good."""
+    Only a running job is requeued: a requeue would revive one that was cancelled. `fruitless` is
+    the number of requeues in a row without a new step; it does not count in a preemption. `scarce`:
+    there are not enough nodes besides the bad ones, so a job that excludes them could never
+    start."""
     if decision.code not in RESUMES_ELSEWHERE and not decision.bad_nodes:
         return RequeueDecision(False, decision.reason)
     if not batch:
@@ -362,28 +352,28 @@ def decide_requeue(
 
 
 def why_held(job: JobState) -> str:
-    """Why Slurm does not start a job again, and what to do; empty if it does."""
+    """Why Slurm holds the job, and what to do; empty if it does not."""
     if not job.held:
         return ""
-    told = how_to_release(job.id, job.state, job.reason)
-    return f"Slurm holds the job: {told}; then it continues from its checkpoint"
+    release = how_to_release(job.id, job.state, job.reason)
+    return f"Slurm holds the job: {release}; then it continues from its checkpoint"
 
 
 def killed_starts(history: RunHistory, job: str) -> int:
-    """How many launches of `job`, the last ones in a row, were killed as they started."""
+    """The number of the last launches of `job` in a row that were killed as they started."""
     last = (entry.event for entry in reversed(history.entries(Requeued, AttemptStarted)))
     killed = lambda e: isinstance(e, Requeued) and e.starting and e.job == job  # noqa: E731
     return sum(1 for _ in takewhile(killed, last))
 
 
 def requeues_without_progress(history: RunHistory, job: str, step: int | None) -> int:
-    """How many of the last requeues of `job`, in a row, found the run at `step`, where it is.
+    """The number of the last requeues of `job` in a row at which the run was at `step`, as it is
+    now.
 
-    A job that was submitted again by its supervisor is the same job. Requeues of any other job do
-    not count: a user has submitted that one. Nor does a preemption, which the run cannot prevent,
-    or a kill as the supervisor started (`killed_starts`).
-    Of a program that does not say what it saves, only those count after which it made no progress
-    (`policy.program`)."""
+    A job that its supervisor submitted again counts as the same job. Not counted are requeues of
+    other jobs, which the user submitted, preemptions, which the run cannot prevent, and kills as
+    the supervisor started (`killed_starts`). For a program that does not report what it saves, only
+    those since its last progress count (`policy.outcome.has_advanced`)."""
     chain, steps, submitted = {job}, list[int | None](), False
     kinds = (Requeued, NotRequeued, Resubmitted, ProgramAdvanced)
     for event in reversed(history.events(*kinds)):

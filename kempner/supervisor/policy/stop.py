@@ -1,5 +1,5 @@
-"""When an attempt stops, from what Slurm says; and its life as a table: which state follows which,
-and until when each may last. Pure functions, with reasons."""
+"""Pure functions: when an attempt has to stop, from the state of its Slurm job; and an attempt's
+state machine, with its deadlines."""
 
 from __future__ import annotations
 
@@ -17,38 +17,39 @@ from kempner.run.record.save_times import Durations, nearest_rank
 from kempner.supervisor.policy.outcome import ReportedLoop
 
 UNMEASURED_LEAD = 120.0
-"""Seconds before the end at which to stop, as long as nothing was measured."""
+"""Seconds before the job's end at which to stop, while no saves have been measured."""
 
 UNMEASURED_SHARE = 0.25
-"""Of the job's whole time, the most that is kept free as long as nothing was measured: a short job
-would otherwise be stopped before it has begun."""
+"""The largest share of the job's time limit used for that: a short job would otherwise be stopped
+before it has begun."""
 
 LARGEST_SHARE = 0.5
-"""Of the job's whole time, the most that is ever kept free: after one save that took for ever,
-every job would be stopped as it begins, and no other save would be measured."""
+"""The largest share of the job's time limit that is ever reserved: otherwise, after one save that
+took very long, every job would stop as it begins, and no other save would be measured."""
 
 SLACK = 10.0
-"""Seconds that a stop gets beyond what it usually takes: the supervisor looks at the clock only now
-and then, and the ranks take leave of each other."""
+"""Seconds that a stop gets beyond the measured times, for the supervisor's polling and the ranks'
+shutdown."""
 
 EXIT_MARGIN = 15.0
-"""Least seconds before the job's end by which every rank must have left or is killed: srun then
-ends, and the job goes back into the queue. Slurm takes no job back whose time is over."""
+"""The least seconds before the job's end by which every rank must have exited or is killed. After
+that srun ends and the job is requeued, which Slurm refuses once its time is over."""
 
 MARGIN_FACTOR = 2.0
-"""How many times as long as it took in earlier attempts all of that may take."""
+"""The margin is this factor times what the exit and the requeue took in earlier attempts."""
 
 MARGIN_SHARE = 0.1
-"""Of the job's whole time, the most that is kept free for it."""
+"""The largest share of the job's time limit used for the margin."""
+
 SHORTEST_KILL = 2.0
-"""Seconds that a rank which was killed gets at least."""
+"""The least seconds to wait for a rank that was killed."""
 
 LONGEST_WARNING = 3600.0
-"""Seconds before the end of a job from which on a signal passes for the warning of `--signal`; an
-earlier one was sent by hand. Slurm does not tell which it is."""
+"""A signal in these last seconds of a job is taken for the warning of `--signal`, an earlier one
+for a user's: Slurm does not tell them apart."""
 
 SOONER = 1.0
-"""Seconds by which a deadline must have come nearer for the ranks to be told again."""
+"""Seconds by which a deadline must move closer for the ranks to be told again."""
 
 PREEMPTED = "preempted by a job of higher priority"
 
@@ -62,7 +63,8 @@ class StopOrder:
 
 @dataclass(frozen=True)
 class StandingStop:
-    """What the ranks know of a stop: why, and `by` when, in seconds of the supervisor's clock."""
+    """The stop that the ranks were told: why, and `by` when, in seconds of the supervisor's
+    clock."""
 
     reason: StopReason
     sentence: str
@@ -70,11 +72,11 @@ class StandingStop:
 
 
 def renew(standing: StandingStop | None, order: StopOrder, now: float) -> StandingStop | None:
-    """What the ranks are to be told after another order; None if they know as much.
+    """What to tell the ranks after another order; None if it is nothing new.
 
-    They are told again when less time is left than was said, or the reason says more than the one
-    that they know: a signal comes first, and a moment later Slurm says why. The nearest deadline
-    holds, for by then the supervisor ends the ranks that are still there."""
+    They are told again if less time is left than they know, or if the reason is more specific: a
+    signal comes first, and Slurm explains it a moment later. The earliest deadline holds, since the
+    supervisor then kills the ranks that are left."""
     by = now + order.seconds_left
     if standing is None:
         return StandingStop(order.reason, order.sentence, by)
@@ -94,13 +96,13 @@ def decide_stop(
     margin: float,
     warned: bool,
 ) -> StopOrder | None:
-    """Whether the ranks are to stop; `first` is the job as it was when the attempt began.
+    """The order to stop, if the ranks have to; `first` is the job's state when the attempt began.
 
-    `left` is the number of seconds until the end of the job, None without one, `lead` how long
-    before it a stop must begin, `margin` how long before it the ranks must have left, `warned`
-    whether a signal came. After a preemption's grace time, as at any end of a job, Slurm sends
-    SIGTERM and waits for `kill_wait` seconds; it keeps both times or exceeds them. It then requeues
-    the job itself, or the job may not be requeued: no margin is kept."""
+    `left` is the number of seconds until the job's end (None: no time limit), `lead` how long
+    before it a stop must begin, `margin` how long before it the ranks must have exited; `warned`: a
+    signal came. After a preemption's grace time, as at any end of a job, Slurm sends SIGTERM and
+    waits for `kill_wait` seconds, or longer. It then requeues the job itself, or the job may not be
+    requeued, so no margin is kept."""
     match classify(first, now, warned):
         case JobEvent.NOTHING:
             if left is not None and left <= lead:
@@ -122,7 +124,7 @@ _REASONS = {
     JobEvent.TIME_LIMIT_REACHED: StopReason.TIME_LIMIT,
     JobEvent.REQUEUE: StopReason.REQUEUE,
     JobEvent.CANCEL: StopReason.CANCEL,
-    JobEvent.ENDED: StopReason.SIGNAL,  # Slurm signals what is left of a job, and does not say why
+    JobEvent.ENDED: StopReason.SIGNAL,  # Slurm signals a job's processes without saying why
 }
 
 
@@ -135,31 +137,30 @@ def _decide_on_warning(left: float, margin: float) -> StopOrder:
 
 
 def exit_margin(measured: Collection[float], limit: float | None) -> float:
-    """Seconds before the job's end by which every rank must have left.
+    """Seconds before the job's end by which every rank must have exited.
 
-    `measured` are the seconds from the exit of the last rank until the job was back in the queue,
-    in earlier attempts; `limit` is the job's whole time in seconds, None without one."""
+    `measured` are the seconds from the exit of the last rank to the requeue in earlier attempts;
+    `limit` is the job's time limit in seconds, None without one."""
     long = nearest_rank(measured, 0.95)
     margin = EXIT_MARGIN if long is None else max(EXIT_MARGIN, MARGIN_FACTOR * long)
     return margin if limit is None else min(margin, MARGIN_SHARE * limit)
 
 
 def time_to_abandon(left: float | None, patience: float) -> float:
-    """Seconds to wait until a killed rank is gone, of `left` until the job's end.
-
-    About half of them: the rest is for the requeue, even if a rank is stuck in the kernel."""
+    """Seconds to wait for a killed rank, with `left` seconds until the job's end: at most half of
+    them, so that the job can be requeued even if a rank is stuck in the kernel."""
     return patience if left is None else min(patience, max(SHORTEST_KILL, left / 2))
 
 
 def stop_lead(
     durations: Durations, longest_gap: float | None, limit: float | None, margin: float
 ) -> float:
-    """Seconds before the end at which a stop must begin.
+    """Seconds before the job's end at which a stop must begin: two gaps between votes (one until
+    the ranks agree, one for the step they are in), two saves (one under way, and the last one),
+    slack, and the `margin`.
 
-    `longest_gap` is the 95th percentile of the seconds between two votes: one passes until the
-    ranks agree, and the step that they are in takes another. A save may be under way, and the last
-    one follows it; then comes the `margin`. `limit` is the job's whole time in seconds, None
-    without one."""
+    `longest_gap` is the 95th percentile of the seconds between two votes; `limit` is the job's time
+    limit in seconds, None without one."""
     save = durations.quantile(0.95)
     if save is None or longest_gap is None:
         return UNMEASURED_LEAD if limit is None else min(UNMEASURED_LEAD, UNMEASURED_SHARE * limit)
@@ -170,11 +171,10 @@ def stop_lead(
 def warn_of_slow_saves(
     durations: Durations, preemption: float | None, lead: float, limit: float | None
 ) -> str | None:
-    """What a run is warned of whose saves take too long for what its job may leave them.
+    """A warning if saves take longer than a preemption or the job's time leaves for them.
 
-    In seconds: `preemption` is what a preemption leaves, None if there is none; `lead` how long
-    before the job's end a stop begins, as from `stop_lead`; `limit` its whole time, None without.
-    """
+    In seconds: `preemption` is the time that a preemption leaves (None: no preemption), `lead` as
+    from `stop_lead`, `limit` the job's time limit (None: none)."""
     save = durations.quantile(0.95)
     if save is None:
         return None
@@ -200,16 +200,15 @@ class AttemptState(StrEnum):
     RUNNING = "running"
     """All ranks have connected."""
     STOPPING = "stopping"
-    """The ranks were asked to commit and leave."""
+    """The ranks were asked to commit and exit."""
     FAILING = "failing"
-    """A rank failed: the others, asked to stop or not, are given a moment to leave."""
+    """A rank failed; the others have a moment to exit, whether asked to stop or not."""
     COLLECTING_EVIDENCE = "collecting evidence"
-    """Nothing moves: the ranks and their nodes say what they see, before they are killed."""
+    """The ranks hang; they and their nodes report their state before they are killed."""
     KILLING = "killing"
-    """Time is up: whatever is left is killed."""
+    """Time is up; the remaining ranks are killed."""
     ABANDONED = "abandoned"
-    """A rank cannot be killed, and is left behind: it is stuck in the kernel, or its node is gone.
-    """
+    """A rank cannot be killed: it is stuck in the kernel, or its node is gone."""
     ENDED = "ended"
     """No rank is left."""
 
@@ -226,24 +225,24 @@ class Trigger(StrEnum):
 
 
 class Deadline(StrEnum):
-    """What an attempt may not outstay; what happens then."""
+    """The deadlines of an attempt, each with what happens then."""
 
     RECONNECT = "reconnect"
-    """A rank whose connection broke off counts as gone."""
+    """A rank whose connection broke counts as lost."""
     JOIN = "join"
-    """A rank that never connected counts as gone."""
+    """A rank that never connected counts as lost."""
     STOP = "stop"
-    """The ranks, asked to stop, are killed."""
+    """The ranks that were asked to stop are killed."""
     CRASH = "crash"
-    """The ranks that outlived another are killed."""
+    """The ranks that survived a failed one are killed."""
     EVIDENCE = "evidence"
     """The ranks that hang are killed."""
     ABANDON = "abandon"
-    """The ranks that were killed, and are still there, are left behind."""
+    """The ranks that survive SIGKILL are abandoned."""
 
 
 STAYS: Final = None
-"""In the table: what happens is of no account in this state."""
+"""In the table: the trigger has no effect in this state."""
 
 _S, _T, _D = AttemptState, Trigger, Deadline
 _COLLECTING = AttemptState.COLLECTING_EVIDENCE
@@ -253,8 +252,8 @@ _COLUMNS = (
     _T.STOP_REQUESTED, _T.RANK_FAILED, _T.HANG_FOUND, _T.OUTSTAYED, _T.TIME_UP, _T.ALL_ENDED,
 )  # fmt: skip
 
-# A stop or a failure has a deadline of its own: from then on standing still is no hang. A hang that
-# was found goes first: neither a stop nor a failure keeps its evidence from being collected.
+# A stop or a failure has its own deadline, so ranks that do not move then are no hang. If the hang
+# was found first, neither a stop nor a failure interrupts the collection of evidence.
 _ROWS: Mapping[AttemptState, tuple[AttemptState | None, ...]] = {
     _S.LAUNCHING: (_S.JOINING, _S.RUNNING, _S.STOPPING, _S.FAILING, _COLLECTING,
                    _S.KILLING, STAYS,        _S.ENDED),
@@ -279,7 +278,7 @@ TRANSITIONS: Mapping[tuple[AttemptState, Trigger], AttemptState | None] = {
     for state, row in _ROWS.items()
     for trigger, to in zip(_COLUMNS, row, strict=True)
 }
-"""For every state, where whatever may happen leads to."""
+"""The next state for every state and trigger."""
 
 DEADLINES: Mapping[AttemptState, frozenset[Deadline]] = {
     _S.LAUNCHING: frozenset({_D.RECONNECT}),
@@ -301,19 +300,19 @@ BEGINS: Mapping[Trigger, Deadline] = {
     _T.OUTSTAYED: _D.ABANDON,
     _T.TIME_UP: _D.ABANDON,
 }
-"""What begins a deadline after which all that is left is killed, and at last left behind."""
+"""The triggers that start a deadline, after which ranks are killed or, at last, abandoned."""
 
 OVER: Final = frozenset({AttemptState.ABANDONED, AttemptState.ENDED})
-"""The states after which nothing is left to follow."""
+"""The final states."""
 
 
 @dataclass(frozen=True)
 class AttemptLife:
-    """An attempt is in `state` since `since`, and its time is up at `until`; seconds of one clock.
+    """An attempt is in `state` since `since`, until its deadline `until`; seconds of one clock.
 
-    `graces` has the seconds of each deadline in `BEGINS`. The earliest of those that were begun
-    counts: a stop gives a rank that has to leave because of another rank no more time, and vice
-    versa. The deadline after the kill is separate."""
+    `graces` has the seconds of each deadline in `BEGINS`. The earliest deadline that was started
+    counts: a stop gives no more time to a rank that has to exit because of another's failure, and
+    vice versa. The deadline after the kill is separate."""
 
     graces: Mapping[Deadline, float]
     state: AttemptState
@@ -321,14 +320,13 @@ class AttemptLife:
     until: float = inf
 
     def after(self, trigger: Trigger, now: float, within: float = inf) -> AttemptLife:
-        """What it is after something has happened that allows for `within` seconds at most.
-
-        The same trigger again may bring the end nearer, and never puts it off."""
+        """The attempt after a trigger whose deadline is at most `within` seconds away. The same
+        trigger again may move the deadline closer, never further away."""
         state = TRANSITIONS[self.state, trigger] or self.state
         begun, until = BEGINS.get(trigger), self.until
         if begun in DEADLINES[state]:
             grace = min(self.graces[begun], within)
-            # A rank that is killed now gets that time, whatever deadline was begun before.
+            # A rank that is killed now gets its full grace, whatever deadline was started before.
             killed_now = begun is Deadline.ABANDON and state is not self.state
             until = now + grace if killed_now else min(until, now + grace)
         since = self.since if state is self.state else now
@@ -343,13 +341,13 @@ class AttemptLife:
 
 
 @dataclass
-class StopSoFar:
-    """What is known of a stop, and of the `loop` of a program of the user's own.
+class StopStatus:
+    """What is known of a stop, and of the `loop` of a user's program.
 
-    `standing` is what the ranks were told, None until they are asked to stop; `said` is why they
-    stop by their own words. `unrecorded` is what the ledger does not tell yet, and since when.
-    `by_user` is whether a person asked for it: then no signal is a warning of Slurm's. `signalled`
-    is whether a rank has said that a signal came to it."""
+    `standing` is what the ranks were told, None until they are asked to stop; `said` is the reason
+    that the ranks themselves gave. `unrecorded` is what is not in the ledger yet, and since when.
+    `by_user`: `kempner stop` asked for it, so no signal is Slurm's warning. `signalled`: a rank has
+    reported a signal."""
 
     signals: list[ReceivedSignal] = field(default_factory=list)
     standing: StandingStop | None = None
@@ -361,9 +359,9 @@ class StopSoFar:
 
     @property
     def reason(self) -> StopReason:
-        """Why the ranks were asked to stop, or said that they do; NONE if there was no request."""
+        """Why the ranks were asked to stop, or stop by themselves; NONE if they were not asked."""
         if self.standing is None:
             return StopReason.NONE
         if self.standing.reason is StopReason.PEER_STOPPED and self.said:
-            return self.said  # they know why that one was asked
+            return self.said  # the ranks know why that peer was asked
         return max(self.standing.reason, self.said)

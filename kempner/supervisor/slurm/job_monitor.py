@@ -1,6 +1,5 @@
-"""Watches the supervisor's Slurm job from a thread, and knows when it ends.
-
-What an attempt knows of its Slurm job: as it was when the attempt began, and as it is now."""
+"""`JobMonitor` polls Slurm about the supervisor's job from a thread; `JobView` is what one attempt
+knows of the job: its state when the attempt began, and now."""
 
 from __future__ import annotations
 
@@ -32,43 +31,43 @@ from kempner.supervisor.slurm.job_nodes import (
     NodesWatch,
     candidates,
     expanded,
-    let_go_if_held,
+    release_if_held,
 )
 from kempner.supervisor.watchdog.board import board
 
 LOOK_EVERY, FAR_FROM_END = 10.0, 900.0
-"""Seconds between two questions to the controller, which serves the whole cluster, and before the
-end of a job until which a third of them are enough: signals are followed by a look of their
-own."""
+"""Seconds between two polls. A job whose end is more than `FAR_FROM_END` seconds away is polled a
+third as often, to spare the controller; after a signal it is polled at once."""
 
 SETTINGS_EVERY = 600.0
-"""Seconds between two questions about the cluster's settings and clock."""
+"""Seconds between two polls of the cluster's settings and clock."""
 
 LATE = 600.0
-"""Seconds after the end of a job for which to go on trying to requeue it: a controller that is away
-ends no job, and one that is back looks at time limits every 30 s."""
+"""Seconds past the job's end for which to keep trying to requeue it. A controller that is down ends
+no job; once it is back, it checks time limits every 30 s."""
 
 WITHOUT_END = 3600.0
-"""Seconds for which to try so in a job without a time limit."""
+"""Seconds for which to try to requeue a job without a time limit."""
 
 WAIT_SHARE = 0.6
-"""Of the margin at the job's end, what is left of it when nothing is waited for any longer. Later,
-the watchdog puts the job back."""
+"""Share of the margin before the job's end: with less time left, the supervisor waits for nothing
+before it requeues the job. Later the watchdog requeues it."""
 
-TOLD_AFTER = 15.0
-"""Seconds of silence after which the job's log tells of it: a single lost answer is nothing."""
+WARN_AFTER = 15.0
+"""Seconds without an answer from Slurm after which the log warns of it."""
 
-USUAL = ClusterSettings(kill_wait=30.0, node_timeout=300.0, ahead=None)
-"""Slurm's defaults, as long as the controller has not said what it uses."""
+DEFAULTS = ClusterSettings(kill_wait=30.0, node_timeout=300.0, ahead=None)
+"""Slurm's defaults, used until the controller reports its settings."""
 
 
 @dataclass(frozen=True)
 class JobSeen:
-    """What the controller said of the job just now.
+    """What the controller reported of the job.
 
-    `seconds_left` is the time until its end, None without one; `kill_wait` is KillWait in seconds;
-    `asked_at` is when it was asked (`time.monotonic`, seconds); `grace` the partition's GraceTime
-    in seconds, infinite if its jobs are not preempted, None as long as Slurm has not said."""
+    `seconds_left` is the time until its end, None without a time limit; `kill_wait` is Slurm's
+    KillWait in seconds; `asked_at` is the time of the poll (`time.monotonic`, seconds); `grace` is
+    the partition's GraceTime in seconds, infinite if its jobs are not preempted, None if not known
+    yet."""
 
     state: JobState
     seconds_left: float | None
@@ -79,30 +78,32 @@ class JobSeen:
 
 @dataclass
 class _Silence:
-    """Since when Slurm gives no answer (`time.monotonic`, seconds), and whether that was told."""
+    """Slurm has not answered since then (`time.monotonic`, seconds); `warned` if the log says
+    so."""
 
     since: float
-    told: bool = False
+    warned: bool = False
 
 
 class JobMonitor:
-    """Asks about the job now and then, and at once where there is a reason to."""
+    """Polls Slurm about a job: at intervals, and at once after `look`."""
 
     def __init__(self, job: str, batch: bool, arguments: Sequence[str] | None = None) -> None:
         self.id, self.batch = job, batch
         self.arguments = arguments
-        """With which to submit the job again where it cannot be requeued; None to leave that."""
+        """The arguments with which to submit the job again if it cannot be requeued; None not
+        to."""
         self._ask, self._done = threading.Event(), threading.Event()
         self._silence: _Silence | None = None
         self.nodes = NodesWatch(job, batch)
         self._nodes: int | None = None
         self._running: JobState | None = None
-        self._settings, self._settings_due = USUAL, 0.0
+        self._settings, self._settings_due = DEFAULTS, 0.0
         self._grace: float | None = None
         self._post: Callable[[JobSeen], None] | None = None
 
     def watch(self, post: Callable[[JobSeen], None]) -> None:
-        """Start to `post` what the controller says, from a thread; called again, to the new one."""
+        """Start to `post` each state from a thread; a second call replaces `post`."""
         started, self._post = self._post is not None, post
         if not started:
             keep_running("job", self._watch)
@@ -116,7 +117,7 @@ class JobMonitor:
         self._ask.set()
 
     def state(self, within: float = SHORTLY) -> JobState | None:
-        """What the controller says now; None if it does not, asked for `within` seconds."""
+        """The job's state now; None if Slurm does not answer `within` seconds."""
         try:
             state = patiently(
                 lambda: scontrol.job_state(self.id, within=0.0), within, self.note_silence
@@ -129,7 +130,7 @@ class JobMonitor:
 
     @property
     def comes_back(self) -> bool:
-        """Whether the job can be put back into the queue, to go on by way of it."""
+        """Whether the job can be requeued, so that the run continues in it."""
         known = self.last_known() if self.batch else None
         return known is not None and known.may_requeue
 
@@ -137,13 +138,13 @@ class JobMonitor:
         return self._running or self.state()
 
     def note_silence(self, error: SlurmError) -> None:
-        """Slurm gave no answer; said once, if it goes on."""
+        """Log that Slurm gave no answer; warn once if that lasts."""
         now = time.monotonic()
         if self._silence is None:
             self._silence = _Silence(now)
             logger().info("Slurm gave no answer", reason=str(error))
-        elif not self._silence.told and now - self._silence.since > TOLD_AFTER:
-            self._silence.told = True
+        elif not self._silence.warned and now - self._silence.since > WARN_AFTER:
+            self._silence.warned = True
             logger().warning("Slurm gives no answer; asking again", reason=str(error))
 
     def try_until(self) -> float:
@@ -152,15 +153,15 @@ class JobMonitor:
         return time.monotonic() + (WITHOUT_END if left is None else left + LATE)
 
     def seconds_left(self, state: JobState) -> float | None:
-        """Seconds until the job's end, None without one.
+        """Seconds until the job's end; None without a time limit.
 
-        By the controller's clock alone, once it has told it: this host's may be minutes off."""
+        Measured by the controller's clock once that is known: this host's clock may be minutes
+        off."""
         return None if state.times.end is None else state.times.end - self._now()
 
     def clock(self) -> float:
-        """Seconds since the epoch by the controller's clock; by this host's where it is not told.
-
-        Slurm's own times, and whose clock is wrong, are judged by it."""
+        """Seconds since the epoch by the controller's clock, or by this host's if that is not
+        known. Times that Slurm reports, and the clocks of other nodes, are compared with it."""
         if self._settings.ahead is None:
             self._learn_settings(within=0.0)
         return self._now()
@@ -169,10 +170,9 @@ class JobMonitor:
         ahead = self._settings.ahead
         return time.time() if ahead is None else time.monotonic() + ahead
 
-    def finds_others(self, without: Sequence[str], within: float = SHORTLY) -> bool | None:
-        """Whether it could run on enough nodes besides these and those that are excluded now.
-
-        In whatever state they are: the job can wait. None if Slurm does not say."""
+    def has_other_nodes(self, without: Sequence[str], within: float = SHORTLY) -> bool | None:
+        """Whether the job could run on enough nodes other than `without` and those excluded now, in
+        whatever state: it can wait for them. None if Slurm does not say."""
         state = self.state(within)
         if state is None:
             return None
@@ -180,7 +180,7 @@ class JobMonitor:
         return None if found is None else len(found - set(without)) >= self.needed(state)
 
     def needed(self, state: JobState) -> int:
-        """How many nodes the job had at first, and is to get again."""
+        """The number of nodes that the job had at first, and asks for again."""
         return self._nodes or state.nodes.count
 
     def ask_for_all(
@@ -190,9 +190,9 @@ class JobMonitor:
         after: float = 0.0,
         within: float = SHORTLY,
     ) -> bool:
-        """Have the requeued job get as many nodes as it had at first, but not some of them.
-
-        `state` is the job as it was seen last; it waits `after` seconds. Whether that is so now."""
+        """Have the requeued job get as many nodes as it had at first, but none of those in
+        `without`, and not start before `after` seconds. `state` is its last known state. Returns
+        whether Slurm has taken that over."""
         if state is None or self._nodes is None:
             return True
         barred = None if without is None else without.nodes
@@ -207,21 +207,22 @@ class JobMonitor:
             )
             return False
         seen = None if without is None else self.state(within)
-        if seen is None or without is None or let_go_if_held(self.id, seen, without):
+        if seen is None or without is None or release_if_held(self.id, seen, without):
             return True
-        missing = set(without.nodes) - set(expanded(seen.nodes.excluded))  # whatever Slurm has said
+        # Slurm may report success without having changed the job.
+        missing = set(without.nodes) - set(expanded(seen.nodes.excluded))
         if missing:
             logger().warning("Slurm has not excluded a node of the job yet", nodes=sorted(missing))
         return not missing
 
     def node_timeout(self, within: float = SHORTLY) -> float:
-        """Seconds until Slurm, too, sees that a node is gone."""
+        """Seconds after which Slurm takes a node for lost (SlurmdTimeout)."""
         self._learn_settings(within)
         return self._settings.node_timeout
 
     def leave(self, nodes: Collection[str], within: float = 0.0) -> None:
-        """Do without these nodes, and give them back as soon as no other job would get them; wait
-        for that for `within` seconds. Until then the job keeps them."""
+        """Give these nodes back as soon as Slurm would give them to no other job; until then the
+        job keeps them. Waits for that, at most `within` seconds."""
         self.nodes.leave(nodes)
         self._ask.set()
         self.nodes.wait_for_return(nodes, within)
@@ -255,7 +256,7 @@ class JobMonitor:
         return LOOK_EVERY if left is not None and left < FAR_FROM_END else 3 * LOOK_EVERY
 
     def _look_once(self) -> bool:
-        """Post what the controller says; whether it said something."""
+        """Post the job's state; False if Slurm did not answer."""
         asked_at, state = time.monotonic(), self.state(within=0.0)
         if state is None:
             return False
@@ -266,19 +267,19 @@ class JobMonitor:
             preempted = state.times.preempt is not None  # Slurm requeues it itself
             at = None if left is None or preempted else time.monotonic() + left
             board().tell_end(at, state.times.end)
-        if self._grace is None:  # for the next time: nothing waits for a warning
+        if self._grace is None:  # used at the next look: a warning is not urgent
             self._grace = _grace_of(state.nodes.partition)
         return True
 
     def _note(self, state: JobState) -> None:
-        if self._silence is not None and self._silence.told:
+        if self._silence is not None and self._silence.warned:
             logger().warning("Slurm answers again")
         self._silence = None
         self._nodes = self._nodes or state.nodes.count
         self._running = state if state.running else self._running
 
     def _learn_settings(self, within: float) -> None:
-        """Ask for the cluster's settings and clock, unless they were just asked for."""
+        """Ask for the cluster's settings and clock if that is due."""
         if time.monotonic() < self._settings_due:
             return
         before = self._settings.series
@@ -292,8 +293,8 @@ class JobMonitor:
                 f"Slurm {self._settings.series}: kempner was tried with "
                 f"{', '.join(scontrol.TRIED)} (docs/sites.md), and goes on"
             )
-        told = self._settings.ahead is not None
-        self._settings_due = time.monotonic() + (SETTINGS_EVERY if told else LOOK_EVERY)
+        has_clock = self._settings.ahead is not None
+        self._settings_due = time.monotonic() + (SETTINGS_EVERY if has_clock else LOOK_EVERY)
 
 
 def _grace_of(partition: str) -> float | None:
@@ -306,16 +307,16 @@ def _grace_of(partition: str) -> float | None:
 
 
 class JobView:
-    """Of one attempt, through the `monitor` of its job; outside of a job there is nothing to see.
+    """What one attempt knows of its job, through `monitor`; nothing if there is no job.
 
     Times are seconds of the attempt's clock."""
 
     def __init__(self, monitor: JobMonitor | None) -> None:
         self._monitor = monitor
         self.id = None if monitor is None else monitor.id
-        """The job's number; None outside of a job."""
+        """The job id; None outside of a job."""
         self.at_first: JobState | None = None
-        """The job as it was when the attempt began, if Slurm has said so yet."""
+        """The job's state when the attempt began; None until Slurm has reported it."""
         self._seen: JobSeen | None = None
         self._ends_at: float | None = None
         self._warned = False
@@ -325,19 +326,20 @@ class JobView:
             self._monitor.look()
 
     def is_ending(self) -> bool:
-        """Whether Slurm says, asked now, that it preempts or ends the job: then it has signalled
-        the tasks, and this process perhaps not."""
+        """Ask Slurm whether it preempts or ends the job. Then it has signalled the tasks, but
+        perhaps not this process."""
         state = None if self._monitor is None else self._monitor.state()
         return state is not None and (not state.running or state.times.preempt is not None)
 
     def take_in(self, seen: JobSeen, now: float) -> None:
         self.at_first = self.at_first or seen.state
         self._seen, left = seen, seen.seconds_left
-        # By the attempt's clock: Slurm, too, does not count the time for which it suspends a job.
+        # By the attempt's clock, which stands still while the job is suspended, as Slurm's does.
         self._ends_at = None if left is None else now + left
 
     def seconds_left(self, now: float) -> float | None:
-        """Until the end of a job that runs or is suspended; None without one, or if not known."""
+        """Seconds until the end of a running or suspended job; None if it has no end or is not
+        known."""
         if self._ends_at is None or self._seen is None:
             return None
         job = self._seen.state
@@ -346,11 +348,11 @@ class JobView:
         return self._ends_at - now
 
     def stop_order(self, times: RunTimes, signals: Sequence[ReceivedSignal]) -> StopOrder | None:
-        """Whether the ranks have to stop: the job's end is near, or Slurm is about to end it.
+        """The order to stop if the job's end is near or Slurm is about to end it, else None.
 
-        `signals` are those that came: any may be Slurm's warning, but for a Ctrl-C at a terminal,
-        which a batch process has not. One that came since Slurm was asked says nothing yet: Slurm
-        may be about to say that it was a requeue or a cancel."""
+        `signals` are those received. Any of them may be Slurm's warning, except SIGINT outside of a
+        batch process, which is a Ctrl-C. A signal that came after the last poll does not count yet:
+        the next poll may show a requeue or a cancel."""
         if self.at_first is None or self._seen is None:
             return None
         job, asked_at = self._seen.state, self._seen.asked_at
@@ -372,20 +374,20 @@ class JobView:
         job, grace = self._seen.state, self._seen.grace
         left = None if grace is None else grace + self._seen.kill_wait
         lead, _ = self._lead_and_margin(times, job.times.limit)
-        said = warn_of_slow_saves(times.saves, left, lead, job.times.limit)
-        self._warned = said is not None
-        return said
+        warning = warn_of_slow_saves(times.saves, left, lead, job.times.limit)
+        self._warned = warning is not None
+        return warning
 
     def too_late_to_wait(self, times: RunTimes) -> bool:
-        """Whether what is left of the job's time is needed to put it back into the queue, whatever
-        is waited for."""
+        """Whether the rest of the job's time is needed to requeue it, so that nothing may be waited
+        for."""
         left = self.seconds_left(times.now())
         if left is None or self._seen is None or self._seen.state.times.preempt is not None:
             return False
         return left <= WAIT_SHARE * self._lead_and_margin(times, self._seen.state.times.limit)[1]
 
     def ends_within(self, seconds: float, times: RunTimes) -> bool:
-        """Whether a stop has to begin within `seconds` (fewer in a short job), or by now."""
+        """Whether a stop has to begin within `seconds` (fewer in a short job)."""
         left = self.seconds_to_train(times)
         if left is None or self._seen is None:
             return False
@@ -393,7 +395,7 @@ class JobView:
         return left <= (seconds if limit is None else min(seconds, MARGIN_SHARE * limit))
 
     def seconds_to_train(self, times: RunTimes) -> float | None:
-        """Until a stop has to begin; None without an end, or if it is not known."""
+        """Seconds until a stop has to begin; None if the job has no end or is not known."""
         left = self.seconds_left(times.now())
         if left is None or self._seen is None:
             return None

@@ -1,5 +1,5 @@
-"""The nodes of a job: what Slurm is about to do with its own, which of them it gets back, and which
-it is kept away from when it is requeued: made anew each time, never for good."""
+"""The nodes of a job: which of them drain or go into maintenance, which are given back to Slurm,
+and which are excluded when it is requeued (anew for each requeue, never permanently)."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ NODES_EVERY = 30.0
 """Seconds between two questions about the nodes."""
 
 MAINTENANCE_EVERY = 600.0
-"""Seconds between two questions about reservations, each in the place of one about the nodes."""
+"""Seconds between two questions about reservations, each asked instead of one about the nodes."""
 
 SOON_AGAIN, TRIES = 4.0, 12
-"""Seconds between two questions while the job waits to give nodes back, and how often they come so
-soon."""
+"""Seconds between two questions while the job waits to give nodes back, and how many are asked at
+that rate."""
 
 SENT_EVERY = 4
-"""Of these questions, before each fourth the controller is made to try the nodes."""
+"""Before every n-th of these questions Slurm is made to contact the nodes."""
 
 
 class NodesWatch:
-    """Of one job; those that it is to do without are `leave`d, and given back when Slurm itself
-    gives them to no other job."""
+    """Watches the nodes of one job, and gives back those that the run leaves, as soon as Slurm
+    would give them to no other job."""
 
     def __init__(self, job: str, batch: bool) -> None:
         self._job, self._batch = job, batch
@@ -43,13 +43,14 @@ class NodesWatch:
         self._tries = TRIES
         self._given: list[NodesGivenBack] = []
         self._changed = threading.Condition()
-        # Slurm starts no job on a node of which a maintenance is planned in the job's time, nor on
-        # one that drains: nothing is asked as it begins.
+        # Slurm starts no job on a node that drains or has maintenance planned in the job's time,
+        # so there is nothing to ask at its start.
         self.due = self._maintenance_due = time.monotonic() + NODES_EVERY
 
     @property
-    def going(self) -> dict[str, str]:
-        """The nodes that are to go, each with a reason, as Slurm said when it was last asked."""
+    def departing(self) -> dict[str, str]:
+        """The nodes that drain or will be in maintenance, each with the reason, as of the last
+        look."""
         return {**self._in_maintenance, **self._drained}
 
     def leave(self, nodes: Collection[str]) -> None:
@@ -63,14 +64,14 @@ class NodesWatch:
             self._changed.wait_for(lambda: self._left.isdisjoint(nodes), within)
 
     def given_back(self) -> list[NodesGivenBack]:
-        """What was given back and has not been told yet."""
+        """What was given back since the last call."""
         with self._changed:
-            told, self._given = self._given, []
-        return told
+            given, self._given = self._given, []
+        return given
 
     def look(self, job: JobState, now: float) -> None:
-        """Ask once. `job` is what is known of it, `now` the controller's clock in seconds since the
-        epoch. Raises `SlurmError`."""
+        """Ask Slurm once. `job` is its last known state, `now` the controller's clock in seconds
+        since the epoch. Raises `SlurmError`."""
         if not self._left and time.monotonic() >= self._maintenance_due:
             self._maintenance_due = time.monotonic() + MAINTENANCE_EVERY
             self.due = time.monotonic() + SOON_AGAIN
@@ -80,16 +81,16 @@ class NodesWatch:
         self.due = time.monotonic() + (SOON_AGAIN if hurry else NODES_EVERY)
         held = scontrol.hostnames(job.nodes.held) if job.nodes.held else []
         if hurry:
-            self._have_nodes_tried()
+            self._ping_nodes()
         shown = scontrol.shown_nodes(held, within=0.0) if held else []
         self._drained = drained(node for node in shown if node.name not in self._left)
         self._give_back(shown)
 
-    def _have_nodes_tried(self) -> None:
+    def _ping_nodes(self) -> None:
         due, self._tries = self._tries % SENT_EVERY == 0, self._tries + 1
         try:
             if due:
-                scontrol.have_nodes_tried(self._job)
+                scontrol.ping_nodes(self._job)
         except SlurmError as error:  # then Slurm notices by itself, later
             logger().info("Slurm does not try the job's nodes", reason=str(error))
 
@@ -117,12 +118,12 @@ class NodesWatch:
 
 
 _HELD = ("JobHeldAdmin", "JobHeldUser", "BadConstraints")
-"""Reasons of a job that Slurm will never start as it stands."""
+"""The pending reasons with which Slurm never starts a job unless it is changed."""
 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """What a requeue excludes: `without` are our suspects, `own` what the user excluded."""
+    """The nodes that a requeue excludes: `without` are kempner's suspects, `own` the user's."""
 
     without: tuple[str, ...]
     own: tuple[str, ...]
@@ -132,23 +133,23 @@ class Exclusion:
         return [*self.own, *(node for node in self.without if node not in self.own)]
 
 
-def of_the_user(excluded: Iterable[str], history: RunHistory, job: str) -> tuple[str, ...]:
-    """What the user excluded when the job was submitted: of all that is `excluded` now, the nodes
-    that no requeue of this job has added."""
+def excluded_by_user(excluded: Iterable[str], history: RunHistory, job: str) -> tuple[str, ...]:
+    """The nodes that the user excluded at submission: those `excluded` now that no requeue of this
+    job has added."""
     ours = {
         node for event in history.events(Requeued) if event.job == job for node in event.without
     }
     return tuple(node for node in excluded if node not in ours)
 
 
-def choose(
+def choose_excluded(
     bad: Collection[str], suspect: Collection[str], candidates: Collection[str] | None, needed: int
 ) -> tuple[str, ...]:
-    """The nodes to do without: all suspects, or the `bad` ones alone, or none.
+    """The nodes to exclude: all suspects, or only the `bad` nodes, or none.
 
-    Suspects that it would not get anyway stay out: another run's may be of another cluster.
-    `candidates` are the nodes on which the job could run, those that its user excludes left out;
-    None if unknown. As many of them as are `needed` must be left, or Slurm would hold the job."""
+    `candidates` are the nodes on which the job could run, without those that its user excludes;
+    None if unknown. At least `needed` of them must remain, or Slurm would hold the job. Suspects
+    that are no candidates are not excluded: they may be of another cluster."""
     if candidates is None:
         return ()
     for without in ({*bad, *set(suspect).intersection(candidates)}, set(bad)):
@@ -158,11 +159,11 @@ def choose(
 
 
 def candidates(job: JobState, own: Collection[str]) -> set[str] | None:
-    """The nodes on which a job could run, in whatever state they are; None if Slurm does not say.
+    """The nodes on which a job could run, in whatever state; None if Slurm does not say.
 
-    Those of its partitions and its reservation that have the features and the type of GPU that it
-    asks for, without those that its user excludes. A job that asks for certain nodes by name gets
-    no others: they are all that counts."""
+    These are the nodes of its partitions and its reservation with the features and the GPU type
+    that it asks for, without those in `own`, which its user excludes. A job that names its nodes
+    can run on no others."""
     nodes = job.nodes
     try:
         if nodes.required:
@@ -183,8 +184,8 @@ def _fitting(nodes: JobNodes, found: Collection[str]) -> set[str] | None:
     return eligible(nodes.features, nodes.resources, scontrol.show_nodes(sorted(found)))
 
 
-def let_go_if_held(job: str, state: JobState | None, exclusion: Exclusion) -> bool:
-    """Give up our part of the exclusion if Slurm holds the job; whether it did."""
+def release_if_held(job: str, state: JobState | None, exclusion: Exclusion) -> bool:
+    """Drop the suspects from the exclusion if Slurm holds the job; whether it was held."""
     if state is None or state.reason not in _HELD or not exclusion.without:
         return False
     logger().warning("Slurm holds the job: excluding no suspect nodes", reason=state.reason)

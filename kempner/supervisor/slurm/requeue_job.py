@@ -1,6 +1,5 @@
-"""Requeues the Slurm job after the ranks have exited, or says why not.
-
-Submits the batch script again, where users may not requeue."""
+"""Requeues the Slurm job after the ranks have exited, or submits its batch script again where users
+may not requeue; else reports why not."""
 
 from __future__ import annotations
 
@@ -34,9 +33,9 @@ from kempner.supervisor.slurm.job_monitor import JobMonitor
 from kempner.supervisor.slurm.job_nodes import (
     Exclusion,
     candidates,
-    choose,
+    choose_excluded,
+    excluded_by_user,
     expanded,
-    of_the_user,
 )
 from kempner.supervisor.watchdog.board import WatchdogVerdict, board
 
@@ -48,12 +47,13 @@ def same_again(
     without: Sequence[str] = (),
     shown: str = "",
 ) -> list[str]:
-    """The command that submits `script` as `submit_line` did its own, but not to some nodes.
+    """The sbatch command that submits `script` with the options of `submit_line`, excluding the
+    nodes `without`.
 
-    Slurm keeps that line without its quotes. What follows the script must be the `arguments` that
-    reached kempner; the script's path, and the values in which users write spaces, must agree with
-    what is `shown` of the job. Raises `ValueError` with a sentence if they do not, or in an array.
-    """
+    Slurm stores the submit line without its quotes. So what follows the script in it must be the
+    `arguments` that reached kempner, and the script's path and option values that may contain
+    spaces must agree with `shown`, the output of `scontrol show job`. Raises `ValueError` with a
+    sentence if they do not, or for a job array."""
     handed_on = f" {' '.join(arguments)}"
     words = submit_line.removesuffix(handed_on).split(" ")
     if not submit_line.endswith(handed_on) or len(words) < 2:
@@ -68,8 +68,8 @@ def same_again(
         )
     options = regroup(words[1:-1])
     for name, field, end in _WITH_SPACES:
-        said = [value for option, value in read_pairs(options) if option == name]
-        if said and not re.search(rf" {field}={re.escape(said[-1])} +{end}", f"{shown} "):
+        values = [value for option, value in read_pairs(options) if option == name]
+        if values and not re.search(rf" {field}={re.escape(values[-1])} +{end}", f"{shown} "):
             raise ValueError(f"`{submit_line}`: where --{name} ends cannot be seen without quotes")
     excluded = [f"--exclude={','.join(without)}"] if without else []
     return [words[0], *options, *excluded, str(script), *arguments]
@@ -79,15 +79,15 @@ _WITH_SPACES = (
     ("job-name", "JobName", r"(?:SLUID|UserId)="),
     ("comment", "Comment", r"(?:[A-Z][\w:/]*=|$)"),
 )
-"""Options in whose values users write spaces: where Slurm shows them, and what follows there."""
+"""Options whose values may contain spaces: the field in which `scontrol show job` prints each, and
+what follows it there."""
 
 
 def resubmit(job: str, arguments: Sequence[str], folder: Path, without: Sequence[str]) -> str:
-    """Submit the job's script again, with the resources and arguments that it had; the new id.
+    """Submit the job's script again with the same resources and arguments, excluding the nodes
+    `without`; the new job id.
 
-    It will not run on the nodes `without` which it is to go on.
-
-    The script is kept in the attempt's `folder`, so that an attempt does this once at most. Raises
+    Keeps the script in the attempt's `folder`, so that an attempt does this at most once. Raises
     `SlurmError` or `ValueError` with a sentence."""
     script = folder / "batch.sh"
     if script.exists():
@@ -95,7 +95,7 @@ def resubmit(job: str, arguments: Sequence[str], folder: Path, without: Sequence
     shown = scontrol.show_whole_job(job)
     command = same_again(scontrol.submit_line(job), arguments, script, without, shown)
     scontrol.write_script(job, script)
-    # Without its own variables, which the new job would take for its own (a restart count, say).
+    # Without this job's variables, which the new job would take for its own (a restart count, say).
     environ = submission_environment(os.environ)
     environ.pop(SUPERVISED, None)
     return scontrol.submit(command, environ)
@@ -104,9 +104,9 @@ def resubmit(job: str, arguments: Sequence[str], folder: Path, without: Sequence
 PARTITION_WITHIN = 60.0
 """Seconds for which to ask which nodes the job could have instead of bad ones."""
 
-LAST_WISH, LAST_TRIES = 60.0, 3
-"""Seconds for which, and how often, to ask for the nodes of the next launch once the job is back in
-the queue. If Slurm ends this process meanwhile, that is all that can be done."""
+NODES_WITHIN, NODES_TRIES = 60.0, 3
+"""Seconds for each try, and tries, to set the nodes of a job that is already requeued. Slurm may
+end this process meanwhile."""
 
 
 def requeue_or_explain(
@@ -120,14 +120,14 @@ def requeue_or_explain(
     suspect: Collection[str] = (),
     since_left: Callable[[], float] | None = None,
 ) -> None:
-    """Put the job back into the queue after an attempt, or say why not: away from the `suspect`
-    nodes, as far as there are others. It goes back first, and is told of afterwards: Slurm leaves
-    this process some seconds. `at_first` is the job as it was when the attempt began, None if Slurm
-    did not say; `since_left` gives the seconds since the last rank left."""
+    """Requeue the job after an attempt, without the `suspect` nodes if there are enough others, or
+    report why not. Requeues before it reports: Slurm leaves this process only seconds. `at_first`
+    is the job's state when the attempt began, None if unknown; `since_left` gives the seconds since
+    the last rank left."""
     job.close()
     step, bad = history.last_step, decision.bad_nodes  # what is read now may hang
     if decision.code not in RESUMES_ELSEWHERE and not bad:
-        _as_large_as_before(job, job.state(within=0.0))
+        _restore_size(job, job.state(within=0.0))
         return
     exclusion = _exclusion(job, bad, suspect, history)
     scarce = bool(bad) and job.batch and not set(bad) <= set(exclusion.without)
@@ -140,18 +140,18 @@ def requeue_or_explain(
     record = partial(ledger.record, attempt=attempt)
     board().settle()
     if end.outcome is RequeueOutcome.DONE:
-        _tell_of_requeue(job, end, exclusion, after, step, record, since_left)
+        _record_requeue(job, end, exclusion, after, step, record, since_left)
         return
-    if not _was_requeued(history, attempt):  # by a rank that took this process for dead
+    if not _was_requeued(history, attempt):  # else a rank did so, which took this process for dead
         record(NotRequeued(step, end.reason))
     if end.outcome is RequeueOutcome.REFUSED:
         logger().error(f"{end.reason}; {_go_on(job, run, ledger, attempt, exclusion)}")
         return
     logger().warning(end.reason)
-    _as_large_as_before(job, end.state)
+    _restore_size(job, end.state)
 
 
-def _tell_of_requeue(
+def _record_requeue(
     job: JobMonitor,
     end: PutBack,
     exclusion: Exclusion,
@@ -160,22 +160,23 @@ def _tell_of_requeue(
     record: Callable[[LedgerEvent], None],
     since_left: Callable[[], float] | None,
 ) -> None:
-    """The job is back in the queue: it is to get all its nodes again, but for the excluded ones."""
+    """Record that the job is requeued, and have it ask for its full number of nodes without the
+    excluded ones."""
     asked = job.ask_for_all(end.state, exclusion, after, within=0.0)
     preempted = end.asked is not None and end.asked.times.preempt is not None
     facts, without = job_facts(job), exclusion.without
-    if board().verdict is not WatchdogVerdict.REQUEUED:  # then its keeper tells of it
+    if board().verdict is not WatchdogVerdict.REQUEUED:  # else the watchdog records it
         record(Requeued(step, *facts, reason=end.reason, preempted=preempted, without=without))
     if since_left is not None:
         record(JobHandedBack(round(since_left(), 1)))
     logger().warning(end.reason)
-    for _ in range(LAST_TRIES):
+    for _ in range(NODES_TRIES):
         if asked:
             break
-        asked = job.ask_for_all(end.state, exclusion, after, LAST_WISH)
+        asked = job.ask_for_all(end.state, exclusion, after, NODES_WITHIN)
     seen = end.state
     state = seen if seen is not None and seen.queued else job.state(within=0.0)
-    if state is not None and (why := why_held(state)):  # the hook is to hear of it, too
+    if state is not None and (why := why_held(state)):  # recorded, since hooks run on it
         record(NotRequeued(step, why))
         logger().error(why)
 
@@ -184,14 +185,15 @@ STOPPED_FOR_GOOD = "stopped by kempner stop, and so not requeued: start it again
 
 
 def end_without_requeue(job: JobMonitor, ledger: Ledger, history: RunHistory, attempt: int) -> None:
-    """Leave a job to end after an attempt, because a person has asked for that."""
+    """Let a job end after an attempt, because of `kempner stop`."""
     job.close()
     ledger.record(NotRequeued(history.last_step, STOPPED_FOR_GOOD), attempt)
     logger().warning(STOPPED_FOR_GOOD)
 
 
 def _try(job: JobMonitor, decide: Callable[[JobState | None], RequeueDecision]) -> PutBack:
-    """Requeue the job, trying as long as that is useful; a user's own allocation is left alone."""
+    """Requeue the job, retrying as long as that is useful; an interactive allocation is left
+    alone."""
     if not job.batch:
         return PutBack(RequeueOutcome.LEFT, decide(None).reason)
     end = put_back(job.id, decide, job.try_until(), job.note_silence)
@@ -200,8 +202,9 @@ def _try(job: JobMonitor, decide: Callable[[JobState | None], RequeueDecision]) 
     return end
 
 
-def _as_large_as_before(job: JobMonitor, state: JobState | None) -> None:
-    """A job that Slurm itself brings back would have no more nodes than it has become."""
+def _restore_size(job: JobMonitor, state: JobState | None) -> None:
+    """Have a job that Slurm itself requeues ask for its first number of nodes: some may have been
+    given back."""
     if state is not None and state.restarts > restart_count(os.environ):
         job.ask_for_all(state)
 
@@ -213,23 +216,24 @@ def _was_requeued(history: RunHistory, attempt: int) -> bool:
 def _exclusion(
     job: JobMonitor, bad: Sequence[str], suspect: Collection[str], history: RunHistory
 ) -> Exclusion:
-    """The nodes that the job is to be kept away from: those that are suspect now."""
+    """The nodes to exclude from the requeued job."""
     state = job.state(PARTITION_WITHIN if bad else 0.0) if job.batch else None
     if state is None:
         return Exclusion((), ())
-    own = of_the_user(expanded(state.nodes.excluded), history, job.id)
+    own = excluded_by_user(expanded(state.nodes.excluded), history, job.id)
     if not (bad or suspect):
         return Exclusion((), own)
-    without = choose(bad, suspect, candidates(state, own), job.needed(state))
+    without = choose_excluded(bad, suspect, candidates(state, own), job.needed(state))
     return Exclusion(without, own)
 
 
 def _go_on(
     job: JobMonitor, run: RunDirectory, ledger: Ledger, attempt: int, exclusion: Exclusion
 ) -> str:
-    """What becomes of a run that Slurm did not take back: submitted again, or what to type."""
+    """Submit a job that Slurm did not requeue again, if configured; a clause for the log that says
+    what happened or what to type."""
     if job.arguments is not None:
-        # Only bad nodes matter: what its user has excluded, the new job is submitted with anyway.
+        # The submit line has the user's own exclusions already.
         without = exclusion.nodes if exclusion.without else []
         try:
             new = resubmit(job.id, job.arguments, run.attempt(attempt), without)
@@ -241,5 +245,5 @@ def _go_on(
 
 
 def job_facts(job: JobMonitor) -> tuple[str, int, str | None]:
-    """What the ledger keeps about the job in which an attempt runs: id, restarts, nodes."""
+    """The job's id, restart count and node list, as the ledger records them."""
     return job.id, restart_count(os.environ), os.environ.get("SLURM_JOB_NODELIST")

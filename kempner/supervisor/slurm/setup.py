@@ -1,6 +1,8 @@
-"""Finds the Slurm job to train in, and prints its resources.
+"""Checks of a Slurm job before any rank starts: its allocation and resources, the banner of its
+output, the user's `slurm.setup` command, and whether the nodes can import kempner.
 
-Looks, before any rank starts, whether they can run where the configuration puts them."""
+Used by `kempner supervise`; `kempner doctor` uses `find_job` and `inspect_job`, `kempner join`
+`forget_other_jobs`."""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ from kempner.cluster.slurm.node_step import (
     run_on_nodes,
 )
 from kempner.cluster.slurm.resources import (
-    TELLING,
+    SIGNIFICANT,
     NodeResources,
     WantedResources,
     detect,
@@ -48,21 +50,22 @@ from kempner.run.output.units import count
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.process.threads import unless
 from kempner.run.record.run_dir import RUN_LINE, RunDirectory
-from kempner.supervisor.launchers.surroundings import Surroundings
+from kempner.supervisor.launchers.rank_runtime import RankRuntime
 
 AT_A_TERMINAL = 30.0
-"""Seconds for which Slurm is asked where a user waits for the answer; a batch job waits for as long
-as it takes, because no user is there to start it again."""
+"""Seconds to retry Slurm's commands when a user waits at a terminal. A batch job retries without a
+limit, since no user is there to start it again."""
 
 
 ARRAY, COMPONENT = "SLURM_ARRAY_TASK_ID", "SLURM_HET_SIZE"
-"""Variables of an element of an array, and of a part of a heterogeneous job."""
+"""Set in the elements of a job array, and in the components of a heterogeneous job."""
 
 
 def forget_other_jobs(environ: MutableMapping[str, str]) -> None:
-    """Take out of `environ` what makes this job a part of the one whose shell submitted it.
+    """Remove the array and heterogeneous-job variables that `environ` inherited from another job,
+    whose shell submitted this one.
 
-    Slurm is asked only if it is a part of one. Where it does not answer, they are believed."""
+    Asks Slurm only if there are such variables, and keeps them if Slurm does not answer."""
     job = environ.get("SLURM_JOB_ID")
     if not job or not {ARRAY, COMPONENT} & set(environ):
         return
@@ -76,17 +79,17 @@ def _forget(environ: MutableMapping[str, str], fields: Mapping[str, str]) -> Non
     names = inherited(environ, fields)
     for name in names:
         del environ[name]
-    if told := sorted(names & TELLING):
+    if misleading := sorted(names & SIGNIFICANT):
         logger().warning(
-            f"{', '.join(told)} of the shell that submitted this job is ignored: by what Slurm "
-            "says it is about another job"
+            f"ignoring {', '.join(misleading)} of the shell that submitted this job: according to "
+            "Slurm it belongs to another job"
         )
 
 
 def find_job(environ: Mapping[str, str], given: str | None) -> str:
-    """The id of the job to train in: `given`, or the one that this process is in.
+    """The id of the job to train in: `given`, or the job of this process.
 
-    Raises `UsageError` outside of a job, and in a heterogeneous one."""
+    Raises `UsageError` if there is none, or if it is heterogeneous."""
     try:
         job = given or job_id(environ)
     except ValueError as error:
@@ -99,22 +102,21 @@ def find_job(environ: Mapping[str, str], given: str | None) -> str:
     return job
 
 
-def enter(
+def inspect_job(
     job: str, environ: MutableMapping[str, str], config: Config, *, given: bool, per_task: bool
 ) -> tuple[Allocation, NodeResources]:
-    """What the ranks get of `job`, and what its nodes have.
+    """The allocation of the ranks in `job`, and the resources of its first node.
 
-    `given` says that the job was named by the user: then this process need not be in it, and what
-    the environment says may be about another one. `per_task` says that each task is a rank. What
-    was inherited from another job is taken out of `environ`. Raises `UsageError` if the job cannot
-    be used."""
+    `given`: the user named the job, so this process may be outside of it and its environment may
+    describe another job. `per_task`: each task is a rank. Removes from `environ` what was inherited
+    from another job. Raises `UsageError` if the job cannot be used."""
     section, place = config.slurm, find_place(environ)
     batch = not given and place is JobPlace.BATCH_SCRIPT
     within = inf if batch else AT_A_TERMINAL
     try:
         fields, shares, state = _running_job(job, within)
         nodes = scontrol.hostnames(state.nodes.held)
-        # What the environment says may be about another job, or about another step of this one.
+        # The environment may describe another job, or another step of this one.
         own = not given and place is not JobPlace.STEP
         if own:
             _forget(environ, fields)
@@ -157,7 +159,7 @@ def _warn_of_tasks(asked: str, ranks: int) -> None:
         )
 
 
-def introduction(
+def banner(
     allocation: Allocation,
     resources: NodeResources,
     run: RunDirectory,
@@ -165,8 +167,8 @@ def introduction(
     restarts: int,
     meeting: Sequence[str] = (),
 ) -> str:
-    """What the job's output begins with, where people look first; each number with its source, and
-    nothing that is secret. `meeting` is as from `meeting_place`."""
+    """The banner at the head of the job's output: each number with its source, and no secrets.
+    `meeting` are the lines of `meeting_place`."""
     nodes = count(len(allocation.nodes), "node")
     return "\n".join(
         [
@@ -183,42 +185,44 @@ def introduction(
 
 
 def meeting_place(allocation: Allocation, config: Config, environ: Mapping[str, str]) -> list[str]:
-    """Where the ranks will meet, and over which interface where this process is on their node.
+    """The banner's lines about the rendezvous, and about this node's network interface if it has
+    ranks.
 
-    Warns of an exported address that is ignored. Raises `UsageError` if a port is none."""
+    Warns of an exported address that is ignored. Raises `UsageError` if MASTER_PORT is no valid
+    port."""
     try:
-        said = exported_master(environ, allocation.nodes)
+        exported = exported_master(environ, allocation.nodes)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if said.warning:
-        logger().warning(said.warning)
-    lines = [f"master: {_master(said, allocation.nodes[0])}"]
+    if exported.warning:
+        logger().warning(exported.warning)
+    lines = [f"master: {_master(exported, allocation.nodes[0])}"]
     if (used := _interface(allocation, config, environ)) is not None:
-        lines.append(f"network: {used.name} ({_address(used)}) on {node_name(environ)}")
+        lines.append(f"network: {used.name} ({used.ip}) on {node_name(environ)}")
     return lines
 
 
 def bound_here(
     allocation: Allocation, config: Config, environ: Mapping[str, str]
 ) -> dict[str, Interface | None]:
-    """By node, what its ranks will bind to: of this node, if it has ranks."""
+    """The interface that ranks on this node will use, by node name; empty if it has no ranks."""
     used = _interface(allocation, config, environ)
     return {} if used is None else {node_name(environ): used}
 
 
-def _master(said: ExportedMaster, first: str) -> str:
-    given = {"MASTER_ADDR": said.address, "MASTER_PORT": said.port}
+def _master(exported: ExportedMaster, first: str) -> str:
+    given = {"MASTER_ADDR": exported.address, "MASTER_PORT": exported.port}
     names = ", ".join(name for name, value in given.items() if value is not None)
-    port = f":{said.port}" if said.port else ", on a port that is chosen at each start"
-    place = f"{said.address or first}{port}"
+    port = f":{exported.port}" if exported.port else ", on a port that is chosen at each start"
+    place = f"{exported.address or first}{port}"
     return f"{place} ({names} of the environment)" if names else place
 
 
 def _interface(
     allocation: Allocation, config: Config, environ: Mapping[str, str]
 ) -> Interface | None:
-    """What this node's ranks will bind to, if it has any, and that can be told; if it cannot, they
-    say why themselves."""
+    """The interface that ranks on this node will use; None if it has no ranks, or if no interface
+    fits, which the ranks report themselves."""
     if node_name(environ) not in allocation.nodes:
         return None
     try:
@@ -233,21 +237,17 @@ def _interface(
         return None
 
 
-def _address(interface: Interface) -> str:
-    return interface.address.partition("/")[0]
-
-
 def _per_node(allocation: Allocation) -> str:
     return ", ".join(dict.fromkeys(str(allocation.ranks_on(node)) for node in allocation.nodes))
 
 
 def _say_once() -> Callable[[SlurmError], None]:
-    said: list[SlurmError] = []
+    warned: list[SlurmError] = []
 
     def say(error: SlurmError) -> None:
-        if not said:
+        if not warned:
             logger().warning("Slurm gives no answer; asking again", reason=str(error))
-        said.append(error)
+        warned.append(error)
 
     return say
 
@@ -263,97 +263,98 @@ def _shorten(nodes: Sequence[str]) -> str:
     return ",".join(nodes) if len(nodes) <= 8 else f"{nodes[0]} to {nodes[-1]}"
 
 
-WITHIN = 1800.0
+STEP_TIMEOUT = 1800.0
 """Seconds for a step: the first one in a container fetches its image."""
 
 TRY_FOR, PAUSE = 300.0, 5.0
-"""Seconds for which a step is tried again that Slurm does not start, and between two tries."""
+"""Seconds for which to retry a step that Slurm does not start, and between two tries."""
 
-_SAYS = "kempner-says"
+_MARK = "kempner-says"
 _VERSION = (
     "import os, kempner.supervisor.launchers.agents.node_agent; "
     "from kempner.run.link.messages import PROTOCOL; "
-    f"print('{_SAYS}', os.environ.get('SLURMD_NODENAME'), PROTOCOL)"
+    f"print('{_MARK}', os.environ.get('SLURMD_NODENAME'), PROTOCOL)"
 )
-_STATUS = f'"$@" >&2; echo {_SAYS} setup $?'
+_STATUS = f'"$@" >&2; echo {_MARK} setup $?'
 
 
-def check_surroundings(
-    around: Surroundings, setup: Sequence[str], allocation: Allocation, stop: Callable[[], bool]
+def check_runtime(
+    runtime: RankRuntime, setup: Sequence[str], allocation: Allocation, stop: Callable[[], bool]
 ) -> None:
-    """Run the set-up once, then see that kempner can be imported where the ranks will run.
+    """Run `slurm.setup` on the first node, then try to import kempner with the ranks' Python on all
+    nodes.
 
-    Neither is waited for any more once there is a reason to `stop`. Raises `UsageError`."""
-    if around.in_image and not knows_option(_srun_help(), IMAGE):
+    Stops waiting as soon as `stop` returns True. Raises `UsageError`."""
+    if runtime.in_image and not knows_option(_srun_help(), IMAGE):
         raise UsageError(
             f"slurm.container.image needs srun's plugin pyxis, and this srun has no {IMAGE}; set "
             'slurm.container.prefix instead, such as ["apptainer", "exec", "--nv", "image.sif"]'
         )
     if setup and not stop():
-        unless(stop, partial(_set_up, around, setup, allocation), "setup")
-    if around.foreign and not stop():
-        unless(stop, partial(_import_there, around, allocation), "import")
+        unless(stop, partial(_set_up, runtime, setup, allocation), "setup")
+    if runtime.has_other_python and not stop():
+        unless(stop, partial(_import_kempner, runtime, allocation), "import")
 
 
-def _set_up(around: Surroundings, setup: Sequence[str], allocation: Allocation) -> None:
+def _set_up(runtime: RankRuntime, setup: Sequence[str], allocation: Allocation) -> None:
     logger().info("running slurm.setup", command=list(setup), node=allocation.nodes[0])
-    told = _run(around, ["sh", "-c", _STATUS, "sh", *setup], allocation, allocation.nodes[:1])
-    answers = _answers(told)
-    logger().info("output of slurm.setup", said=told.complaints[-2000:])
+    output = _run(runtime, ["sh", "-c", _STATUS, "sh", *setup], allocation, allocation.nodes[:1])
+    answers = _answers(output)
+    logger().info("output of slurm.setup", said=output.complaints[-2000:])
     if answers.get("setup") != "0":
         ended = f"ended with {answers['setup']}" if answers else "did not run"
         raise UsageError(
             f"slurm.setup {ended} on {allocation.nodes[0]}, so no rank was started: "
-            f"{complaint(told.complaints)}"
+            f"{complaint(output.complaints)}"
         )
 
 
-def _import_there(around: Surroundings, allocation: Allocation) -> None:
-    told = _run(around, [around.python, "-c", _VERSION], allocation, allocation.nodes)
-    answers = _answers(told)
+def _import_kempner(runtime: RankRuntime, allocation: Allocation) -> None:
+    output = _run(runtime, [runtime.python, "-c", _VERSION], allocation, allocation.nodes)
+    answers = _answers(output)
     missing = [node for node in allocation.nodes if node not in answers]
     if not answers:
         raise UsageError(
-            f"kempner cannot be imported by the ranks' Python, {around}: "
-            f"{complaint(told.complaints)}; install it there, or set slurm.python to one that has "
-            "it"
+            f"kempner cannot be imported by the ranks' Python, {runtime}: "
+            f"{complaint(output.complaints)}; install it there, or set slurm.python to one that "
+            "has it"
         )
     if set(answers.values()) != {str(PROTOCOL)}:
         raise UsageError(
-            f"the ranks' Python, {around}, has another version of kempner than the supervisor's; "
+            f"the ranks' Python, {runtime}, has another version of kempner than the supervisor's; "
             "install the same there"
         )
     if missing:
         logger().warning(
-            f"{around} does not import kempner on {', '.join(missing)}: "
-            f"{complaint(told.complaints)}"
+            f"{runtime} does not import kempner on {', '.join(missing)}: "
+            f"{complaint(output.complaints)}"
         )
 
 
 def _run(
-    around: Surroundings, task: Sequence[str], allocation: Allocation, nodes: Sequence[str]
+    runtime: RankRuntime, task: Sequence[str], allocation: Allocation, nodes: Sequence[str]
 ) -> NodeStepOutput:
-    """What a task says where the ranks will run, on each of some nodes."""
+    """Run a task where the ranks will run, once on each of `nodes`; its output."""
     outside = None if allocation.batch else allocation.job
-    command, options = [*around.prefix, *task], (*NO_GPUS, *around.options)
+    command, options = [*runtime.prefix, *task], (*NO_GPUS, *runtime.options)
     end = time.monotonic() + TRY_FOR
     while True:
         try:
-            told = run_on_nodes(nodes, outside, command, WITHIN, options)
+            output = run_on_nodes(nodes, outside, command, STEP_TIMEOUT, options)
         except OSError as error:
-            told = NodeStepOutput("", f"srun: {error.strerror}")
-        silent = is_unstarted(told.complaints) or (
-            judge(CommandAnswer(1, "", told.complaints)) is AnswerKind.SILENCE
+            output = NodeStepOutput("", f"srun: {error.strerror}")
+        silent = is_unstarted(output.complaints) or (
+            judge(CommandAnswer(1, "", output.complaints)) is AnswerKind.SILENCE
         )
-        if _answers(told) or not silent or time.monotonic() > end:
-            return told
+        if _answers(output) or not silent or time.monotonic() > end:
+            return output
         time.sleep(PAUSE)
 
 
-def _answers(told: NodeStepOutput) -> dict[str, str]:
-    """What was said, by who said it."""
-    words = [line.split() for line in told.out.splitlines()]
-    return {word[1]: word[2] for word in words if len(word) == 3 and word[0] == _SAYS}
+def _answers(output: NodeStepOutput) -> dict[str, str]:
+    """From the lines `kempner-says NAME VALUE`, each value by its name."""
+    words = [line.split() for line in output.out.splitlines()]
+    return {word[1]: word[2] for word in words if len(word) == 3 and word[0] == _MARK}
 
 
 def complaint(text: str) -> str:
@@ -363,7 +364,7 @@ def complaint(text: str) -> str:
 
 
 def _srun_help() -> str:
-    """What srun says of its options; everything is one where it cannot be asked."""
+    """The output of `srun --help`; if that fails, a text that has every option."""
     try:
         asked = subprocess.run(
             ["srun", "--help"],

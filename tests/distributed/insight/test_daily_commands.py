@@ -65,6 +65,22 @@ def test_a_run_is_followed_stopped_and_evaluated(run: Run, tmp_path: Path) -> No
         for name, number in shown["eval_sets"]["more"].items():
             assert scores[name] == pytest.approx(number, rel=1e-5)
     assert told["bits_per_byte"] > 0
+    exported = command("checkpoint", "export", path, "--out", tmp_path / "model")
+    assert exported.returncode == 0, exported.stderr
+    card = (tmp_path / "model" / "README.md").read_text()
+    starts = len({entry["attempt"] for entry in run.events("attempt_started")})
+    index = json.loads((run.data / "index.json").read_text())
+    for row in (
+        f"| Steps | {known['step']} of {known['step']} |",
+        f"| Restarts | {starts - 1}, 0 steps made again |",
+        f"| Loss on held-out data | {known['loss']:.4f} nats per token",
+        f"| Loss on more | {known['loss']:.4f} nats per token",
+        f"{index['tokens']:,} tokens, {index['documents']:,} documents, digest ",
+        "| Ranks | 2 |",
+        "max_steps = ",
+    ):
+        assert row in card, card
+    assert str(run.folder) not in card
     limited = json.loads(command("eval", path, "--json", "--max-batches", 1).stdout)
     assert limited["tokens"] < told["tokens"]
 

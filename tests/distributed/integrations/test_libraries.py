@@ -213,5 +213,23 @@ def test_torchtitan_stops_and_restarts_as_exactly_as_it_resumes(tmp_path: Path) 
     assert seen == Counter(dict.fromkeys(range(96), 6))
 
 
+@pytest.mark.drill
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_stops_and_restarts_as_exactly_as_it_saves(stage: int, tmp_path: Path) -> None:
+    """By its own checkpoints, of a stop and every ten steps; `make check` has its parts, the vote
+    (`test_by_hand.py`) and programs with checkpoints of their own."""
+    pytest.importorskip("deepspeed")
+    options = ("--program.progress_pattern=step ([0-9]+) ",)
+    program = Program("own_deepspeed.py", 40, {"ZERO": str(stage)}, options=options)
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    assert program.until_done(undisturbed) == [0], outputs(undisturbed)
+    codes = program.until_done(disturbed, "stop@7 stop@14.1 kill@26.1")
+    assert codes == [75, 75, 0], outputs(disturbed)
+    for rank in range(program.ranks):
+        plain, struck = Notes.read(undisturbed, rank), Notes.read(disturbed, rank)
+        assert struck.last(plain.micro_batches) == plain.last(plain.micro_batches)
+        assert {step for step, noted in struck.made.items() if noted[1:]} <= set(range(21, 28))
+
+
 def outputs(folder: Path) -> str:
     return json.dumps([log.read_text()[-3000:] for log in sorted(folder.glob("start-*.out"))])

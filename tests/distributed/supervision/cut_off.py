@@ -26,7 +26,7 @@ from kempner.run.record.attempts import Attempt
 from kempner.run.record.ledger import Ledger
 from kempner.supervisor.attempt import AttemptFollower
 from kempner.supervisor.control.rank_connections import AWAY, RankRoster
-from kempner.supervisor.launchers.agents.messages import GpuTold
+from kempner.supervisor.launchers.agents.messages import GpuReport
 from kempner.supervisor.monitors.base import RunTimes
 from kempner.supervisor.slurm.job_monitor import JobView
 
@@ -44,10 +44,10 @@ class Launcher:
     def alive(self) -> bool:
         return True
 
-    def still(self) -> dict[int, Stillness]:
+    def activity(self) -> dict[int, Stillness]:
         return {}
 
-    def gpu_news(self) -> list[tuple[str, GpuTold]]:
+    def gpu_news(self) -> list[tuple[str, GpuReport]]:
         return []
 
     def kill(self) -> None:

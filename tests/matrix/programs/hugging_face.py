@@ -60,6 +60,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dropout": {},
     "cosine": {"lr_scheduler_type": "cosine", "warmup_steps": 3, "max_grad_norm": 0.1},
     "generations": {"num_iterations": 2},
+    "buffered": {  # completions for four steps, in the middle of which a stop may come
+        **{"steps_per_generation": 4, "num_iterations": 2, "gradient_accumulation_steps": 2},
+        **{"per_device_train_batch_size": BATCH // 2 // record.WORLD},
+    },
 }
 
 

@@ -1,132 +1,39 @@
-"""`kempner download` against a server on this machine that speaks as much as the hub does."""
+"""`kempner download` against a server on this machine that speaks the hub's protocol."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
-import threading
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import pytest
+from hub_server import Fault, Hub, Repository, serving
 from patience import scaled
 
-COMMIT = "a" * 40
 FILES = {
     "config.json": b'{"architectures": ["LlamaForCausalLM"]}',
     "model-00001-of-00002.safetensors": bytes(range(256)) * 4096,
     "model-00002-of-00002.safetensors": b"second" * 5000,
     "original/consolidated.00.pth": b"the same once more" * 1000,
 }
-
-
-@dataclass
-class Hub:
-    """What the server has, does and was asked for."""
-
-    cut_off: int | None = None
-    """After so many bytes a transfer breaks."""
-    token: str | None = None
-    """What one must have to see anything."""
-    gated: bool = False
-    status: int | None = None
-    """What every question is answered with."""
-    sent: Counter[str] = field(default_factory=Counter)
-    """Bytes by file."""
-    endpoint: str = ""
-
-
-class Handler(BaseHTTPRequestHandler):
-    """The four questions that are needed: a model, its tree, the head and the bytes of a file."""
-
-    hub: Hub
-
-    def do_HEAD(self) -> None:
-        self.do_GET(body=False)
-
-    def do_GET(self, body: bool = True) -> None:
-        path = unquote(urlsplit(self.path).path)
-        if self.hub.status is not None:
-            self.answer(self.hub.status, b"{}")
-        elif self.hub.token and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
-            kind = "GatedRepo" if self.hub.gated else "RepoNotFound"
-            self.answer(403 if self.hub.gated else 404, b"{}", {"X-Error-Code": kind})
-        elif path.startswith(f"/ours/tiny/resolve/{COMMIT}/"):
-            self.send_file(path.split("/", 5)[5], body)
-        elif path.startswith(f"/api/models/ours/tiny/tree/{COMMIT}"):
-            self.answer(200, json.dumps([entry(path) for path in FILES]).encode())
-        elif path in ("/api/models/ours/tiny", "/api/models/ours/tiny/revision/main"):
-            names = [{"rfilename": path} for path in FILES]
-            model = {"id": "ours/tiny", "sha": COMMIT, "siblings": names, "private": False}
-            self.answer(200, json.dumps(model).encode())
-        elif path.startswith("/api/models/ours/tiny/revision/"):
-            self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-        else:
-            self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-
-    def send_file(self, name: str, body: bool) -> None:
-        whole = FILES[name]
-        headers = {"ETag": f'"{hashlib.sha1(whole).hexdigest()}"', "X-Repo-Commit": COMMIT}
-        most = self.hub.cut_off if self.hub.cut_off is not None else len(whole)
-        self.answer(200, whole if body else b"", headers, len(whole), most)
-        if body:
-            self.hub.sent[name] += min(len(whole), most)
-
-    def answer(
-        self,
-        status: int,
-        content: bytes,
-        headers: dict[str, str] | None = None,
-        length: int | None = None,
-        most: int | None = None,
-    ) -> None:
-        self.send_response(status)
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(content) if length is None else length))
-        self.end_headers()
-        with suppress(BrokenPipeError):
-            self.wfile.write(content[:most])
-        self.close_connection = True
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing: what was asked is in `hub`."""
-
-
-def entry(path: str) -> dict[str, object]:
-    content = FILES[path]
-    return {
-        "type": "file",
-        "path": path,
-        "size": len(content),
-        "oid": hashlib.sha1(content).hexdigest(),
-    }
+LARGE = "model-00001-of-00002.safetensors"
 
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    hub = Hub()
-    handler = type("OfThisHub", (Handler,), {"hub": hub})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    there = Repository()
+    there.commit("main", FILES)
+    with serving(Hub({"ours/tiny": there})) as hub:
         yield hub
-        server.shutdown()
-        thread.join()
 
 
 def start(hub: Hub, folder: Path, *arguments: str, **environ: str) -> subprocess.Popen[str]:
     plain = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     home = {"HF_HOME": str(folder.parent / "home"), "HF_ENDPOINT": hub.endpoint}
+    arguments = (*arguments, "--retries=0") if "--retries" not in str(arguments) else arguments
     return subprocess.Popen(
         [sys.executable, "-m", "kempner", "download", *arguments, "--output-dir", str(folder)],
         env={**plain, **home, **environ},
@@ -146,15 +53,14 @@ def download(hub: Hub, folder: Path, *arguments: str, **environ: str) -> tuple[i
 
 def test_it_brings_what_is_wanted_and_goes_on_where_it_stopped(hub: Hub, tmp_path: Path) -> None:
     folder, leave_out = tmp_path / "tiny", ("--ignore-patterns", "original/*")
-    large = "model-00001-of-00002.safetensors"
-    hub.cut_off = 300_000
+    hub.always["resolve"] = Fault(cut=300_000)
     status, sentence = download(hub, folder, "ours/tiny", *leave_out, HF_HUB_DOWNLOAD_TIMEOUT="2")
     assert status == 69, sentence
     assert sentence.startswith("kempner: ours/tiny cannot be downloaded")
     assert sentence.endswith("the same command goes on from here")
-    assert not (folder / large).exists()
+    assert not (folder / LARGE).exists()
 
-    hub.cut_off = None
+    hub.always.clear()
     hub.sent.clear()
     status, sentence = download(hub, folder, "ours/tiny", *leave_out)
     wanted = {name: content for name, content in FILES.items() if not name.startswith("original")}
@@ -163,11 +69,26 @@ def test_it_brings_what_is_wanted_and_goes_on_where_it_stopped(hub: Hub, tmp_pat
     for name, content in wanted.items():
         assert (folder / name).read_bytes() == content
     assert not (folder / "original").exists()
-    assert hub.sent == {large: len(FILES[large])}
+    assert hub.sent == {LARGE: len(FILES[LARGE])}
+    record = json.loads((folder / ".cache/kempner-download.json").read_text())
+    assert record["commit"] == hub.repositories["ours/tiny"].branches["main"]
 
     hub.sent.clear()
     assert download(hub, folder, "ours/tiny", *leave_out)[0] == 0
     assert hub.sent == {}
+
+
+def test_what_fails_for_a_moment_and_what_comes_damaged_is_fetched_again(
+    hub: Hub, tmp_path: Path
+) -> None:
+    """Of another content in the same size, too; the second try's answers are sound."""
+    other = FILES[LARGE][::-1]
+    hub.faults = {"info": [Fault(cut=3)], "tree": [Fault(body=b"[{}]")]}
+    hub.faults["resolve"] = [Fault(body=other)] * 2  # its head, and its bytes
+    hub.repositories["ours/tiny"].commit("main", {"only.bin": FILES[LARGE]})
+    status, sentence = download(hub, tmp_path / "tiny", "ours/tiny", "--retries=9")
+    assert status == 0, sentence
+    assert (tmp_path / "tiny" / "only.bin").read_bytes() == FILES[LARGE]
 
 
 def test_of_many_processes_one_downloads(hub: Hub, tmp_path: Path) -> None:
@@ -194,7 +115,9 @@ def test_the_token_comes_from_the_environment(hub: Hub, tmp_path: Path) -> None:
         ("ours/other", {}, 2, "there is no model ours/other"),
         ("a/b/c", {}, 2, "a/b/c is not the name of a model"),
         ("ours/tiny", {"gated": True, "token": "x"}, 2, "only for those who have asked"),
-        ("ours/tiny", {"status": 403}, 2, "refuses ours/tiny (HTTP 403)"),
+        ("ours/tiny", {"always": {"info": Fault(status=403)}}, 2, "refuses ours/tiny (HTTP 403)"),
+        ("ours/tiny", {"always": {"tree": Fault(body=b"[{}]")}}, 69, "makes no sense"),
+        ("ours/tiny", {"always": {"tree": Fault(body=b"[]")}}, 2, "ours/tiny has no file"),
         ("ours/tiny", {"endpoint": "http://127.0.0.1:9"}, 69, "Hugging Face does not answer"),
     ],
 )

@@ -1,10 +1,9 @@
-"""Which CPUs and devices a node's ranks get: a share of each, or what the user wishes srun to bind.
+"""The CPUs and devices of a node's ranks: equal shares, or what srun's binding options give them.
 
     python -m kempner.supervisor.launchers.agents.affinity
 
-is a task of a step with the user's own options, as many as there are ranks; it says to what srun
-has bound it, and the agents bind their ranks in the same way.
-"""
+prints to what srun has bound it. It runs in a step with the user's options and one task per rank,
+and the agents bind their ranks in the same way."""
 
 from __future__ import annotations
 
@@ -36,38 +35,36 @@ _TASK = TypeAdapter(_BoundTask)
 
 
 def binding_asked_for(environ: Mapping[str, str]) -> str:
-    """The variable by which a step is told how to bind its tasks; empty if there is none."""
+    """The environment variable that tells srun how to bind tasks; empty if none is set."""
     return next((name for name in _BINDINGS if environ.get(name)), "")
 
 
 def unbound(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment for agents, which are not to be bound themselves."""
+    """The environment without those variables, for agents, which must not be bound themselves."""
     return {name: text for name, text in environ.items() if not name.startswith(_BINDINGS)}
 
 
 def bindings_by_node(lines: Iterable[str]) -> dict[str, tuple[TaskBinding, ...]]:
-    """By node, the bindings of its tasks, from what all of them have printed."""
+    """The bindings of each node's tasks, by node, from their output."""
     tasks = defaultdict[str, dict[int, TaskBinding]](dict)
     for answer in whole_answers(lines):
-        told = _TASK.validate_json(answer)
-        tasks[told.node][told.task] = told.binding
+        bound = _TASK.validate_json(answer)
+        tasks[bound.node][bound.task] = bound.binding
     return {node: tuple(bound[task] for task in sorted(bound)) for node, bound in tasks.items()}
 
 
 def bindings_of_ranks(
-    told: Sequence[TaskBinding], cpus: Collection[int], ranks: int
+    given: Sequence[TaskBinding], cpus: Collection[int], ranks: int
 ) -> Sequence[TaskBinding]:
-    """One per rank of a node: what was told, or shares of the `cpus`."""
-    if len(told) == ranks:
-        return told
+    """One per rank of a node: those `given`, or shares of the `cpus`."""
+    if len(given) == ranks:
+        return given
     return [TaskBinding(share) for share in shares(cpus, ranks)]
 
 
 def shares(cpus: Collection[int], ranks: int) -> list[tuple[int, ...]]:
-    """One share of the CPUs per rank, in this order, of cores that are neighbours.
-
-    Empty shares, which leave a rank all of them, where there are fewer CPUs than ranks.
-    """
+    """One share of neighbouring cores per rank, in rank order; if there are fewer CPUs than ranks,
+    empty shares, which leave a rank all CPUs."""
     ordered = in_order_of_cores(cpus)
     if len(ordered) < ranks or ranks < 2:
         return [()] * ranks
@@ -78,8 +75,8 @@ def shares(cpus: Collection[int], ranks: int) -> list[tuple[int, ...]]:
 def in_order_of_cores(
     cpus: Collection[int], sys: Path = Path("/sys/devices/system/cpu")
 ) -> Sequence[int]:
-    """CPUs by package and core, so that the threads of a core stay together; by number where the
-    kernel does not say."""
+    """CPUs sorted by package and core, so that the threads of a core stay together; by number if
+    the kernel does not tell."""
     return sorted(cpus, key=lambda cpu: (*_place(sys / f"cpu{cpu}" / "topology"), cpu))
 
 
@@ -93,12 +90,12 @@ def _place(topology: Path) -> tuple[int, int]:
     return package, core
 
 
-def _tell(environ: Mapping[str, str]) -> str:
+def _own_binding(environ: Mapping[str, str]) -> str:
     devices = {name: environ[name] for name in get_args(Devices) if name in environ}
     binding = TaskBinding(tuple(sorted(os.sched_getaffinity(0))), devices)
-    told = _BoundTask(node_name(environ), int(environ["SLURM_LOCALID"]), binding)
-    return in_lines(f"{told.node}:{told.task}", _TASK.dump_json(told))
+    bound = _BoundTask(node_name(environ), int(environ["SLURM_LOCALID"]), binding)
+    return in_lines(f"{bound.node}:{bound.task}", _TASK.dump_json(bound))
 
 
 if __name__ == "__main__":
-    print(_tell(os.environ), end="")
+    print(_own_binding(os.environ), end="")

@@ -1,7 +1,6 @@
-"""The supervisor's side of the links to its agents, for as long as it lives: which are connected,
-their orders, and their answers.
+"""The supervisor's side of the links to its agents: which are connected, their orders and answers.
 
-The steps that agents hold in memory, and the pairs of nodes that keep copies for each other.
+Also the steps that agents hold in memory, and the pairs of nodes that keep copies for each other.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from kempner.run.link.messages import RELAY_LIMIT, Alive, Caller, Joins, Message
 from kempner.run.link.server import LinkServer
 from kempner.run.output.logs import logger
 from kempner.supervisor.launchers.agents.messages import (
+    ActivityReport,
     AgentHello,
     Answer,
     AttemptCleared,
@@ -33,23 +33,22 @@ from kempner.supervisor.launchers.agents.messages import (
     DepartureRequest,
     Ended,
     FromAgent,
-    GpuTold,
+    GpuReport,
     KillRanks,
     LeaveOrder,
     Question,
-    RanksStill,
     ToAgent,
     decode_from_agent,
 )
 
 DISMISSED_WITHIN = 2.0
-"""Seconds that agents get to take in the last message."""
+"""Seconds for agents to read the last message."""
 
 
 @dataclass(frozen=True)
 class AgentConnected:
-    """An agent has connected, perhaps again: its step, its task there, its process; what it brings
-    if it is of another job."""
+    """An agent has connected, perhaps again. `step` and `task` say which one it is, `joins` what it
+    offers if it is of another job."""
 
     step: int
     task: int
@@ -59,7 +58,7 @@ class AgentConnected:
 
 @dataclass(frozen=True)
 class AgentDisconnected:
-    """The link of an agent is over; `hung_up` says that its process has ended, as a rule."""
+    """The link of an agent is broken; with `hung_up` its process has probably ended."""
 
     reason: str
     hung_up: bool
@@ -69,11 +68,9 @@ AgentNews = AgentConnected | AgentDisconnected | FromAgent
 
 
 class AgentServer:
-    """Listens to agents. `hear` is called from its thread with a node and what is new of it.
-
-    What `hear` returns for an agent that came is said to it first. `refusal` says why one of
-    another job cannot join, if so.
-    """
+    """Listens for agents. Calls `hear` from its thread with each node and its news; what that
+    returns for `AgentConnected` is sent to the agent first. `refusal` returns why an agent of
+    another job cannot join, or an empty text."""
 
     def __init__(
         self,
@@ -101,16 +98,16 @@ class AgentServer:
         return self._server.port
 
     def tell(self, node: str | None, message: ToAgent) -> None:
-        """Send to the agent of a node, if there is one, or to all; from any thread, without
+        """Send to the agent of a node, if connected, or to all (None); from any thread, without
         waiting. Does nothing after `close`."""
         self._server.tell(message, node)
 
     def close(self) -> None:
-        """Send all agents away, and hang up."""
+        """Order all agents to leave, and close."""
         self._server.close(DISMISSED_WITHIN, LeaveOrder())
 
     def admit(self, caller: Caller) -> tuple[str | None, Sequence[Message]]:
-        """Take in an agent, unless it cannot join, or was given up and has a successor."""
+        """Accept an agent, unless it cannot join or an agent of a later step has replaced it."""
         node, step, guest = caller.host, caller.group, caller.role is Role.GUEST
         if guest is (caller.joins is None):
             raise MessageError(f"it calls as {caller.role}, and joins={caller.joins}")
@@ -125,28 +122,26 @@ class AgentServer:
         return node, self._hear(node, news)
 
     def hear(self, node: str, message: FromAgent) -> None:
-        """Hand it on."""
         self._hear(node, message)
 
     def disconnected(self, node: str, why: Exception) -> None:
-        """An agent that lives is back at once."""
         del self._steps[node]
-        # Reset, if it had not read everything.
+        # A process that ends with unread data resets its connection, which is an error, too.
         self._hear(node, AgentDisconnected(str(why), isinstance(why, ConnectionError)))
 
     def tick(self) -> None:
-        """Send a sign of life, which agents pass on to their ranks."""
+        """Send `Alive`, which agents pass on to their ranks."""
         self._server.say_alive(Alive())
 
 
 SILENT = 6.0
-"""Seconds without a sign of life after which an agent is not waited for."""
+"""Seconds without a message after which an agent is not waited for."""
 
 Hear: TypeAlias = Callable[[str, AgentNews], list[ToAgent]]
 
 
 class ServesAgents(Protocol):
-    """Carries messages to agents, and theirs to a fleet."""
+    """Sends messages to agents, as `AgentServer`."""
 
     @property
     def port(self) -> int: ...
@@ -162,23 +157,21 @@ FleetNews: TypeAlias = (
     AgentConnected
     | AgentDisconnected
     | Ended
-    | RanksStill
-    | GpuTold
+    | ActivityReport
+    | GpuReport
     | DepartureRequest
     | RankNews
     | SummedReports
 )
 
 _LOOK = 0.2
-"""Seconds between two looks whether an agent can still be expected to answer."""
+"""Seconds between two checks whether an answer can still be expected."""
 
 
 @dataclass
 class AgentSeen:
-    """What was last seen of an agent; times by `time.monotonic`.
-
-    `cleared` is the last attempt of which nothing is left there.
-    """
+    """The last known state of an agent; times by `time.monotonic`. `cleared` is the last attempt
+    whose processes on the node are all gone."""
 
     step: int
     task: int
@@ -191,10 +184,9 @@ class AgentSeen:
 
 
 class Fleet:
-    """Talks to the agents of some nodes. `hear` is called with all that an agent says but signs of
-    life and answers, from the server's thread; `refusal` says why one of another job cannot join.
-    `serve` is for an agent in this process.
-    """
+    """The agents of some nodes. Calls `hear`, from the server's thread, with all that agents send
+    except signs of life and answers. `refusal` as in `AgentServer`; `serve` replaces that server
+    for an agent in this process."""
 
     def __init__(
         self,
@@ -208,9 +200,9 @@ class Fleet:
         self._tell_of = hear
         self._changed = threading.Condition()
         self.seen: dict[str, AgentSeen] = {}
-        """What was last seen of a node's agent."""
+        """The last known state of each node's agent."""
         self._standing: dict[str, list[ToAgent]] = defaultdict(list)
-        self._told_ranks: list[tuple[TellRanks, float]] = []
+        self._standing_messages: list[tuple[TellRanks, float]] = []
         self._pending: dict[int, Mapping[str, Question]] = {}
         self._answers: dict[int, dict[str, Answer]] = {}
         self._numbers = count(1)
@@ -222,34 +214,34 @@ class Fleet:
 
     @property
     def port(self) -> int:
-        """Where agents are listened to."""
+        """The port on which agents connect."""
         return self._server.port
 
     def order(self, node: str, message: ToAgent) -> None:
-        """Tell an agent, now or when it comes, and again whenever it comes back."""
+        """Send an order to an agent now or when it connects, and again whenever it reconnects."""
         with self._changed:
             if isinstance(message, KillRanks):
-                self._standing[node].clear()  # a later agent need not start anything first
+                self._standing[node].clear()  # a new agent need not start anything first
             self._standing[node].append(message)
         self._server.tell(node, message)
 
     def tell_ranks(self, message: TellRanks, node: str | None) -> None:
-        """Have the agent of a node, or all, pass this on; what stands also those that come later,
-        or again."""
+        """Have the agent of a node, or all (None), pass this on to its ranks; a message that
+        `stands` also agents that connect later."""
         if message.stands:
             with self._changed:
-                self._told_ranks.append((message, time.monotonic()))
+                self._standing_messages.append((message, time.monotonic()))
         self._server.tell(node, message)
 
     def dismiss(self, node: str) -> None:
-        """Send the agent of a node away, if there is one."""
+        """Order the agent of a node to leave, if it is connected."""
         self._server.tell(node, LeaveOrder())
 
     def forget_orders(self) -> None:
-        """What was ordered is done."""
+        """Send no earlier order again."""
         with self._changed:
             self._standing.clear()
-            self._told_ranks.clear()
+            self._standing_messages.clear()
 
     def ask(
         self,
@@ -257,10 +249,8 @@ class Fleet:
         within: float,
         hopeless: Callable[[str], bool],
     ) -> dict[str, Answer]:
-        """Ask the agents of these nodes; the answers that came in time.
-
-        Nodes that are `hopeless` are not waited for. From any thread.
-        """
+        """Ask the agents of these nodes; the answers that came `within` seconds. Nodes for which
+        `hopeless` is True are not waited for. From any thread."""
         number = next(self._numbers)
         questions = {node: replace(question, number=number) for node, question in asked.items()}
         end = time.monotonic() + within
@@ -278,7 +268,7 @@ class Fleet:
             return dict(answers)
 
     def wait_until(self, condition: Callable[[], bool], within: float) -> bool:
-        """Wait until something is so, with or without news of agents; whether it is."""
+        """Wait until `condition` returns True; False if that takes longer than `within` seconds."""
         end = time.monotonic() + within
         with self._changed:
             while not condition():
@@ -288,7 +278,7 @@ class Fleet:
         return True
 
     def close(self) -> None:
-        """Send all agents away."""
+        """Order all agents to leave."""
         self._server.close()
 
     def _hear(self, node: str, news: AgentNews) -> list[ToAgent]:
@@ -317,31 +307,31 @@ class Fleet:
         if before is not None and before.pid == news.pid and before.step == news.step:
             seen.cleared = before.cleared
         elif news.joins is not None:
-            self._standing[node].clear()  # it was told to the agent before, which is gone
+            self._standing[node].clear()  # orders for an agent that is gone
         self.seen[node] = seen
         logger().info("agent connected", node=node, step=news.step, pid=news.pid)
         asked = [questions[node] for questions in self._pending.values() if node in questions]
         now = time.monotonic()
-        told = [message.aged(now - told_at) for message, told_at in self._told_ranks]
-        return [*self._standing[node], *told, *asked]
+        messages = [message.aged(now - sent_at) for message, sent_at in self._standing_messages]
+        return [*self._standing[node], *messages, *asked]
 
 
 class AskAgents(Protocol):
-    """Sends requests to nodes and returns their replies, as texts by node: those that arrive soon,
-    or, if `patient`, those of all nodes that can still reply."""
+    """Sends request texts to nodes and returns their replies by node: those that arrive soon or, if
+    `patient`, those of all nodes that can still reply."""
 
     def __call__(self, texts: Mapping[str, str], patient: bool) -> Mapping[str, str]: ...
 
 
-class SlotsAway:
-    """Asks agents for what they hold."""
+class AgentSlots:
+    """Asks agents for the steps that they hold in memory."""
 
     def __init__(self, ask: AskAgents) -> None:
         self._now, self._patiently = partial(ask, patient=False), partial(ask, patient=True)
         self._offered: dict[str, tuple[Offer, ...]] = {}
 
     def pair(self, nodes: Sequence[str], terms: BuddyTerms | None) -> dict[str, Buddy]:
-        """The buddy of each node; none for all where one of them has none."""
+        """The buddy of each node; empty if there cannot be one for each."""
         if terms is None:
             return {}
         if len(nodes) < 2:
@@ -362,17 +352,17 @@ class SlotsAway:
         return {node: Buddy(buddy, *found[buddy], terms.share) for node, buddy in pairs.items()}
 
     def offers(self, nodes: Collection[str], nonce: str) -> list[Offer]:
-        """What these nodes offer. Raises `OSError`."""
+        """The steps that these nodes hold of the attempt with this nonce. Raises `OSError`."""
         self._offered = offers_of(self._now, nodes, nonce)
-        return [offer for told in self._offered.values() for offer in told]
+        return [offer for offers in self._offered.values() for offer in offers]
 
     def pour(self, nonce: str, step: int, folder: Path) -> list[Poured]:
-        """Have them write what they have offered of a step. Raises `OSError`."""
+        """Have the nodes write their parts of a step into `folder`. Raises `OSError`."""
         return poured_by(self._patiently, self._offered, nonce, step, folder)
 
 
 def buddies(nodes: Sequence[str]) -> Mapping[str, str]:
-    """The node that keeps copies for each node: one that is far off in Slurm's order, in which
-    neighbours often share a switch or a power supply."""
+    """The node that keeps copies for each node: one far away in Slurm's order, where neighbours
+    often share a switch or a power supply."""
     half = len(nodes) // 2
     return {node: nodes[(at + half) % len(nodes)] for at, node in enumerate(nodes)}

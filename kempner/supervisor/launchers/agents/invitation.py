@@ -1,10 +1,8 @@
-"""The invitation in a run's directory: where agents of other jobs find its supervisor.
+"""The invitation: a file in a run's directory that tells agents of other jobs how to reach its
+supervisor. And what `kempner join` tells its agent, in the environment and through standard input.
 
-It holds the agents' secret, so only its owner can read it (mode 0600), and only an invitation of
-one's own is followed: it names a command.
-
-What `kempner join` tells its agent: in the environment, and later by the agent's input.
-"""
+The invitation holds the agents' secret, so only its owner can read it (mode 0600). It names a
+command, so only an invitation of the same user is accepted."""
 
 from __future__ import annotations
 
@@ -28,8 +26,8 @@ PRIVATE = 0o600
 
 @dataclass(frozen=True)
 class Invitation:
-    """Where the supervisor listens to agents and their secret; the program of its ranks, as agents
-    read it, and the folder in which they work."""
+    """Where the supervisor listens for agents, their secret (`token`), the ranks' program (as from
+    `node_agent.program_text`) and their working directory."""
 
     addresses: tuple[str, ...]
     port: int
@@ -39,7 +37,7 @@ class Invitation:
     version: int = PROTOCOL
 
     def write(self, path: Path) -> None:
-        """Replace what is there. Raises `OSError`."""
+        """Replace the file at `path`. Raises `OSError`."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         temporary.unlink(missing_ok=True)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE)
@@ -51,7 +49,7 @@ class Invitation:
         fsync_directory(path.parent)
 
     def withdraw(self, path: Path) -> None:
-        """Remove it, unless another supervisor has replaced it. Raises `OSError`."""
+        """Remove the file, unless another supervisor has replaced it. Raises `OSError`."""
         if self.read(path) == self:
             with suppress(FileNotFoundError):
                 path.unlink()
@@ -60,8 +58,7 @@ class Invitation:
     def read(cls, path: Path) -> Self | None:
         """The invitation at `path`; None if there is none.
 
-        Raises `OSError`, and `UsageError` if it is another user's, or of another kempner version.
-        """
+        Raises `OSError`, or `UsageError` if it is of another user or kempner version."""
         try:
             with path.open() as file:
                 owner, text = os.fstat(file.fileno()).st_uid, file.read()
@@ -69,20 +66,21 @@ class Invitation:
             return None
         if owner != os.geteuid():
             raise UsageError(f"{path} is not yours: only who started a run can join it")
-        told = json.loads(text)
-        if told.get("version") != PROTOCOL:
+        fields = json.loads(text)
+        if fields.get("version") != PROTOCOL:
             raise UsageError(f"{path} is of another version of kempner: join with that one")
-        return cls(**{**told, "addresses": tuple(told["addresses"])})
+        return cls(**{**fields, "addresses": tuple(fields["addresses"])})
 
 
 TERMS = "KEMPNER_AGENT_JOINS"
-"""Variable of an agent that joins the run of another job."""
+"""Environment variable of an agent that joins the run of another job."""
 
 
 @dataclass(frozen=True)
 class JoinTerms:
-    """Room for a number of `ranks` of the run in a directory, until a time (`time.monotonic`,
-    seconds; None: without end). `job` is the Slurm id, empty outside of a job."""
+    """An agent offers room for `ranks` ranks of the run in the directory `run`, `until` a time
+    (`time.monotonic`, seconds; None: without end). `job` is its Slurm job id, empty outside of a
+    job."""
 
     job: str
     ranks: int
@@ -91,17 +89,16 @@ class JoinTerms:
 
     @property
     def now(self) -> Joins:
-        """As the supervisor is told, which has a clock of its own."""
+        """The terms for the supervisor, with the seconds left: its clock is another."""
         left = None if self.until is None else max(0.0, self.until - time.monotonic())
         return Joins(self.job, self.ranks, left)
 
     def environment(self) -> dict[str, str]:
-        """As a variable."""
         return {TERMS: json.dumps(asdict(self))}
 
     @classmethod
     def taken_from(cls, environ: MutableMapping[str, str]) -> Self | None:
-        """Take it out of the environment again; None for an agent of the supervisor's own job."""
+        """Take the terms out of the environment; None for an agent of the supervisor's own job."""
         text = environ.pop(TERMS, None)
         return None if text is None else cls(**json.loads(text))
 
@@ -114,12 +111,11 @@ class Departure:
     reason: str
 
     def line(self) -> bytes:
-        """As the agent reads it."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
 def hear_departures(heard: Callable[[Departure | None], None]) -> None:
-    """Pass on what comes by this process's input; None once who started it has ended."""
+    """Pass on each `Departure` from standard input; None when `kempner join` has ended."""
     for line in sys.stdin.buffer:
         try:
             heard(Departure(**json.loads(line)))

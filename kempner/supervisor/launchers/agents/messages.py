@@ -1,8 +1,7 @@
-"""What the supervisor and the agents of its nodes say to each other (`run.link`).
+"""The messages between the supervisor and the agents of its nodes (`run.link`).
 
-No command travels: an agent got it from srun, with its own. What ranks are told comes in named
-fields, of which an agent makes their environment.
-"""
+No message carries a command or an environment: an agent gets the ranks' command in its own
+arguments, and builds their environment from the named fields of `StartRanks`."""
 
 from __future__ import annotations
 
@@ -35,7 +34,8 @@ from kempner.run.record.attempts import Attempt
 
 ADDRESSES, PORT = "KEMPNER_AGENTS_ADDRESSES", "KEMPNER_AGENTS_PORT"
 TOKEN, STEP = "KEMPNER_AGENTS_TOKEN", "KEMPNER_AGENTS_STEP"
-"""Variables of an agent: where the supervisor listens, and which of its steps this is."""
+"""Environment variables of an agent: the supervisor's addresses, port and token, and the number of
+the step that runs the agent."""
 
 BEAT = 2.0
 """Seconds between two signs of life of an agent."""
@@ -43,9 +43,9 @@ BEAT = 2.0
 
 @dataclass(frozen=True)
 class Buddy(Message):
-    """Part of `StartRanks`: the node whose agent keeps copies, where that listens, and the share of
-    the time in which it is sent to, which decides how many steps lie between two that are sent.
-    """
+    """Part of `StartRanks`: the node whose agent keeps copies of this one's steps, its address, and
+    the share of the time that may be spent sending, which sets how many steps lie between two
+    copies."""
 
     node: Name
     address: Name
@@ -55,8 +55,8 @@ class Buddy(Message):
 
 @dataclass(frozen=True)
 class SealedLaunch(Message):
-    """Part of `StartRanks`: what the ranks are told (`run.control.launch_env.Launch`); the token is
-    under a pad that can be made only with the agents' secret."""
+    """Part of `StartRanks`: the ranks' `run.control.launch_env.Launch`, with its token encrypted
+    with the agents' secret."""
 
     nonce: Words
     sealed: tuple[Proof, Nonce]
@@ -67,15 +67,14 @@ class SealedLaunch(Message):
 
     @classmethod
     def of(cls, launch: Launch, secret: Secret) -> Self:
-        """Under the agents' secret."""
-        told = launch.job, launch.in_memory, launch.terms, launch.parent
-        return as_text(cls(launch.attempt.nonce, secret.seal(launch.secret.token), *told))
+        rest = launch.job, launch.in_memory, launch.terms, launch.parent
+        return as_text(cls(launch.attempt.nonce, secret.seal(launch.secret.token), *rest))
 
     def open(self, secret: Secret, attempt: int) -> Launch:
-        """The launch of an attempt, in an agent."""
-        told = "", self.parent, self.job, as_names(self.terms)
+        """The launch of an attempt, with its token decrypted."""
+        rest = "", self.parent, self.job, as_names(self.terms)
         of_attempt = Secret(secret.unseal(self.sealed))
-        return Launch(Attempt(attempt, self.nonce), of_attempt, *told, in_memory=self.in_memory)
+        return Launch(Attempt(attempt, self.nonce), of_attempt, *rest, in_memory=self.in_memory)
 
 
 Devices: TypeAlias = Literal[
@@ -85,12 +84,13 @@ Devices: TypeAlias = Literal[
     "ROCR_VISIBLE_DEVICES",
     "ZE_AFFINITY_MASK",
 ]
-"""Variables by which srun tells a task which devices are its own."""
+"""Environment variables in which srun gives a task its devices."""
 
 
 @dataclass(frozen=True)
 class TaskBinding(Message):
-    """Part of `StartRanks`: the CPUs that srun gives to a task (none: all), and its devices."""
+    """Part of `StartRanks`: the CPUs of a rank (empty: all), and the variables that name its
+    devices."""
 
     cpus: tuple[Natural, ...] = ()
     devices: dict[Devices, Name] = field(default_factory=dict)
@@ -98,12 +98,10 @@ class TaskBinding(Message):
 
 @dataclass(frozen=True)
 class StartRanks(Message):
-    """Supervisor to agent: start `count` of the `size` ranks of an attempt, from number `first`.
+    """Supervisor to agent: start the ranks `first` to `first + count - 1` of the attempt's `size`.
 
-    `master` is where they meet, `bindings` has one for each, if the user wishes them to be bound.
-    Where each is a torchrun, `ranks` is how many there are in all.
-    No variable of the environment can be set but those that an agent makes of these fields.
-    """
+    `master` is the rendezvous address; `bindings` has one entry per rank if srun binds them. If
+    each process is a torchrun, `ranks` is the number of all ranks."""
 
     attempt: Natural
     launch: SealedLaunch
@@ -118,13 +116,15 @@ class StartRanks(Message):
 
     @property
     def first_rank(self) -> int:
-        """Whose output comes first from here: a torchrun's is all that its ranks print."""
+        """The rank under whose number the first output here is kept; a torchrun prints for all its
+        ranks."""
         return self.first if self.ranks is None else self.first * self.ranks // self.size
 
 
 @dataclass(frozen=True)
 class KillRanks(Message):
-    """Supervisor to agent: SIGKILL to all that is left of an attempt; then say that it is gone."""
+    """Supervisor to agent: send SIGKILL to all that is left of an attempt, and answer with
+    `AttemptCleared`."""
 
     attempt: Natural
     kind: Literal["kill"] = "kill"
@@ -132,9 +132,9 @@ class KillRanks(Message):
 
 @dataclass(frozen=True)
 class Question(Message):
-    """Supervisor to agent: how the node is, if `about` asks (`probe.node`), which of the processes
-    `pids` still run, what can be seen of those in `look` (`probe.processes`), and what `slots`
-    asks for (`checkpoint.slots.requests`)."""
+    """Supervisor to agent. `about` is a question about the node (`probe.node`), `pids` are
+    processes to check for being alive, `look` processes to describe (`probe.processes`), `slots` a
+    request about steps in memory (`checkpoint.slots.requests`); each may be empty."""
 
     number: Natural = 0
     about: Words = ""
@@ -146,7 +146,8 @@ class Question(Message):
 
 @dataclass(frozen=True)
 class LeaveOrder(Message):
-    """Supervisor to agent: end, with all that you have started. `refusal` is why it cannot join."""
+    """Supervisor to agent: end, and kill all that you have started. `refusal` is why an agent of
+    another job cannot join."""
 
     refusal: Words = ""
     kind: Literal["leave"] = "leave"
@@ -154,7 +155,8 @@ class LeaveOrder(Message):
 
 @dataclass(frozen=True)
 class Answer(Message):
-    """Agent to supervisor: the answer to a question; `vitals` is empty if it did not ask."""
+    """Agent to supervisor: the answer to a `Question`: `vitals` to `about`, `left` the `pids` that
+    are alive, `seen` to `look`, `slots` to `slots`; empty where nothing was asked."""
 
     number: Natural
     vitals: Annotated[str, Field(max_length=LINE_LIMIT // 2)]
@@ -165,14 +167,13 @@ class Answer(Message):
 
 
 Sent: TypeAlias = Literal["none", "stop", "kill", "nothing"]
-"""The strongest signal that a rank was sent; "nothing" if it was never started, which is none of
-its own doing."""
+"""The strongest signal that a rank was sent; "nothing" if it was never started, for a reason
+outside of it."""
 
 
 @dataclass(frozen=True)
 class Ended(Post):
-    """Agent to supervisor: how a rank ended, as in `policy.outcome.RankExit`; `sent` is the
-    strongest signal that the agent had sent it by then."""
+    """Agent to supervisor: how a rank ended, as in `policy.outcome.RankExit`."""
 
     attempt: Natural
     rank: Natural
@@ -185,7 +186,8 @@ class Ended(Post):
 
 @dataclass(frozen=True)
 class AttemptCleared(Post):
-    """Agent to supervisor: of this attempt nothing is left here, or only what outlives a kill."""
+    """Agent to supervisor: the attempt's processes were killed; `clean` if none is left, False if
+    one survives SIGKILL."""
 
     attempt: Natural
     clean: bool
@@ -193,10 +195,10 @@ class AttemptCleared(Post):
 
 
 @dataclass(frozen=True)
-class RankStill(Message):
-    """Part of `RanksStill`: a rank whose processes have done no work for `idle` seconds, and for
-    `still` of them have not even looked whether they can go on; or `works` (`probe.activity`). And
-    the line and collective where it stands, None where that cannot be seen."""
+class RankActivity(Message):
+    """Part of `ActivityReport`: `works`, or the seconds for which the rank's processes have done no
+    work (`idle`) and not even polled (`still`), as in `probe.activity`. `place` is the line and the
+    collective in which it is; None if unknown."""
 
     rank: Natural
     idle: Seconds
@@ -206,18 +208,18 @@ class RankStill(Message):
 
 
 @dataclass(frozen=True)
-class RanksStill(Message):
-    """Agent to supervisor: what the ranks of a program of the user's own on this node do, as seen
-    from outside."""
+class ActivityReport(Message):
+    """Agent to supervisor: what the ranks of a user's program on this node are doing, observed from
+    outside."""
 
     attempt: Natural
-    ranks: tuple[RankStill, ...]
+    ranks: tuple[RankActivity, ...]
     kind: Literal["still"] = "still"
 
 
 @dataclass(frozen=True)
 class DepartureRequest(Post):
-    """Agent of another job to supervisor: it has to leave within `seconds`, and why."""
+    """Agent of another job to supervisor: it has to leave within `seconds`."""
 
     seconds: Seconds
     reason: Words
@@ -225,8 +227,8 @@ class DepartureRequest(Post):
 
 
 @dataclass(frozen=True)
-class GpuTold(Post):
-    """Agent to supervisor: what has gone wrong with a GPU of its node (`probe.gpu_events`)."""
+class GpuReport(Post):
+    """Agent to supervisor: an error of a GPU of its node (`probe.gpu_events`)."""
 
     gpu: Natural
     xid: Natural
@@ -240,8 +242,8 @@ FromAgent: TypeAlias = (
     Alive
     | Answer
     | Ended
-    | RanksStill
-    | GpuTold
+    | ActivityReport
+    | GpuReport
     | AttemptCleared
     | DepartureRequest
     | RankNews
@@ -255,8 +257,7 @@ decode_from_agent: Callable[[bytes], FromAgent] = decoder(FromAgent)
 
 @dataclass(frozen=True)
 class AgentHello:
-    """An agent that has proved itself: whose it is, its process, and what it brings if it is not of
-    the supervisor's job."""
+    """An authenticated agent: its node, its process, and what it offers if it is of another job."""
 
     node: str
     pid: int

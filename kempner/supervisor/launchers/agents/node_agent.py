@@ -1,15 +1,15 @@
-"""The agent of a node: forks its ranks, reports how they end, and answers questions on the node.
+"""The agent of a node: forks its ranks, reports how they end, and answers questions about the node.
 
     python -m kempner.supervisor.launchers.agents.node_agent PROGRAM
 
-is the one task of a Slurm step on each node. It imports no torch, so that it always answers; its
-fork server does. Slurm signals only a step's direct children, so it passes stop signals on to the
-ranks. It outlives them: what is left of a step on a node dies with its task there. It ends when the
-supervisor says so, or when the supervisor is gone and no rank is left.
+In a Slurm job it is the only task of a step on each node. It imports no torch, so that it always
+responds; its fork server does. Slurm signals only direct children of a step, so the agent passes
+stop signals on to the ranks. It outlives them, since Slurm kills what is left of a step on a node
+together with its task. It ends when the supervisor orders it to, or when the supervisor is gone and
+no rank is left.
 
-An agent that `kempner join` has started in another job gets no stop signals for its ranks. When its
-input says so, it asks the supervisor to release it.
-"""
+An agent that `kempner join` has started in another job ignores stop signals. When `kempner join`
+writes a `Departure` to its standard input, it asks the supervisor to release it."""
 
 from __future__ import annotations
 
@@ -66,16 +66,16 @@ from kempner.supervisor.launchers.agents.messages import (
     PORT,
     STEP,
     TOKEN,
+    ActivityReport,
     Answer,
     AttemptCleared,
     DepartureRequest,
     Ended,
-    GpuTold,
+    GpuReport,
     KillRanks,
     LeaveOrder,
     Question,
-    RanksStill,
-    RankStill,
+    RankActivity,
     Sent,
     StartRanks,
     TaskBinding,
@@ -84,22 +84,23 @@ from kempner.supervisor.launchers.agents.messages import (
     decode_to_agent,
 )
 from kempner.supervisor.launchers.agents.stdio import BY_SRUN, offer_stdio
-from kempner.supervisor.launchers.base import TELLING, Program
+from kempner.supervisor.launchers.base import RANK_DEFAULTS, Program
 from kempner.supervisor.launchers.children import Children
 from kempner.supervisor.launchers.rank_output import ChildRank
 from kempner.supervisor.policy.outcome import RankExit, with_lack_of_memory
 
 AGAIN = 0.2
-"""Seconds between two tries to connect."""
+"""Seconds between two attempts to connect."""
 
 
 REPORT_BEAT = 1.0
-"""Seconds between two sums of what ranks report."""
+"""Seconds between two summaries of the ranks' reports."""
 
 
 @dataclass(frozen=True)
 class SupervisorPlace:
-    """Where the supervisor listens to agents, the likeliest address first, and their secret."""
+    """Where the supervisor listens for agents, the likeliest address first, and the agents'
+    secret."""
 
     addresses: tuple[str, ...]
     port: int
@@ -107,11 +108,10 @@ class SupervisorPlace:
 
 
 class AgentLink:
-    """Talks to the supervisor from a thread, which calls `listen` with each message.
+    """Connects to the supervisor from a thread, which calls `listen` with each message.
 
-    What is numbered is sent again over each new connection, until it is confirmed. `ranks` follows
-    the link.
-    """
+    Numbered messages are sent again over each new connection until they are acknowledged. `ranks`
+    is told the state of the link."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class AgentLink:
         self.ranks = RankHub(self.say)
 
     def alone_for(self) -> float:
-        """Seconds for which there has been no connection, of those that this process was awake."""
+        """Seconds without a connection, not counting those for which this process was suspended."""
         now = self._clock.now()
         if self._link.alone_since is None:
             self._alone_since = now
@@ -143,66 +143,63 @@ class AgentLink:
         return Door(where.secret, AGENTS).open(connection, self._caller())
 
     def opened(self) -> None:
-        """A sign of life is due."""
         self._beat_at = 0.0
         self.ranks.follow(LinkState.UP)
 
     def hear(self, message: ToAgent) -> None:
-        """Pass it on."""
         self._listen(message)
 
     def due(self, behind: bool) -> Iterator[Message]:
-        """What ranks report, or a sign of life every `BEAT` seconds."""
+        """Summaries of the ranks' reports, or `Alive` every `BEAT` seconds."""
         now = time.monotonic()
         if now >= self._report_at:
             self._report_at = now + REPORT_BEAT
             for summary in () if behind else self.ranks.summary():
-                self._beat_at = now + BEAT  # it is a sign of life, too
+                self._beat_at = now + BEAT  # a summary is a sign of life, too
                 yield summary
         if now >= self._beat_at:
             self._beat_at = now + BEAT
             yield Alive()
 
     def next_at(self, connected: bool) -> float:
-        """When the next of these is due."""
         return min(self._beat_at, self._report_at) if connected else inf
 
     def look(self, connected: bool) -> None:
-        """Without a connection the ranks have none. The main thread looks at its clock by
-        itself."""
+        """Tell the ranks that there is no connection. How long that lasts, `alone_for` measures."""
         if not connected:
             refused = self._link.silence.refuses
             self.ranks.follow(LinkState.REFUSED if refused else LinkState.CUT)
 
 
 LOOK = 0.5
-"""Seconds between two looks whether there is still something to do."""
+"""Seconds between two checks for the end of supervisor and ranks."""
 
 LEFT_WITHIN = 10.0
-"""Seconds that ranks of an earlier supervisor get to leave, which can commit nothing any more."""
+"""Seconds for ranks of an earlier supervisor, which can no longer commit, to exit."""
 
 USE_EVERY, TELL_EVERY = 5.0, 30.0
-"""Seconds between two looks at what the ranks use, and between two messages about what has not
-changed."""
+"""Seconds between two looks at the ranks' activity, and between two messages if it does not
+change."""
 
 ALONE = 30.0
 """Seconds without a supervisor, and without ranks, after which an agent ends."""
 
 ALONE_AT_A_STOP = 3.0
-"""The same where the ranks were to stop: the job, which is to go back into the queue, waits for
-it."""
+"""As `ALONE`, once the ranks were asked to stop: the requeue of the job waits for the agent."""
 
 ALONE_CODE = 1
-"""Exit code of an agent that has left unasked: srun tells of it, and it is replaced."""
+"""Exit code of an agent that leaves without an order: srun reports it, and the supervisor replaces
+it."""
 
 REFUSED_CODE = int(ExitCode.USAGE)
-"""Exit code of an agent that cannot join, as it has said."""
+"""Exit code of an agent that cannot join; it has printed why."""
 
 _Event: TypeAlias = ToAgent | ReceivedSignal | Departure
 
 
 class Link(Protocol):
-    """What an agent says to its supervisor, as `AgentLink` does it, and where its ranks do."""
+    """An agent's connection to its supervisor, as `AgentLink`; `ranks` are the ranks' connections
+    to the agent."""
 
     ranks: RankHub
 
@@ -215,27 +212,27 @@ class Link(Protocol):
     def post(self, make: Callable[[int], Post]) -> None: ...
 
 
-class RanksHere(Protocol):
-    """What ranks of a `run` are given on a machine; `gone_within` is in seconds, for those that
-    were killed, unless one is stuck in the kernel. With `shows_all` what every rank of a program of
-    the user's own prints is shown, as by srun; else rank 0's."""
+class RankSetup(Protocol):
+    """How the ranks of a `run` are set up on a machine. Killed ranks are gone within `gone_within`
+    seconds unless one is stuck in the kernel. With `shows_all` the output of every rank of a user's
+    program is shown, as by srun; else only rank 0's."""
 
     gone_within: float
     shows_all: bool
     run: RunDirectory
 
     def environment(self, launch: Launch, master: tuple[str, int]) -> dict[str, str]:
-        """What all ranks here have in common."""
+        """The environment of all ranks on this machine."""
 
     def place(self, world: World) -> dict[str, str]:
-        """What names the place of one."""
+        """The variables that give one rank its place."""
 
-    def bindings(self, told: Sequence[TaskBinding], ranks: int) -> Sequence[TaskBinding]:
-        """What each of them is bound to."""
+    def bindings(self, given: Sequence[TaskBinding], ranks: int) -> Sequence[TaskBinding]:
+        """The binding of each rank; `given` are those of `StartRanks`."""
 
 
-class RanksOfAgent:
-    """Of a process that is the agent of one of several nodes."""
+class AgentRankSetup:
+    """For an agent that is a process of its own, on one of several nodes."""
 
     gone_within, shows_all = 10.0, True
 
@@ -243,10 +240,9 @@ class RanksOfAgent:
         self.run = run
 
     def environment(self, launch: Launch, master: tuple[str, int]) -> dict[str, str]:
-        """The address is told, and whether the user has chosen the port."""
         address, port = master
         return {
-            **TELLING,
+            **RANK_DEFAULTS,
             **os.environ,
             **launch.environment(),
             OF_AGENT: "1",
@@ -256,7 +252,7 @@ class RanksOfAgent:
         }
 
     def place(self, world: World) -> dict[str, str]:
-        """As Slurm's variables would say it of a task, too."""
+        """Torch's variables, and those that Slurm sets in a task."""
         return world.environment() | {
             "SLURM_PROCID": str(world.rank),
             "SLURM_LOCALID": str(world.local_rank),
@@ -264,14 +260,13 @@ class RanksOfAgent:
             "SLURM_NPROCS": str(world.size),
         }
 
-    def bindings(self, told: Sequence[TaskBinding], ranks: int) -> Sequence[TaskBinding]:
-        """As the user wishes, or a share of the CPUs each."""
-        return bindings_of_ranks(told, os.sched_getaffinity(0), ranks)
+    def bindings(self, given: Sequence[TaskBinding], ranks: int) -> Sequence[TaskBinding]:
+        return bindings_of_ranks(given, os.sched_getaffinity(0), ranks)
 
 
 def _oom_kills() -> tuple[int, str]:
-    """The out-of-memory kills in the job's control group on this node, or else in that of this
-    process, and the folder of that group."""
+    """The out-of-memory kills in the job's control group on this node, or else in this process's,
+    and the path of that group."""
     try:
         group = memory_group()
         return (0, "") if group is None else (group.oom_kills(), str(group.path))
@@ -281,14 +276,15 @@ def _oom_kills() -> tuple[int, str]:
 
 
 class NodeAgent:
-    """Acts on what the supervisor says, and on signals, in one thread: the main one, where it is a
-    process of its own. Its supervisor listens at the `addresses`."""
+    """Handles the supervisor's messages and signals, one after the other, in the thread that calls
+    `run`: the main thread if the agent is a process of its own. Its supervisor listens at
+    `addresses`."""
 
     def __init__(
         self,
         program: Program,
         children: Children,
-        here: RanksHere,
+        here: RankSetup,
         secret: Secret,
         addresses: Sequence[str],
         terms: JoinTerms | None = None,
@@ -301,13 +297,13 @@ class NodeAgent:
         self._incoming: SimpleQueue[_Event] = SimpleQueue()
         self._attempt = self._oom_kills = 0
         self._found: Mapping[int, Stillness] = {}
-        self._gpus = GpuWatch(self._tell_of_gpu)
+        self._gpus = GpuWatch(self._report_gpu)
         self._cleared = 0
         self._patience = ALONE
         self._over = threading.Event()
 
     def run(self, link: Link) -> int:
-        """Until the supervisor says so, or is gone for good; the exit code."""
+        """Serve until the supervisor orders the agent to leave, or is gone; the exit code."""
         self._link = link
         self._link.start()
         self._children.prepare(self._program)
@@ -331,7 +327,6 @@ class NodeAgent:
             self._act_on(event)
 
     def take_signal(self, came: ReceivedSignal) -> None:
-        """Act on a signal."""
         self._incoming.put(came)
 
     def _leave(self, code: int) -> int:
@@ -342,17 +337,18 @@ class NodeAgent:
         return code
 
     def hear(self, message: ToAgent) -> None:
-        """Questions are answered, and ranks told, at once, whatever else is going on. A stop that
-        is for all is a signal to those that cannot be told."""
+        """Queue a message; questions are answered, and messages for ranks passed on, at once. A
+        stop is queued as well, to send a signal to the ranks without a connection."""
         if isinstance(message, Question):
             start_thread("answer", partial(self._answer, message))
         elif isinstance(message, TellRanks | Alive):
             self._link.ranks.pass_on(message)
-            said = message.message if isinstance(message, TellRanks) else None
-            if isinstance(said, DumpStacks):
-                start_thread("stacks", self._tell_places)
-            elif isinstance(said, Stop) and said.reason.ends_run:
-                # To be signalled would say more than that the ranks go on elsewhere.
+            content = message.message if isinstance(message, TellRanks) else None
+            if isinstance(content, DumpStacks):
+                start_thread("stacks", self._report_places)
+            elif isinstance(content, Stop) and content.reason.ends_run:
+                # Other stops are not signalled: the ranks go on elsewhere, and a program might
+                # take SIGTERM for the end.
                 self._incoming.put(message)
         else:
             self._incoming.put(message)
@@ -363,47 +359,47 @@ class NodeAgent:
     def _answer(self, question: Question) -> None:
         left = tuple(pid for pid in question.pids if still_runs(pid))
         seen = tuple(map(describe_process, question.look))
-        told, slots = answer_text(question.about), reply_text(self._slots, question.slots)
-        self._link.say(Answer(question.number, told, left, seen, slots))
+        vitals, slots = answer_text(question.about), reply_text(self._slots, question.slots)
+        self._link.say(Answer(question.number, vitals, left, seen, slots))
 
     def _watch_ranks(self) -> None:
-        """Tell what the ranks do, as far as it is seen from outside, until the agent leaves: at
-        once what has changed, and now and then what has not."""
+        """Report the ranks' activity, observed from outside, until the agent leaves: changes at
+        once, and else every `TELL_EVERY` seconds."""
         clock = AwakeClock()
-        watch, told_at, before = ActivityWatch(clock.now), -inf, dict[int, tuple[bool, bool]]()
+        watch, sent_at, before = ActivityWatch(clock.now), -inf, dict[int, tuple[bool, bool]]()
         while not self._over.wait(USE_EVERY):
             attempt, pids = self._attempt, self._children.pids()
             self._found = watch.look(pids)
             now = {rank: (how.works, how.idle > 0) for rank, how in self._found.items()}
-            if now == before and clock.now() - told_at < TELL_EVERY:
+            if now == before and clock.now() - sent_at < TELL_EVERY:
                 continue
-            told_at, before = clock.now(), now
-            told = (_told_still(rank, how, None) for rank, how in self._found.items())
-            self._link.say(RanksStill(attempt, tuple(told)))
+            sent_at, before = clock.now(), now
+            activities = (_rank_activity(rank, how, None) for rank, how in self._found.items())
+            self._link.say(ActivityReport(attempt, tuple(activities)))
 
-    def _tell_places(self) -> None:
-        """Tell where each rank stands, or that this cannot be seen."""
+    def _report_places(self) -> None:
+        """Report the line and collective in which each rank is, as far as its stack can be read."""
         if self._program.ours:
             return
         attempt, stacks, pids = self._attempt, StackReader(), self._children.pids()
         with ThreadPoolExecutor(max(1, len(pids))) as readers:
             places = readers.map(lambda pid: stacks.place(pid) or CodePlace(), pids.values())
             found = self._found
-            told = [
-                _told_still(rank, found.get(rank, Stillness()), place)
+            activities = [
+                _rank_activity(rank, found.get(rank, Stillness()), place)
                 for rank, place in zip(pids, places, strict=True)
             ]
-        self._link.say(RanksStill(attempt, tuple(told)))
+        self._link.say(ActivityReport(attempt, tuple(activities)))
 
-    def _tell_of_gpu(self, found: GpuTrouble) -> None:
-        told = (found.gpu, found.xid, shorten(found.reason), found.broken)
-        self._link.post(lambda number: GpuTold(number, *told))
+    def _report_gpu(self, found: GpuTrouble) -> None:
+        error = (found.gpu, found.xid, shorten(found.reason), found.broken)
+        self._link.post(lambda number: GpuReport(number, *error))
 
     def _act_on(self, event: _Event) -> None:
         match event:
             case StartRanks(attempt) if attempt > self._attempt:
                 first, self._attempt, self._patience = not self._attempt, attempt, ALONE
-                if not (first and self._is_hindered(event)):
+                if not (first and self._is_blocked(event)):
                     self._start(event)
             case TellRanks(attempt) if attempt == self._attempt and not self._children.asked:
                 self._children.ask_to_stop(self._link.ranks.pids())
@@ -415,16 +411,16 @@ class NodeAgent:
             case Departure(seconds, reason):
                 self._link.post(lambda number: DepartureRequest(number, seconds, shorten(reason)))
             case ReceivedSignal() if self._terms is not None:
-                logger().info("a signal is left to `kempner join`")
+                logger().info("ignoring a signal, which `kempner join` handles")
             case ReceivedSignal(number) if number == SIGTERM:
                 self._patience = ALONE_AT_A_STOP
                 self._children.ask_to_stop()
             case ReceivedSignal(number):
                 self._children.signal(number)
 
-    def _is_hindered(self, order: StartRanks) -> bool:
-        """Whether ranks of an earlier supervisor are still here, and cannot be ended: a node that
-        Slurm has lost and found may have some."""
+    def _is_blocked(self, order: StartRanks) -> bool:
+        """End ranks that an earlier supervisor left on this node, which Slurm may have lost for a
+        while; whether that failed."""
         mark = mark_of(os.environ)
         try:
             if mark is not None:
@@ -487,29 +483,29 @@ class NodeAgent:
         clean = self._children.forget(self._here.gone_within)
         if not clean:
             logger().warning("a rank cannot be killed")
-        self._children.prepare(self._program)  # so that a fork server that has died is back soon
+        self._children.prepare(self._program)  # in case the fork server has died
         self._link.post(lambda number: AttemptCleared(number, attempt, clean))
 
 
-def _told_still(rank: int, how: Stillness, at: CodePlace | None) -> RankStill:
+def _rank_activity(rank: int, how: Stillness, at: CodePlace | None) -> RankActivity:
     place = None if at is None else (shorten(at.line), shorten(at.collective))
-    return RankStill(rank, how.idle, how.still, place, how.works)
+    return RankActivity(rank, how.idle, how.still, place, how.works)
 
 
 def program_text(program: Program) -> str:
-    """A program as an argument for this module's command."""
+    """A program as this module's command-line argument."""
     return json.dumps(asdict(program))
 
 
 def _program(text: str) -> Program:
-    told = json.loads(text)
-    command, modules = tuple(told["command"]), tuple(told["modules"])
-    python, pattern = str(told["python"]), str(told["pattern"])
-    return Program(command, bool(told["ours"]), modules, python, pattern)
+    fields = json.loads(text)
+    command, modules = tuple(fields["command"]), tuple(fields["modules"])
+    python, pattern = str(fields["python"]), str(fields["pattern"])
+    return Program(command, bool(fields["ours"]), modules, python, pattern)
 
 
 def _place(environ: MutableMapping[str, str]) -> SupervisorPlace:
-    """Where the supervisor is, and the agents' secret, which is taken out of the environment."""
+    """Take the supervisor's addresses and the agents' secret out of the environment."""
     addresses, port = tuple(environ.pop(ADDRESSES).split(",")), int(environ.pop(PORT))
     if environ.pop(BY_SRUN, ""):
         addresses, port = ("127.0.0.1",), offer_stdio()
@@ -520,12 +516,12 @@ def _run(terms: JoinTerms | None, environ: Mapping[str, str]) -> RunDirectory:
     if terms is not None:
         return RunDirectory(Path(terms.run))
     mark = mark_of(environ)
-    assert mark is not None, "what a supervisor starts is marked"
+    assert mark is not None, "the supervisor sets the mark"
     return RunDirectory(mark.run)
 
 
 def main(text: str, environ: MutableMapping[str, str]) -> None:
-    """Be the agent of this node."""
+    """Run the agent of this node."""
     inbox().install()
     raise_open_file_limit()
     leave_no_cores()
@@ -537,7 +533,7 @@ def main(text: str, environ: MutableMapping[str, str]) -> None:
         role, joins = (Role.AGENT, None) if terms is None else (Role.GUEST, terms.now)
         return Caller(role, step, task, node_name(os.environ), os.getpid(), joins)
 
-    here, program = RanksOfAgent(_run(terms, environ)), _program(text)
+    here, program = AgentRankSetup(_run(terms, environ)), _program(text)
     agent = NodeAgent(program, Children(), here, place.secret, place.addresses, terms)
     inbox().react_with(agent.take_signal)
     code = agent.run(AgentLink(place, caller, agent.hear))

@@ -1,7 +1,7 @@
-"""A connection over the standard input and output of an srun, whose ports a site has to leave open.
+"""Connects agents that cannot reach the supervisor's ports through the standard input and output of
+srun, whose ports every site leaves open.
 
-For agents that cannot reach the supervisor's own. What they print goes to their standard error.
-"""
+What such an agent prints goes to its standard error."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from functools import partial
 from kempner.run.process.threads import start_thread
 
 BY_SRUN = "KEMPNER_AGENTS_BY_SRUN"
-"""Tells an agent that its link is its standard input and output."""
+"""Environment variable that tells an agent to use its standard input and output as its link."""
 
 _HERE, _CHUNK = b"+", 65536
 
 
 def offer_stdio() -> int:
-    """The port of this host that leads to the supervisor. To be called once, before output."""
+    """Turn standard input and output into a local port that leads to the supervisor; the port. Call
+    once, before any output."""
     inward, outward = os.dup(0), os.dup(1)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -33,7 +34,7 @@ def offer_stdio() -> int:
 
 
 def _offer(listener: socket.socket, inward: int, outward: int) -> None:
-    """One connection: the supervisor's end cannot be opened again."""
+    """Serve one connection: the supervisor's end cannot be opened again."""
     connection, _ = listener.accept()
     os.write(outward, _HERE)
     start_thread("from supervisor", partial(_copy, partial(os.read, inward), connection.sendall))
@@ -41,8 +42,8 @@ def _offer(listener: socket.socket, inward: int, outward: int) -> None:
 
 
 def carry(srun: socket.socket, address: str, port: int) -> None:
-    """Connect the standard input and output of an srun with a port, once its task has begun to
-    speak; until one of them ends."""
+    """Relay between the standard input and output of an srun and a port, from the first byte of its
+    task until one side ends."""
     with srun, suppress(OSError):
         if srun.recv(len(_HERE)) == _HERE:
             with socket.create_connection((address, port)) as link:

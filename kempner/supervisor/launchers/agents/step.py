@@ -1,6 +1,7 @@
-"""The agents of a Slurm job's nodes: the steps that start them, and what srun says of their tasks.
+"""Starts the agents of a Slurm job's nodes with srun, and learns from srun's output which have
+ended.
 
-Agents whose host cannot be reached speak to the supervisor over srun's standard input and output.
+Agents that cannot reach the supervisor's ports connect through srun's standard input and output.
 """
 
 from __future__ import annotations
@@ -50,22 +51,22 @@ from kempner.supervisor.launchers.agents.messages import (
 )
 from kempner.supervisor.launchers.agents.stdio import BY_SRUN, carry
 from kempner.supervisor.launchers.base import Program
+from kempner.supervisor.launchers.rank_runtime import RankRuntime, reachable_addresses
 from kempner.supervisor.launchers.run_nodes import RunNodes
-from kempner.supervisor.launchers.surroundings import Surroundings, reachable_addresses
 from kempner.supervisor.nodes import srun_probe
 
 _ENDED = re.compile(r"srun: error: \S+: tasks? ([\d,-]+): (.+?)(?: \(core dumped\))?\s*$")
 _CODE = re.compile(r"Exited with exit code (\d+)$")
 _SIGNALS = {signal.strsignal(number): -number for number in signal.Signals}
 _LONGEST = 4096
-"""Bytes of a line that are looked at: no line of srun's is longer."""
+"""Bytes of a line that are searched; srun prints no longer lines."""
 
 
 def task_ends(line: str) -> Iterator[tuple[int, int]]:
-    """The tasks that have ended by what srun says, each with its exit status, or minus the signal.
+    """The tasks that have ended according to a line of srun's, each with its exit code, or minus
+    the signal.
 
-    `srun: error: node2: task 1: Killed`; also of several: `tasks 1,3-4: Exited with exit code 1`.
-    """
+    Such as `srun: error: node2: task 1: Killed` or `tasks 1,3-4: Exited with exit code 1`."""
     found = _ENDED.match(line)
     status = None if found is None else _status(found[2])
     if found is None or status is None:
@@ -83,13 +84,12 @@ def _status(words: str) -> int | None:
 
 
 class StepErrors:
-    """What a step prints on its standard error; `ended` is told of each task that has ended."""
+    """Passes on the standard error of a step, and calls `ended` for each task that has ended."""
 
     def __init__(self, ended: Callable[[int, int], None]) -> None:
         self._ended, self._rest = ended, b""
 
     def hear(self, chunk: bytes) -> None:
-        """Pass on what came, and look in it for the ends of tasks."""
         _write(chunk)
         *lines, rest = (self._rest + chunk).split(b"\n")
         for line in lines:
@@ -104,17 +104,18 @@ def _write(chunk: bytes) -> None:
         sys.stderr.flush()
 
 
-DEAF = ["sh", "-c", 'trap "" TERM HUP INT USR1 USR2; exec "$@"', "sh"]
-"""Becomes the command that follows, which no stop signal ends before it traps it. One that comes
-while its interpreter starts is lost; the control channel repeats it to ranks that join later."""
+NO_STOPS = ["sh", "-c", 'trap "" TERM HUP INT USR1 USR2; exec "$@"', "sh"]
+"""Prefix of a command that starts it with stop signals ignored, until it traps them. A signal that
+comes while the interpreter starts is lost, but the control channel repeats a stop to ranks that
+connect later."""
 
 
 class AgentStep:
-    """One srun with an agent on each of some `nodes`, started again while Slurm cannot do it.
+    """One srun that runs an agent on each of `nodes`, retried while Slurm cannot start it.
 
-    `ended` is called with the step, each task of it that has ended, and its exit status. An srun of
-    a single task is connected with the `listener`, if there is one: an address and a port.
-    """
+    `ended` is called with the step, each task that has ended, and its exit status. With a
+    `listener` (address, port), the standard input and output of srun, which then has one task, are
+    connected to it."""
 
     def __init__(
         self,
@@ -125,9 +126,9 @@ class AgentStep:
     ) -> None:
         self.number, self.nodes, self._listener = number, frozenset(nodes), listener
         self.gone: set[str] = set()
-        """Nodes whose agent has ended, or was given up."""
+        """Nodes whose agent has ended or is no longer expected."""
         self.refusal = ""
-        """Why Slurm has started no agent, if it has not."""
+        """Why Slurm has not started the agents; empty if it has."""
         self.began = time.monotonic()
         self._ended = ended
         self._srun: subprocess.Popen[bytes] | None = None
@@ -135,27 +136,27 @@ class AgentStep:
         self._over = threading.Event()
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Start it. Raises `SlurmError` if there is no srun here."""
+        """Start srun. Raises `SlurmError` if there is none here."""
         self._srun = patiently(lambda: self._begin(command, environ), START_WITHIN)
         self._thread = start_thread("agents' srun", lambda: self._wait(command, environ))
 
     @property
     def alive(self) -> bool:
-        """Whether srun is there, or is to be started again."""
+        """Whether srun runs or will be retried."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def waits(self) -> bool:
-        """Whether srun could not start the tasks, and is to be started again."""
+        """Whether srun could not start the tasks and will be retried."""
         return self.alive and self._srun is not None and self._srun.returncode is not None
 
     def covers(self, node: str) -> bool:
-        """Whether there is an agent of this step on a node, or one may come."""
+        """Whether the step has an agent on a node, or may still start one."""
         return self.alive and node in self.nodes and node not in self.gone
 
     def end(self, patience: float) -> None:
-        """Wait for srun, whose tasks were sent away; then have it kill them, and leave it behind if
-        it cannot."""
+        """Wait `patience` seconds for srun, whose agents were told to leave; then have it kill
+        them, and at last kill it."""
         self._over.set()
         srun = self._srun
         if srun is None:
@@ -183,7 +184,7 @@ class AgentStep:
         return srun
 
     def _wait(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Until the tasks have ended. While Slurm cannot start them, they are started again."""
+        """Wait until the tasks have ended; retry srun while Slurm cannot start them."""
         first = [self._srun]
 
         def see() -> int:
@@ -206,56 +207,56 @@ class AgentStep:
 
 
 KILLED_WITHIN = 5.0
-"""Seconds for srun to kill tasks; it waits for nodes that are gone, and we do not."""
+"""Seconds for srun to kill its tasks; for nodes that are gone it would wait longer."""
 
 START_WITHIN = 300.0
-"""Seconds for which srun is started again and again: the machine may be short of memory."""
+"""Seconds for which to retry starting srun: the machine may be short of memory."""
 
 
 def _say_why(error: SlurmError) -> None:
     logger().warning("the agents could not be started", reason=str(error))
 
 
-COME_WITHIN = 30.0
-"""Seconds within which an agent connects: it starts in one, or where its container is open."""
+CONNECT_WITHIN = 30.0
+"""Seconds for an agent to connect, once its container, if any, is open; it takes about one."""
 
 GIVEN_UP_WITHIN = 10.0
-"""Seconds to wait until an agent that was killed, and all that Slurm kills with it, is gone."""
+"""Seconds to wait until an agent that was killed, and its ranks, which Slurm kills with it, are
+gone."""
 
 HUNG_UP = 3.0
-"""Seconds after the end of an agent's process, seen by its link, in which srun may say how."""
+"""Seconds after an agent hung up within which srun may report how it ended."""
 
-AWAY = 45.0
-"""Seconds after which an agent whose link broke off in any other way is not expected back."""
+RECONNECT_WITHIN = 45.0
+"""Seconds for an agent whose link broke in any other way to connect again."""
 
 END_WITHIN, LOST_WITHIN = 10.0, 1.0
-"""Seconds for srun to end when agents were sent away, and if it waits for a node that is gone."""
+"""Seconds for srun to end after its agents have left, and if a node is gone."""
 
-BOUND_WITHIN = 60.0
-"""Seconds for the tasks that say to what srun binds them."""
+BINDINGS_WITHIN = 60.0
+"""Seconds for the tasks that print to what srun binds them."""
 
 
 class SlurmAgents:
-    """Starts an agent on each node of a job, in a further step beside those that are there.
+    """Starts an agent on each node of a job, in job steps.
 
-    Agents that do not connect are started again, with the standard input and output of an srun of
-    their own as their link. `lost` is called with a node
-    whose agent has ended, and the signal that ended it, minus, if there was one.
-    """
+    An agent that does not connect is started again, linked through the standard input and output of
+    an srun of its own. `lost` is called with a node whose agent has ended, and minus the signal
+    that ended it, None if there was none."""
 
     takes_others = True
     here, killed_within, cleared_within = False, 1.0, 15.0
 
     def __init__(
-        self, nodes: RunNodes, section: SuperviseSection, around: Surroundings | None = None
+        self, nodes: RunNodes, section: SuperviseSection, runtime: RankRuntime | None = None
     ) -> None:
-        self.around, self._nodes, self._section = around or Surroundings(), nodes, section
+        self.runtime, self._nodes, self._section = runtime or RankRuntime(), nodes, section
         allocation = nodes.allocation
         self.addresses = reachable_addresses(
-            allocation.nodes, section.control_interface, self.around.interface
+            allocation.nodes, section.control_interface, self.runtime.interface
         )
         self.bound: dict[str, Interface | None] = {}
-        """What the ranks of nodes will bind to, as far as it is known."""
+        """The interface that ranks will use, by node, where it is known."""
         self._unreachable: set[str] = set()
         self._steps: list[AgentStep] = []
         self._given_up: set[tuple[str, int]] = set()
@@ -270,18 +271,16 @@ class SlurmAgents:
         refusal: Callable[[AgentHello], str],
         lost: Callable[[str, int | None], None],
     ) -> Fleet:
-        """Listen to agents of this program."""
+        """Listen for agents, which will run `program`."""
         self._program, self._lost = program, lost
         listeners = listen(self.addresses, self._section.ports)
         self._fleet = Fleet(listeners, len(self._nodes.all), hear, refusal)
         self._listener = self.addresses[0], self._fleet.port
         return self._fleet
 
-    def have(self) -> None:
-        """Start a step for nodes that have no agent, nor one that may come.
-
-        Those that had one are not held up by those that may be gone.
-        """
+    def start_missing(self) -> None:
+        """Start a step for the nodes without an agent that is there or expected; a separate one for
+        those that had one before, since nodes that may be gone could delay it."""
         missing = [node for node in self._nodes.own if self.is_gone(node)]
         known = [node for node in missing if self._seen(node) is not None]
         for group in (known, [node for node in missing if node not in known]):
@@ -292,59 +291,59 @@ class SlurmAgents:
                 self._start([node], by_srun=True)
 
     def reach_by_srun(self, nodes: Collection[str]) -> None:
-        """Start agents anew on nodes whose agents do not connect."""
+        """Start agents that are linked through srun, on nodes whose agents do not connect."""
         self._unreachable |= set(nodes)
         for node in nodes:
             self.forget(node)
-        self.have()
+        self.start_missing()
 
     def is_connected(self, node: str) -> bool:
-        """Whether a node's agent is one that is expected."""
+        """Whether an agent that is still expected has connected from a node."""
         seen = self._seen(node)
         return seen is not None and any(
             step.covers(node) and step.number == seen.step for step in self._steps
         )
 
     def is_gone(self, node: str) -> bool:
-        """Whether the agent of a node has ended, as srun reports or its link shows."""
+        """Whether the agent of a node has ended, according to srun or its link."""
         covering = [step.number for step in self._steps if step.covers(node)]
         if not covering:
             return True
         seen = self._seen(node)
         if seen is None or seen.linked or seen.step < max(covering):
             return False
-        if time.monotonic() - seen.went_at < (HUNG_UP if seen.hung_up else AWAY):
+        if time.monotonic() - seen.went_at < (HUNG_UP if seen.hung_up else RECONNECT_WITHIN):
             return False
         self.mark_gone(node, seen.step)
         return True
 
     def refusal_of(self, node: str) -> str:
-        """Why Slurm has not started the agent of a node that was expected last; empty if it has."""
+        """Why Slurm has not started the last agent of a node; empty if it has."""
         steps = [step for step in self._steps if node in step.nodes]
         return steps[-1].refusal if steps else ""
 
     def mark_gone(self, node: str, step: int) -> None:
-        """Expect no agent any more of this step and those before."""
-        for one in self._steps:
-            if one.number <= step:
-                one.gone.add(node)
+        """No longer expect an agent on `node` of this step or those before."""
+        for started in self._steps:
+            if started.number <= step:
+                started.gone.add(node)
 
     def forget(self, node: str) -> None:
-        """Expect no agent there until the next start."""
+        """Expect no agent on `node` until the next start."""
         self.mark_gone(node, len(self._steps))
 
     @property
     def waits(self) -> bool:
-        """Whether srun could not start the agents, and is to be started again."""
+        """Whether srun could not start agents and will be retried."""
         return any(step.waits for step in self._steps)
 
-    def time_to_come(self) -> float:
-        """Seconds that agents still get to connect; those of a step that has ended get none."""
+    def connect_timeout(self) -> float:
+        """Seconds left for agents to connect; 0 if all steps have ended."""
         began = max((step.began for step in self._steps if step.alive), default=-inf)
-        return max(0.0, began + COME_WITHIN + self.around.delay - time.monotonic())
+        return max(0.0, began + CONNECT_WITHIN + self.runtime.delay - time.monotonic())
 
     def end(self, node: str) -> None:
-        """End an agent that does nothing; with it goes what is left of its ranks."""
+        """Kill an unresponsive agent; Slurm kills its ranks with it."""
         seen = self._seen(node)
         if seen is None or (node, seen.pid) in self._given_up:
             return
@@ -358,25 +357,26 @@ class SlurmAgents:
             start_thread("end agent", end)
 
     def remove(self, node: str) -> None:
-        """End an agent that does nothing, and expect it no more."""
+        """Kill an unresponsive agent, wait until it is gone, and no longer expect it."""
         if self._fleet is not None and (seen := self._seen(node)) is not None:
             self.end(node)
             self._fleet.wait_until(partial(self.is_gone, node), GIVEN_UP_WITHIN)
             self.mark_gone(node, seen.step)
 
     def launch(self, launch: Launch) -> Launch:
-        """The job of the ranks, which one of them requeues if its batch process dies."""
+        """`launch` with the job that a rank requeues if the batch process dies."""
         allocation = self._nodes.allocation
         return replace(launch, job=allocation.job if allocation.batch else None)
 
     def master(self, launch: Launch) -> tuple[str, int]:
-        """Where the ranks meet."""
+        """The address and port of the rendezvous."""
         nodes = self._nodes.allocation.nodes
         return choose_master(os.environ, nodes, launch.attempt.nonce, self.bound)
 
     def bindings(self) -> Mapping[str, Sequence[TaskBinding]]:
-        """By node, how its ranks are to be bound; none where that is left to agents."""
-        asked = self.around.binding or affinity.binding_asked_for(_environment())
+        """The bindings that srun's options ask for, by node; a node without them leaves that to its
+        agent."""
+        asked = self.runtime.binding or affinity.binding_asked_for(_environment())
         if not asked:
             return {}
         allocation = self._nodes.allocation
@@ -395,7 +395,7 @@ class SlurmAgents:
         return self._bindings
 
     def close(self, has_left: Callable[[str], bool]) -> None:
-        """Wait for srun, once the agents were sent away."""
+        """Wait for srun; the agents were told to leave."""
         for step in self._steps:
             left = all(map(has_left, step.nodes - step.gone))
             step.end(END_WITHIN if left else LOST_WITHIN)
@@ -415,18 +415,24 @@ class SlurmAgents:
             STEP: str(step.number),
             **({BY_SRUN: "1"} if by_srun else {}),
         }
-        agent = [*self.around.run(node_agent.__name__), node_agent.program_text(self._program)]
-        options = without_binding(self.around.options)
+        agent = [*self.runtime.run(node_agent.__name__), node_agent.program_text(self._program)]
+        options = without_binding(self.runtime.options)
         srun = self.srun("kempner-agents", nodes, 1, options)
         self._steps.append(step)
         try:
-            command = [*srun, "--no-kill", *(["--unbuffered"] if by_srun else []), *DEAF, *agent]
+            command = [
+                *srun,
+                "--no-kill",
+                *(["--unbuffered"] if by_srun else []),
+                *NO_STOPS,
+                *agent,
+            ]
             step.start(command, affinity.unbound(_environment()) | where)
         except SlurmError as error:
             raise UsageError(f"{error}; use --launcher local") from error
 
     def _hear_task_end(self, step: AgentStep, task: int, status: int) -> None:
-        """Take in that an agent has ended, as srun reports; what it has started dies with it."""
+        """An agent has ended, as srun reports; Slurm has killed its ranks."""
         for node in step.nodes:
             seen = self._seen(node)
             if seen is not None and (seen.step, seen.task) == (step.number, task):
@@ -434,29 +440,29 @@ class SlurmAgents:
                 self._lost(node, status if status < 0 else None)
 
     def _bound_by_srun(self, nodes: Sequence[str]) -> dict[str, tuple[TaskBinding, ...]]:
-        """What tasks say that are as many, and bound, as ranks are to be."""
+        """The bindings that srun gives to tasks started with the options and number of the
+        ranks."""
         tasks = self._nodes.allocation.tasks_per_node
-        srun = self.srun("kempner-binding", nodes, tasks, self.around.options)
+        srun = self.srun("kempner-binding", nodes, tasks, self.runtime.options)
         try:
-            told = subprocess.run(
-                [*srun, "--overlap", *self.around.run(affinity.__name__)],
+            printed = subprocess.run(
+                [*srun, "--overlap", *self.runtime.run(affinity.__name__)],
                 env=_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 text=True,
                 check=False,
-                timeout=BOUND_WITHIN + self.around.delay,
+                timeout=BINDINGS_WITHIN + self.runtime.delay,
                 start_new_session=True,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             logger().warning("srun cannot be asked how it binds ranks", reason=str(error))
             return {}
-        return affinity.bindings_by_node(told.stdout.splitlines())
+        return affinity.bindings_by_node(printed.stdout.splitlines())
 
     def srun(
         self, name: str, nodes: Sequence[str], tasks: int, options: Sequence[str]
     ) -> list[str]:
-        """srun and its options, for a number of tasks per node."""
         allocation = self._nodes.allocation
         command = [
             "srun",
@@ -474,7 +480,7 @@ class SlurmAgents:
             cpus = allocation.cpus_per_task * allocation.tasks_per_node // tasks
             command.append(f"--cpus-per-task={cpus}")
         if not allocation.batch or self._steps:
-            # a step before may still hold CPUs, on a dead node for long
+            # an earlier step may still hold CPUs, on a dead node for long
             command.append("--overlap")
         if not allocation.batch:
             command.append(f"--jobid={allocation.job}")
@@ -483,7 +489,7 @@ class SlurmAgents:
 
 
 def _environment() -> dict[str, str]:
-    """What a step gets of this process's environment."""
+    """The environment of a step."""
     environ = step_environment(os.environ, find_place(os.environ) is JobPlace.STEP)
     environ.pop("TORCHELASTIC_RUN_ID", None)
     return environ

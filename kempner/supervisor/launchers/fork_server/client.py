@@ -1,4 +1,4 @@
-"""Starts a fork server, gives it orders, and knows how the processes that it forks end."""
+"""Starts a fork server, has it fork processes, and reports how these end."""
 
 from __future__ import annotations
 
@@ -37,63 +37,60 @@ from kempner.supervisor.launchers.fork_server.server import (
 )
 
 IMPORTED_WITHIN = 60.0
-"""Seconds for the imports. If they take longer, the ranks import for themselves: they can say that
-they do, and their supervisor sees which node is slow."""
+"""Seconds for the imports. If they take longer, the ranks import for themselves: they report that
+phase, so the supervisor sees which node is slow."""
 
 FORKED_WITHIN = 10.0
-"""Seconds for a fork, which takes a hundredth of one."""
+"""Seconds for a fork; it takes about 10 ms."""
 
-TOLD_WITHIN = 2.0
-"""Seconds after the end of a process within which the server says how it ended, unless it is
-stopped, or stuck."""
+STATUS_WITHIN = 2.0
+"""Seconds after the end of a process within which the server reports its status, unless it is
+stopped or stuck."""
 
 _IMPORTS_ONLY = {
-    "OPENBLAS_NUM_THREADS": "1",  # numpy would start a thread per core, and no fork would be safe
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the usual look for a GPU spoils every fork after it
+    "OPENBLAS_NUM_THREADS": "1",  # else numpy starts a thread per core, and no fork is safe
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else looking for a GPU makes later forks unusable
     FORK_SERVER: "1",
 }
-"""What holds while the server imports, and not in what it forks."""
+"""Environment of the server while it imports, not of the processes that it forks."""
 
 
 class CannotForkError(Exception):
-    """The order was not carried out, and will not be: one sentence."""
+    """The order was not carried out, and will not be; the message is one sentence."""
 
 
 class StartedProcess(Protocol):
-    """A process of ours, however it was started."""
+    """A process that was forked, or started as by `subprocess.Popen`."""
 
     pid: int
 
     def wait(self) -> int | None:
-        """Its exit code, or minus the signal, once it has ended; None if that is not known."""
+        """Wait for its end; its exit code, or minus the signal; None if not known."""
 
     def poll(self) -> int | None:
-        """As `wait`, but at once; None while it runs, too."""
+        """As `wait`, but at once; None if it runs."""
 
 
 class ForkedProcess:
-    """A process that the server has forked, and whose end it tells.
-
-    `end_server` is called when the process has ended and the server does not say so. An `orphan` is
-    this process's child.
-    """
+    """A process that the server has forked. `end_server` is called if it has ended and the server
+    does not report so. An `orphan` has become a child of this process."""
 
     def __init__(self, pid: int, end_server: Callable[[], None], orphan: bool) -> None:
         self.pid, self._end_server, self._orphan = pid, end_server, orphan
-        self._told: Future[int | None] = Future()
-        """What the server says; None when it has died first."""
+        self._status: Future[int | None] = Future()
+        """As reported by the server; None if the server died first."""
         try:
             self._ended: int | None = os.pidfd_open(pid)
         except ProcessLookupError:
-            self._ended = None  # over already; the server says how
+            self._ended = None  # it has ended; the server reports its status
 
     def ended(self, status: int | None) -> None:
-        """The server has said how it ended, or will not say anything any more."""
-        if not self._told.done():
-            self._told.set_result(status)
+        """Set the status that the server has reported, or None if it will not."""
+        if not self._status.done():
+            self._status.set_result(status)
 
     def wait(self) -> int | None:
-        """Its exit status, once it has ended; see `StartedProcess`. To be called once."""
+        """As `StartedProcess.wait`; call once."""
         if self._ended is not None:
             over = select.poll()
             over.register(self._ended, select.POLLIN)
@@ -102,36 +99,35 @@ class ForkedProcess:
         if self._orphan:
             self.ended(None)
         try:
-            status = self._told.result(TOLD_WITHIN)
+            status = self._status.result(STATUS_WITHIN)
         except TimeoutError:
             self._end_server()
-            status = self._told.result()
+            status = self._status.result()
         if status is not None:
             return status
-        # No message comes. Orphans are this process's children, its sub-reaper.
+        # The server reports nothing: the process is, or has become, a child of this sub-reaper.
         with suppress(ChildProcessError):
             return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return None
 
     def poll(self) -> int | None:
-        """Its exit status if the server has told it; an orphan's can still be waited for."""
+        """As `StartedProcess.poll`; leaves an orphan's status for `wait`."""
         if not self._orphan:
-            return self._told.result() if self._told.done() else None
+            return self._status.result() if self._status.done() else None
         with suppress(ChildProcessError):
             options = os.WEXITED | os.WNOHANG | os.WNOWAIT
             found = os.waitid(os.P_PID, self.pid, options)
             if found is None:
                 return None
-            by_itself = found.si_code == os.CLD_EXITED
-            return found.si_status if by_itself else -found.si_status
+            exited = found.si_code == os.CLD_EXITED
+            return found.si_status if exited else -found.si_status
         return None
 
 
 class ForkServerClient:
-    """A fork server that has imported `modules`, started when it is needed, and again if it dies.
-
-    This process must be a sub-reaper (prctl(2)): if the server dies, its children go on.
-    """
+    """A fork server that has imported `modules`; `start` also replaces one that has died. This
+    process must be a sub-reaper (prctl(2)): if the server dies, its children live on as this
+    process's."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._modules = tuple(modules)
@@ -145,10 +141,8 @@ class ForkServerClient:
         return None if running is None or running.over else running.process.pid
 
     def start(self) -> None:
-        """Have a server. To be called in the main thread: the server ends with its starter.
-
-        Does nothing if it cannot be started; `fork` says so.
-        """
+        """Start the server unless it runs. Call in the main thread: the server ends with the thread
+        that started it. If it cannot be started, `fork` raises."""
         with self._lock:
             if self._running is None or self._running.over:
                 try:
@@ -164,15 +158,14 @@ class ForkServerClient:
         ours: bool,
         cpus: tuple[int, ...] = (),
     ) -> ForkedProcess:
-        """A new process of this command, in a session of its own, once the imports are done.
+        """Fork a process for this command, in a session of its own, after the imports.
 
-        `outputs` are the descriptors to print to and for errors, and those that it holds besides;
-        none for where the server prints.
-        Raises `CannotForkError`; then nothing was started, or it was killed.
-        """
+        `outputs` are the descriptors of its standard output and error, and further ones that it
+        holds; empty for the server's own. Raises `CannotForkError`; then nothing was started, or it
+        was killed."""
         running, arguments = self._running, arguments_of_python(command)
         if arguments is None:
-            raise CannotForkError("it is no Python program")
+            raise CannotForkError("it is not a Python program")
         if running is None or running.over:
             raise CannotForkError("there is no fork server")
         return running.fork(
@@ -186,19 +179,19 @@ class ForkServerClient:
             outputs,
         )
 
-    def give_up_orders(self) -> None:
-        """Let all forks fail that are waited for; what was forked goes on."""
+    def cancel_forks(self) -> None:
+        """Let all pending forks fail; processes that were forked go on."""
         if self._running is not None and self._running.waited_for:
             self._running.kill()
 
     def close(self) -> None:
-        """End the server; what it has forked goes on."""
+        """End the server; processes that it has forked go on."""
         if self._running is not None:
             self._running.kill()
 
 
 class _ServerProcess:
-    """One life of a server."""
+    """One server process, until it ends."""
 
     def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket) -> None:
         self.process, self.over = process, False
@@ -227,7 +220,7 @@ class _ServerProcess:
         return cls(process, ours)
 
     def fork(self, make: Callable[[int], ForkOrder], outputs: Sequence[int]) -> ForkedProcess:
-        """As `ForkServerClient.fork`, what `make` returns for its number."""
+        """Carry out the order that `make` returns for a number, as `ForkServerClient.fork`."""
         order = make(next(self._numbers))
         answer: Future[ForkedProcess] = Future()
         with self._lock:
@@ -239,7 +232,7 @@ class _ServerProcess:
             self._ready.result(IMPORTED_WITHIN)
             return answer.result(FORKED_WITHIN)
         except TimeoutError:
-            # It may be stopped, and carry the order out later: nothing may come of it any more.
+            # It may be suspended and carry out the order later, so it must not go on.
             self.kill()
             raise CannotForkError("the fork server does not answer") from None
         except OSError as error:
@@ -257,7 +250,7 @@ class _ServerProcess:
                     child.kill()
 
     def _listen(self) -> None:
-        """Take in what the server says, until it ends."""
+        """Handle the server's messages until it ends."""
         with suppress(OSError):
             while packet := self._channel.recv(LARGEST):
                 self._hear(packet)
@@ -287,7 +280,7 @@ class _ServerProcess:
                 if (answer := self.waited_for.get(number)) is not None:
                     answer.set_result(forked)
                 elif orphan:
-                    os.kill(pid, signal.SIGKILL)  # the order was given up meanwhile
+                    os.kill(pid, signal.SIGKILL)  # the fork was cancelled meanwhile
             case ForkRefused(number, reason):
                 if (answer := self.waited_for.get(number)) is not None:
                     answer.set_exception(CannotForkError(reason))

@@ -1,19 +1,15 @@
-"""The fork server: a process that has imported everything, and becomes ranks by forking.
+"""The fork server: a process that has imported everything, and forks ranks.
 
     python -m kempner.supervisor.launchers.fork_server.server DESCRIPTOR MODULE...
 
-A rank that is forked from it need not import torch: that takes seconds of processor time per rank,
-and thousands of file operations on a shared file system. The server itself computes nothing. A
-fork copies one thread only, so a lock that another thread held would stay locked for ever: after
-one backward pass in the server, each of two children hung. It therefore looks before each fork
-whether it is still alone in its process, and has touched no GPU; else it refuses, and the rank is
-started as any other process.
+A forked rank need not import torch, which takes seconds of CPU time per rank and thousands of file
+operations on a shared file system. The server itself computes nothing: a fork copies only the
+calling thread, so a lock that another thread held would stay locked for ever. (After one backward
+pass in the server, both of two children hung.) It refuses to fork if its process has other threads
+or has opened a GPU; then the rank is started as a new process.
 
-It ends as soon as its client is gone.
-
-With its client it exchanges messages, each in one packet: the socket is a pair of type
-SOCK_SEQPACKET (unix(7)), so that none comes in parts. With an order travel the descriptors to print
-to, if there are any.
+It ends when its client is gone. Client and server exchange messages over a socket pair of type
+SOCK_SEQPACKET (unix(7)), one packet each. An order carries the descriptors for the rank's output.
 """
 
 from __future__ import annotations
@@ -43,16 +39,15 @@ from kempner.run.process.worker_process import SAFE_MODULE
 from kempner.supervisor.launchers.rank_network import enter_network
 
 LARGEST = 1 << 20
-"""Bytes of a message; the kernel may allow less, and refuses what is larger."""
+"""Bytes of a message at most; the kernel may allow fewer."""
 
 
 @dataclass(frozen=True)
 class ForkOrder:
-    """To the server: fork, and be `python ARGUMENTS...` in this environment.
+    """To the server: fork a process that runs `python ARGUMENTS...` in this environment.
 
-    `ours` is a program that blocks the stop signals until it traps them; any other one gets
-    SIGTERM when the server's parent ends. It may use these `cpus`, all of the server's if none are
-    given.
+    A program that is `ours` has stop signals blocked until it traps them; any other gets SIGTERM
+    when the server's parent ends. `cpus` are those that it may use (empty: all of the server's).
     """
 
     number: int
@@ -65,17 +60,13 @@ class ForkOrder:
 
 @dataclass(frozen=True)
 class ServerReady:
-    """From the server: everything is imported."""
-
     kind: ClassVar[str] = "ready"
 
 
 @dataclass(frozen=True)
 class ProcessForked:
-    """From the server: an order was carried out by this process.
-
-    An `orphan` has become the child of the server's own parent, which sees for itself how it ends.
-    """
+    """From the server: this process was forked. An `orphan` has become a child of the server's
+    parent, which waits for it itself."""
 
     number: int
     pid: int
@@ -85,7 +76,7 @@ class ProcessForked:
 
 @dataclass(frozen=True)
 class ForkRefused:
-    """From the server: an order was not carried out, since a fork would not be safe now."""
+    """From the server: an order was refused, because a fork would not be safe."""
 
     number: int
     reason: str
@@ -109,12 +100,12 @@ _KINDS = {
 
 
 def encode(message: Message) -> bytes:
-    """The packet of a message. A name or value that is no text keeps its bytes."""
+    """The packet of a message. Undecodable bytes in names and values are kept (surrogateescape)."""
     return json.dumps({"kind": message.kind, **asdict(message)}).encode()
 
 
 def decode(packet: bytes) -> Message:
-    """The message in a packet of the other side, which is trusted."""
+    """The message in a packet; the other side is trusted."""
     fields = json.loads(packet)
     for name in {"arguments", "cpus"} & fields.keys():
         fields[name] = tuple(fields[name])
@@ -122,14 +113,13 @@ def decode(packet: bytes) -> Message:
 
 
 def arguments_of_python(command: Sequence[str]) -> tuple[str, ...] | None:
-    """What follows `python` in a command that a fork can carry out; None if it cannot.
+    """The arguments after `python`, if a fork can run the command, else None.
 
-    That is `python -m MODULE ...` or `python FILE.py ...`, by this Python, without other options:
-    they would have to be known when it starts.
-    """
+    It can run `python -m MODULE ...` and `python FILE.py ...` of this interpreter, without other
+    options, which take effect only when an interpreter starts."""
     if len(command) < 2 or not _is_this_python(command[0]):
         return None
-    safely = tuple(command[1:3]) == SAFE_MODULE  # as the server itself was started
+    safely = tuple(command[1:3]) == SAFE_MODULE  # these options the server has, too
     words = tuple(command[2 if safely else 1 :])
     if words[0] == "-m" and len(words) > 1:
         return words
@@ -147,33 +137,33 @@ def _is_this_python(word: str) -> bool:
 _PR_SET_NAME = 15  # linux/prctl.h
 
 _LAST = f"{Path.cwd()}/."
-"""In the path while modules are imported for a program that is not known yet: they may be the
-user's. It is last, since a file there may have the name of one of Python's own."""
+"""In `sys.path` during the imports, which may be modules of the user. Last, since a file there may
+shadow a standard module."""
 
 _MOST = 4
-"""Descriptors that come with an order."""
+"""Descriptors with an order, at most."""
 
 _LOOK = 0.001
-"""Seconds between two looks whether an orphan has its new parent."""
+"""Seconds between two checks that an orphan has its new parent."""
 
 
 class ForkServer:
-    """Forks on order and tells how its children end."""
+    """Forks on order, and reports how its children end."""
 
     def __init__(self, channel: socket.socket, parent: int) -> None:
         self._channel, self._parent = channel, parent
         self._selector = selectors.DefaultSelector()
         self._selector.register(channel, selectors.EVENT_READ)
         self._children: dict[int, int] = {}
-        """Process ids, by the descriptors that tell of their ends (pidfd_open(2))."""
+        """Process ids, by their pidfd (pidfd_open(2))."""
 
     def serve(self) -> ForkOrder | None:
-        """Carry out orders. Returns in each child with its order; in the server only when the
-        client is gone, with None."""
+        """Carry out orders. Returns in each child, with its order, and in the server with None when
+        the client is gone."""
         while True:
             for key, _ in self._selector.select():
                 if key.fd in self._children:
-                    self._tell_end(key.fd)
+                    self._report_end(key.fd)
                     continue
                 packet, outputs, *_ = socket.recv_fds(self._channel, LARGEST, _MOST)
                 if not packet:
@@ -184,13 +174,13 @@ class ForkServer:
                     return order
 
     def _fork(self, order: ForkOrder, outputs: Sequence[int]) -> bool:
-        """Carry out an order; whether this is the child."""
+        """Carry out an order; True in the child."""
         if why := why_not_to_fork():
             self._say(ForkRefused(order.number, why))
         else:
             if not order.ours:
                 return self._fork_orphan(order, outputs)
-            pid = once_there_is_room(os.fork)  # or this server would end, and its ranks with it
+            pid = once_there_is_room(os.fork)  # an error would end this server and its ranks
             if not pid:
                 self._become_child(outputs)
                 return True
@@ -203,14 +193,13 @@ class ForkServer:
         return False
 
     def _fork_orphan(self, order: ForkOrder, outputs: Sequence[int]) -> bool:
-        """As `_fork`; the child becomes that of this process's parent, a sub-reaper.
+        """As `_fork`; the new process becomes a child of this one's parent, a sub-reaper.
 
-        The signal that it gets when its parent ends then means that the supervisor is gone, and not
-        this server: a program that saves at SIGTERM and leaves with 0 would pass for complete.
-        """
+        So it gets its parent-death signal only when the supervisor is gone, not when this server
+        is: a program that saves on SIGTERM and exits with 0 would then be taken for complete."""
         between = once_there_is_room(os.fork)
         if not between:
-            between = os.getpid()  # the child may ask for its parent when this process is gone
+            between = os.getpid()  # known to the child even when this process is gone
             pid = once_there_is_room(os.fork)
             if pid:
                 self._say(ProcessForked(order.number, pid, orphan=True))
@@ -226,17 +215,17 @@ class ForkServer:
         return False
 
     def _become_child(self, outputs: Sequence[int]) -> None:
-        """Give back what is the server's, and print where the order says."""
+        """Close what is the server's, and redirect the output."""
         os.setsid()
         self._selector.close()
         self._channel.close()
         for ended in self._children:
             os.close(ended)
-        for number, output in zip((1, 2), outputs, strict=False):  # the others are only held
+        for number, output in zip((1, 2), outputs, strict=False):  # further ones stay open
             os.dup2(output, number)
             os.close(output)
 
-    def _tell_end(self, ended: int) -> None:
+    def _report_end(self, ended: int) -> None:
         self._selector.unregister(ended)
         os.close(ended)
         pid = self._children.pop(ended)
@@ -244,17 +233,18 @@ class ForkServer:
         self._say(ProcessEnded(pid, os.waitstatus_to_exitcode(status)))
 
     def _say(self, message: Message) -> None:
-        with suppress(OSError):  # the next look at the channel finds out
+        with suppress(OSError):  # the next read of the channel notices it
             self._channel.send(encode(message))
 
 
 def why_not_to_fork(process: Path = Path("/proc/self")) -> str:
-    """Why a fork of this process might hang, or use a GPU that it shares; empty if it is safe."""
+    """Why a fork of this process would not be safe: other threads, or an open GPU; empty if it
+    is."""
     threads = len(list((process / "task").iterdir()))
     if threads > 1:
         return f"{threads} threads run in the fork server"
     for descriptor in (process / "fd").iterdir():
-        with suppress(OSError):  # the one by which they are listed is gone by now
+        with suppress(OSError):  # the descriptor of this listing
             file = str(descriptor.readlink())
             if file.startswith("/dev/nvidia"):
                 return f"the fork server has opened {file}"
@@ -262,12 +252,12 @@ def why_not_to_fork(process: Path = Path("/proc/self")) -> str:
 
 
 def set_name(name: str) -> None:
-    """What `top` calls this process: all that are forked here share the server's command line."""
+    """Set the name that `top` shows: forked processes all share the server's command line."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 def run(order: ForkOrder) -> None:
-    """Be the program of an order, as if Python had just been started with it."""
+    """Run the program of an order, as if Python had just been started with it."""
     os.environ.clear()
     os.environ.update(order.environ)
     set_name(f"rank {order.environ.get('RANK', '')}".rstrip())
@@ -280,7 +270,7 @@ def run(order: ForkOrder) -> None:
         except (OSError, ValueError) as error:
             say(f"kempner: {order.arguments[0]} cannot be started: {error}", sys.stderr)
             sys.exit(ExitCode.USAGE)
-    if "numpy" in sys.modules:  # two ranks must not draw the same numbers; `random` sees to itself
+    if "numpy" in sys.modules:  # ranks must not draw the same numbers; `random` reseeds itself
         sys.modules["numpy"].random.seed()
     gc.enable()
     program, *rest = order.arguments
@@ -307,8 +297,8 @@ def main(descriptor: int, modules: Sequence[str]) -> None:
     sys.path.append(_LAST)
     for module in modules:
         importlib.import_module(module)
-    gc.freeze()  # a collection in a child would write to, and so copy, every page of this
-    with suppress(OSError):  # the client is gone: `serve` finds out
+    gc.freeze()  # else a collection in a child would write to, and so copy, every shared page
+    with suppress(OSError):  # the client is gone, as `serve` notices
         channel.send(encode(ServerReady()))
     order = ForkServer(channel, parent).serve()
     if order is not None:

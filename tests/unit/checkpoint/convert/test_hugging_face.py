@@ -78,6 +78,7 @@ def test_without_its_data_the_weights_are_exported_all_the_same(
     )
     assert said.count("\n") == 1
     assert sorted(p.name for p in (tmp_path / "bare").iterdir()) == [
+        "README.md",
         "config.json",
         "model.safetensors",
     ]

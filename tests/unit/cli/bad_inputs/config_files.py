@@ -94,7 +94,7 @@ FILES: list[tuple[str | bytes, str]] = [
     ('[scheduler]\nname = "linear"\ndecay_steps = 5', 'no effect with name="linear"; remove it'),
     ("[train]\nmicro_batch_size = 9", "[train] micro_batch_size=9 exceeds global_batch_size=8"),
     (f'[run]\nname = "{300 * "n"}"', "run.name must have at most 200 characters"),
-    ("[eval]\ninterval = 5", "[eval] interval needs dataset_path, the held-out tokens"),
+    ("[eval]\ninterval = 5", "[eval] interval needs dataset_path or sets, the held-out tokens"),
     ("[train]\nseq_len = 5000", "train.seq_len=5000 exceeds model.max_seq_len=4096"),
     (
         "[train]\nmax_steps = 0\nseed = -1\nzzz = 1",

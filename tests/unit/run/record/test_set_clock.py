@@ -25,7 +25,7 @@ from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.supervisor.nodes.changes import UNMEASURED_RESTART, restart_seconds
 from kempner.supervisor.nodes.exclusion import known_suspects
-from kempner.supervisor.policy.restart import WAIT_AT_LEAST, salvage_patience
+from kempner.supervisor.policy.restart import SHORTEST_SALVAGE, salvage_patience
 
 HOUR = 3600.0
 
@@ -55,11 +55,11 @@ def test_neither_a_salvage_nor_a_suspicion_nor_a_restart_is_mistaken(
     supervisor.record(AttemptEnded(1, "", 0, {}), 2)
     supervisor.record(Restarting(""), 2)
     set_clock(step)
-    assert salvage_patience(history, 2, steady_time(), 2 * HOUR) == WAIT_AT_LEAST
+    assert salvage_patience(history, 2, steady_time(), 2 * HOUR) == SHORTEST_SALVAGE
     rank.record(CheckpointCommitted(7), 2)  # by another process, whose clock is set, too
     rank.record(RankReady(7, "cpu", {}), 3)
     history.refresh()
-    assert salvage_patience(history, 2, steady_time(), 2 * HOUR) == WAIT_AT_LEAST
+    assert salvage_patience(history, 2, steady_time(), 2 * HOUR) == SHORTEST_SALVAGE
     assert set(known_suspects(history, section)) == {"node1", "node2"}
     assert abs(restart_seconds(history)) < UNMEASURED_RESTART
     assert abs(read_clock(supervisor.path) - time.time()) < HOUR / 60

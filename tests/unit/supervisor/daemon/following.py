@@ -17,7 +17,7 @@ from kempner.run.record.ledger import Ledger
 from kempner.supervisor.attempt import AttemptEvent, AttemptFollower
 from kempner.supervisor.control.program_reports import LastReport
 from kempner.supervisor.control.rank_connections import RankRoster
-from kempner.supervisor.launchers.agents.messages import GpuTold
+from kempner.supervisor.launchers.agents.messages import GpuReport
 from kempner.supervisor.monitors.base import RunTimes
 from kempner.supervisor.policy.outcome import RankExit
 from kempner.supervisor.slurm.job_monitor import JobMonitor, JobView
@@ -29,14 +29,14 @@ class Hands:
     address = "127.0.0.1"
     nodes = SimpleNamespace(all=())
     agents = SimpleNamespace(waits=False)
-    still = staticmethod(dict)
+    activity = staticmethod(dict)
     look = staticmethod(lambda node, pids: ())
 
     def __init__(self) -> None:
         self.told: list[FromSupervisor] = []
         self.killed = 0
         self.living = True
-        self.gpus: list[tuple[str, GpuTold]] = []
+        self.gpus: list[tuple[str, GpuReport]] = []
         self.seen: dict[int, LastReport] = {}
         self.usage: dict[int, Usage] = {}
 
@@ -47,7 +47,7 @@ class Hands:
     def alive(self) -> bool:
         return self.living
 
-    def gpu_news(self) -> list[tuple[str, GpuTold]]:
+    def gpu_news(self) -> list[tuple[str, GpuReport]]:
         told, self.gpus = self.gpus, []
         return told
 

@@ -36,7 +36,7 @@ from kempner.run.record.save_times import SaveSeconds
 from kempner.supervisor.attempt import EXIT_GRACE, EXPLAINED_WITHIN, AttemptFollower
 from kempner.supervisor.control.program_reports import LastReport
 from kempner.supervisor.control.rank_connections import JOIN, RECONNECT
-from kempner.supervisor.launchers.agents.messages import GpuTold
+from kempner.supervisor.launchers.agents.messages import GpuReport
 from kempner.supervisor.nodes.exclusion import suspects
 from kempner.supervisor.policy.outcome import RankExit, decide_outcome
 from kempner.supervisor.policy.stop import StopOrder
@@ -387,7 +387,7 @@ def test_errors_of_gpus_are_recorded_and_a_broken_one_makes_its_node_suspect(
     for node, gpu, xid in (("node3", 5, 79), ("node4", 0, 94)):
         found = trouble_of(gpu, xid)
         assert found is not None
-        hands.gpus.append((node, GpuTold(1, gpu, xid, found.reason, found.broken)))
+        hands.gpus.append((node, GpuReport(1, gpu, xid, found.reason, found.broken)))
     let(follower, clock, 1)
     history = RunHistory.read(tmp_path / "ledger.jsonl")
     lost, contained = history.events(GpuFailed)

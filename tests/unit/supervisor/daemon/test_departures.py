@@ -28,7 +28,7 @@ class Job:
 
     def __init__(self, *going: str, comes_back: bool = True) -> None:
         self.nodes, self.comes_back = self, comes_back
-        self.going = dict.fromkeys(going, DRAINS)
+        self.departing = dict.fromkeys(going, DRAINS)
         self.given: list[NodesGivenBack] = []
         self.left: list[str] = []
 
@@ -103,7 +103,7 @@ def test_a_spare_node_goes_without_a_stop(
     found.consider(follower)
     assert (hands.told, nodes.left_out, job.left) == ([], ["node3"], ["node3"])
     job.given = [NodesGivenBack(("node3",), "node3: Slurm shows it as leaving")]
-    job.going = {}
+    job.departing = {}
     found.consider(follower)
     assert [line["nodes"] for line in lines(tmp_path, "nodes_given_back")] == [["node3"]]
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from kempner.run.control.protocol import Phase
-from kempner.supervisor.control import ranks
+from kempner.supervisor.control import rank_connections
 from kempner.supervisor.control.rank_connections import StartProgress, describe_start, written_below
 
 
@@ -53,8 +53,8 @@ def test_a_file_gets_each_line_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_terminal_is_told_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
-    monkeypatch.setattr(ranks, "can_rewrite", lambda: True)
-    monkeypatch.setattr(ranks, "show_for_now", shown.append)
+    monkeypatch.setattr(rank_connections, "can_rewrite", lambda: True)
+    monkeypatch.setattr(rank_connections, "show_for_now", shown.append)
     clock = iter([0.0, 0.1, 0.6, 1.2, 1.7, 2.3])
     progress = StartProgress(1, None, ours=True, now=lambda: next(clock))
     for _ in range(4):
@@ -71,7 +71,7 @@ def test_a_program_of_ones_own_is_said_to_start_and_keeps_what_it_prints(
 ) -> None:
     """Its line is made anew where nothing was written since, and said again below where that has
     paused, or where its ranks have come further; a few times at most."""
-    monkeypatch.setattr(ranks, "can_rewrite", lambda: True)
+    monkeypatch.setattr(rank_connections, "can_rewrite", lambda: True)
     looks: list[tuple[float, int, list[Phase]]] = [
         (0.5, 0, []),
         (1.0, 0, []),  # anew
@@ -100,7 +100,7 @@ def test_a_program_of_ones_own_is_said_to_start_and_keeps_what_it_prints(
 def test_what_prints_for_long_or_cannot_be_looked_into_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ranks, "can_rewrite", lambda: True)
+    monkeypatch.setattr(rank_connections, "can_rewrite", lambda: True)
     now, written = 0.0, 0
     progress = StartProgress(1, None, False, now=lambda: now, written=lambda: written)
     for second in range(2, 40):

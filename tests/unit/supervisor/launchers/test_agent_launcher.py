@@ -158,7 +158,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     monkeypatch.setenv(SUPERVISED, f"ours:{tmp_path}/run")
     monkeypatch.setattr(step, "reachable_addresses", lambda *_: ("127.0.0.1",))
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # answers of nodes must not mix
-    monkeypatch.setattr(step, "COME_WITHIN", scaled(120.0))
+    monkeypatch.setattr(step, "CONNECT_WITHIN", scaled(120.0))
     monkeypatch.setattr(srun_probe, "_PAUSE", 0.0)
     monkeypatch.setattr(srun_probe, "PROBE_WITHIN", 60.0)  # a busy machine loses no node
     script = tmp_path / "program.py"
@@ -299,7 +299,7 @@ def test_agents_that_cannot_connect_speak_over_srun(
 ) -> None:
     job.launcher.close()
     (job.folder / "cut off").write_text("node2")
-    monkeypatch.setattr(step, "COME_WITHIN", scaled(5.0))  # for node1, too
+    monkeypatch.setattr(step, "CONNECT_WITHIN", scaled(5.0))  # for node1, too
     job.start()
     agents = [job.agent(rank) for rank in range(2)]
     assert [BY_SRUN in agent.environ() for agent in agents] == [False, True]

@@ -304,7 +304,7 @@ def test_a_stop_need_not_wait_for_the_imports(tmp_path: Path, server: Any) -> No
     waiting = threading.Thread(target=order)
     waiting.start()
     wait_until(lambda: forks._running.waited_for, "the order to be sent")
-    forks.give_up_orders()
+    forks.cancel_forks()
     waiting.join(scaled(20))
     assert refused == ["the fork server has ended"]
 

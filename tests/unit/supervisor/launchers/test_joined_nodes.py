@@ -220,7 +220,7 @@ PATIENT = """
 import sys
 from kempner.cli.entry import main
 from kempner.supervisor import joining
-joining.UNTOLD = 1e6
+joining.UNKNOWN_SIGNAL_GRACE = 1e6
 main()
 """
 """A `kempner` that leaves at its leisure when it is told to, if it does not leave at once."""

@@ -8,7 +8,7 @@ import pytest
 
 from kempner.cluster.slurm.job import eligible, gpu_types, satisfies
 from kempner.run.record.history import RunHistory
-from kempner.supervisor.slurm.job_nodes import Exclusion, choose, of_the_user
+from kempner.supervisor.slurm.job_nodes import Exclusion, choose_excluded, excluded_by_user
 
 
 def requeued(job: str, *without: str) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def requeued(job: str, *without: str) -> dict[str, Any]:
 def test_what_requeues_have_added_is_not_the_users(
     excluded: list[str], events: list[dict[str, Any]], own: tuple[str, ...]
 ) -> None:
-    assert of_the_user(excluded, RunHistory(events), "7") == own
+    assert excluded_by_user(excluded, RunHistory(events), "7") == own
 
 
 SIX = {f"node{n}" for n in range(1, 7)}
@@ -50,7 +50,7 @@ SIX = {f"node{n}" for n in range(1, 7)}
 def test_as_many_nodes_are_left_as_are_needed(
     bad: list[str], suspect: list[str], candidates: set[str] | None, without: tuple[str, ...]
 ) -> None:
-    assert choose(bad, suspect, candidates, needed=4) == without
+    assert choose_excluded(bad, suspect, candidates, needed=4) == without
 
 
 def test_all_of_it_is_told_once() -> None:

@@ -17,7 +17,7 @@ from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.policy.outcome import Decision
-from kempner.supervisor.policy.restart import as_it_worked_before
+from kempner.supervisor.policy.restart import blame_environment
 from kempner.supervisor.preflight import nodes_to_exclude
 
 
@@ -72,7 +72,7 @@ def test_who_is_blamed_for_a_failure_on_node2(
         Ledger(run.ledger).record(event, attempt)
     launcher: Any = SimpleNamespace(nodes=Nodes(nodes, used))
     worked = code is ExitCode.USAGE  # before, or nothing would be started again
-    decision = as_it_worked_before(Decision(code, "so"), worked)
+    decision = blame_environment(Decision(code, "so"), worked)
     assert (
         nodes_to_exclude(launcher, "node2", RunHistory.read(run.ledger), Config(), decision, last)
         == found

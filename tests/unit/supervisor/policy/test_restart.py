@@ -9,7 +9,7 @@ from kempner.run.record.history import RunHistory
 from kempner.supervisor.policy.outcome import Decision
 from kempner.supervisor.policy.restart import (
     Failure,
-    as_it_worked_before,
+    blame_environment,
     decide_restart,
     failures,
     prevents_restart,
@@ -72,11 +72,11 @@ def test_progress_is_what_counts(
 
 def test_what_has_worked_before_is_never_misconfigured() -> None:
     apart = Decision(ExitCode.USAGE, "the nodes would not all use the same network", 0)
-    assert as_it_worked_before(apart, worked=False) == apart
-    found = as_it_worked_before(apart, worked=True)
+    assert blame_environment(apart, worked=False) == apart
+    found = blame_environment(apart, worked=True)
     assert (found.code, found.environment) == (ExitCode.CRASHED, True)
     assert decide_restart(found, Failure(7, 5, node_lost=True), [], 3).again
-    assert as_it_worked_before(CRASH, worked=True) == CRASH
+    assert blame_environment(CRASH, worked=True) == CRASH
 
 
 def test_the_last_start_is_said_to_be_the_last() -> None:

@@ -13,8 +13,8 @@ from kempner.supervisor.policy.outcome import OUT_OF_MEMORY
 from kempner.supervisor.policy.restart import (
     decide_salvage,
     dismissed_steps,
-    in_vain,
     salvage_patience,
+    useless_salvage,
     why_not_kept,
 )
 
@@ -81,14 +81,14 @@ def test_a_salvaged_step_gets_one_chance(
     since: list[dict[str, Any]], attempt: int, step: int | None
 ) -> None:
     history = RunHistory([COMMITTED, *SALVAGED, *since])
-    assert in_vain(history, attempt, reached=28) == step
-    assert in_vain(history, attempt, reached=29) is None  # step 28 was made, and is lost
+    assert useless_salvage(history, attempt, reached=28) == step
+    assert useless_salvage(history, attempt, reached=29) is None  # step 28 was made, and is lost
 
 
 def test_what_was_dismissed_is_remembered() -> None:
     told = line(2, "salvage_dismissed", step=27, back_to=20, kept_as="x")
     assert dismissed_steps(RunHistory([COMMITTED, *SALVAGED, told])) == [27]
-    assert in_vain(RunHistory([COMMITTED]), 1, 21) is None
+    assert useless_salvage(RunHistory([COMMITTED]), 1, 21) is None
 
 
 def test_after_an_out_of_memory_kill_no_steps_are_kept() -> None:

@@ -35,7 +35,7 @@ class Controller:
         self.kept: list[Sequence[str]] = []
         patch.setattr(scontrol, "shown_nodes", self.show)
         patch.setattr(scontrol, "reservations", self.reservations)
-        patch.setattr(scontrol, "have_nodes_tried", lambda job: self.asked.append("try"))
+        patch.setattr(scontrol, "ping_nodes", lambda job: self.asked.append("try"))
         patch.setattr(scontrol, "job_state", self.job)
         patch.setattr(scontrol, "keep_nodes", lambda job, nodes: self.kept.append(nodes))
 
@@ -107,7 +107,7 @@ def test_a_controller_that_refuses_to_look_is_asked_all_the_same(
     def refuse(job: str) -> None:
         raise SlurmRefusedError(f"scancel {job}", "Access/permission denied")
 
-    monkeypatch.setattr(scontrol, "have_nodes_tried", refuse)
+    monkeypatch.setattr(scontrol, "ping_nodes", refuse)
     nodes = NodesWatch("7", batch=True)
     nodes.leave(["node2"])
     controller.states["node2"] = "DOWN"
@@ -157,11 +157,11 @@ def test_what_drains_or_is_to_be_mended_goes_and_what_was_left_does_not_go_again
     controller.states["node2"] = "MIXED+DRAIN"
     controller.planned = [Reservation("lift", now + 300, now + 900, "node3", maintenance=True)]
     look_for(nodes, clock, NODES_EVERY + 10)
-    assert nodes.going["node2"] == "it drains"
-    assert nodes.going["node3"].startswith("its maintenance lift begins in ")
+    assert nodes.departing["node2"] == "it drains"
+    assert nodes.departing["node3"].startswith("its maintenance lift begins in ")
     nodes.leave(["node2"])
     look_for(nodes, clock, 3.0)
-    assert list(nodes.going) == ["node3"]
+    assert list(nodes.departing) == ["node3"]
     assert controller.kept == [["node1", "node3"]]
 
 
@@ -179,5 +179,5 @@ def test_a_look_without_an_answer_changes_nothing_that_is_known(
     clock.now = nodes.due
     with pytest.raises(SlurmSilentError):
         nodes.look(JOB, time.time())
-    assert nodes.going == {"node2": "it drains"}
+    assert nodes.departing == {"node2": "it drains"}
     assert nodes.due > clock.now

@@ -1,10 +1,9 @@
-"""Copies of slots between the agents of two nodes, which keep them for each other.
+"""Sends copies of slots (steps in memory) from a node's agent to the agent of its buddy node.
 
-The connection opens as every other one (`run.link`), with the agents' secret. Then, for
-each copy: lengths, a header's text, the notes if they are new, the image, and a trailer with the
-image's xxh3_64 and whether the slot still held the same at the end. One byte comes back: whether
-the copy is whole.
-"""
+The connection is authenticated as every other one (`run.link`), with the agents' secret. Each copy
+consists of two lengths, a header, the notes if they are new, the image, and a trailer with the
+image's xxh3_64 and whether the slot still had the same contents at the end. The receiver answers
+with one byte."""
 
 from __future__ import annotations
 
@@ -31,48 +30,51 @@ from kempner.checkpoint.slots.memory import (
     SlotMemory,
     read_held,
 )
-from kempner.cluster.network.interfaces import choose, read_interfaces, route_address
+from kempner.cluster.network.interfaces import route_address
 from kempner.run.link.auth import Door, Secret, copies_of
 from kempner.run.link.messages import OPENING_LIMIT, Caller, MessageError, Role
 from kempner.run.link.wire import Connection, connect
 from kempner.run.output.logs import logger
 from kempner.run.process.threads import keep_running, start_thread
 from kempner.supervisor.launchers.agents.messages import Buddy
+from kempner.supervisor.launchers.rank_runtime import rank_address
 
 SILENT = 10.0
-"""Seconds without a byte after which a connection is given up."""
+"""Seconds without a byte after which a connection is closed."""
 
 CHUNK = 4 << 20
-"""Bytes that are sent at once."""
+"""Bytes per send."""
 
 NOTES_LIMIT = 1 << 30
-"""Bytes of notes above which a message is taken for invalid."""
+"""Bytes of notes above which a message is invalid."""
 
 ARRIVED, VOID, DAMAGED = b"a", b"v", b"d"
-"""What comes back: it is whole; the sender has given it up; it is not what was sent."""
+"""The receiver's answer: the copy is whole; the slot changed meanwhile; the checksum differs."""
 
 _LENGTHS, _TRAILER = struct.Struct("<IQ"), struct.Struct("<?Q")
 
 
 @dataclass(frozen=True)
 class Incoming:
-    """What a copy will be."""
+    """The header of a copy."""
 
     held: SlotContents
     notes: Notes | None
 
 
 def send_copy(wire: socket.socket, slot: int, held: SlotContents, notes: Notes | None) -> bytes:
-    """Send what a slot holds, as long as it does; the answer. Raises `OSError`."""
-    text, told = held.encode(), b"" if notes is None else notes.encode()
-    wire.sendall(_LENGTHS.pack(len(text), len(told)) + text)
-    wire.sendall(told)
+    """Send the contents `held` of a slot; the receiver's answer. Raises `OSError`."""
+    text, noted = held.encode(), b"" if notes is None else notes.encode()
+    wire.sendall(_LENGTHS.pack(len(text), len(noted)) + text)
+    wire.sendall(noted)
     buffer, summed, at = bytearray(CHUNK), xxhash.xxh3_64(), 0
     view = memoryview(buffer)
     while at < held.image:
         wanted = view[: min(CHUNK, held.image - at)]
         count = os.preadv(slot, [wanted], IMAGE_AT + at)
-        part = wanted[:count] if count else wanted  # it was made anew: the trailer will say so
+        part = (
+            wanted[:count] if count else wanted
+        )  # the slot was recreated, as the trailer will say
         summed.update(part)
         wire.sendall(part)
         at += len(part)
@@ -82,7 +84,7 @@ def send_copy(wire: socket.socket, slot: int, held: SlotContents, notes: Notes |
 
 
 def receive_header(wire: socket.socket) -> Incoming | None:
-    """What comes next; None if nothing does. Raises `OSError` and `MessageError`."""
+    """The next header; None at the end of the stream. Raises `OSError` and `MessageError`."""
     first = wire.recv(1)
     if not first:
         return None
@@ -97,7 +99,7 @@ def receive_header(wire: socket.socket) -> Incoming | None:
 
 
 def receive_image(wire: socket.socket, memory: SlotMemory, length: int) -> bytes:
-    """Take in the image and the trailer; the answer to give. Raises `OSError`."""
+    """Read the image and the trailer; the answer to send. Raises `OSError`."""
     image, summed, at = memory.image[:length], xxhash.xxh3_64(), 0
     while at < length:
         count = wire.recv_into(image[at : at + CHUNK])
@@ -122,11 +124,12 @@ def _exactly(wire: socket.socket, length: int) -> bytes:
 
 
 PENDING_LIMIT = 64
-"""Connections that may be opening at once."""
+"""Connections that may be authenticating at once."""
 
 
 class CopyReceiver:
-    """Listens on this `node` once it is asked where; each connection has a thread."""
+    """Receives copies on this `node`, with a thread per connection; listens from the first call of
+    `listen`."""
 
     def __init__(
         self, copies: CopyHolder, secret: Secret, supervisor: Sequence[str], node: str
@@ -140,8 +143,8 @@ class CopyReceiver:
         self._turns: dict[int, threading.Lock] = {}
 
     def listen(self, interface: str) -> tuple[str, int]:
-        """Where it listens from now on: on the interface that the ranks use, too, which is the one
-        that is named or the best. Raises `OSError`."""
+        """Start to listen, if not done, on the interface that the ranks use: the one named, or the
+        best. Returns address and port. Raises `OSError`."""
         with self._lock:
             if self._listener is None:
                 self._listener = socket.create_server(
@@ -160,32 +163,32 @@ class CopyReceiver:
                 connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Until the connection is over."""
         with connection:
             try:
                 try:
                     rank = self._door.admit(Connection(connection, OPENING_LIMIT)).member
                 finally:
                     self._opening.release()
-                connection.settimeout(None)  # a rank may pin nothing for long
+                connection.settimeout(None)  # a rank may save nothing for long
                 with self._turn(rank, connection):
-                    while self._take_in(connection):
+                    while self._receive(connection):
                         pass
             except (OSError, MessageError) as error:
                 logger().info("a connection that brings copies is over", reason=str(error))
 
     def _turn(self, rank: int, connection: socket.socket) -> threading.Lock:
-        """The lock for writing a rank's copies: a new connection takes it from the one before."""
+        """The lock for writing a rank's copies. A new connection closes the one before, which then
+        releases it."""
         with self._lock:
             before, self._streams[rank] = self._streams.get(rank), connection
             turn = self._turns.setdefault(rank, threading.Lock())
         if before is not None:
-            with suppress(OSError):  # it may be over already
+            with suppress(OSError):  # it may be closed already
                 before.shutdown(socket.SHUT_RDWR)
         return turn
 
-    def _take_in(self, connection: socket.socket) -> bool:
-        """One copy; False if the other side has nothing more to send."""
+    def _receive(self, connection: socket.socket) -> bool:
+        """Receive one copy; False at the end of the stream."""
         connection.settimeout(None)
         if (incoming := receive_header(connection)) is None:
             return False
@@ -199,40 +202,32 @@ class CopyReceiver:
 
 
 def _address(supervisor: Sequence[str], interface: str) -> str:
-    """This node's address on the interface that its ranks would use; at last the one from which it
-    reaches the supervisor."""
+    """This node's address on the interface that its ranks would use; if there is none, the one from
+    which it reaches the supervisor."""
     route = next(filter(None, map(route_address, supervisor)), "")
     try:
-        choice = choose(
-            read_interfaces(),
-            on_one_node=False,
-            configured=interface or None,
-            environ=os.environ,
-            route_address=route,
-        )
+        return rank_address(interface or None, route)
     except ValueError as error:
         raise OSError(0, str(error)) from error
-    if choice.interface is None:
-        return route
-    return choice.interface.address.partition("/")[0]
 
 
 LOOK = 0.02
-"""Seconds between two looks at a board."""
+"""Seconds between two looks at a rank's board."""
 
 AGAIN = 1.0
 """Seconds between two tries."""
 
 
 class CopySender:
-    """Sends to one buddy after the other, each rank's copies from a thread."""
+    """Sends copies of this node's slots to the buddy of the current attempt, from a thread per
+    rank."""
 
     def __init__(self, secret: Secret) -> None:
         self._secret = secret
         self._over = threading.Event()
 
     def begin(self, buddy: Buddy, ranks: dict[int, LentSlots]) -> None:
-        """Send what these ranks pin; what others have pinned before is sent no more."""
+        """Send what these ranks pin from now on, to `buddy`; stop sending to the one before."""
         self.end()
         self._over = threading.Event()
         for rank, lent in ranks.items():
@@ -240,12 +235,12 @@ class CopySender:
             start_thread(f"copies of rank {rank}", stream.run)
 
     def end(self) -> None:
-        """Send no more. Returns at once."""
+        """Stop sending. Returns at once."""
         self._over.set()
 
 
 class _Stream:
-    """The copies of one rank, until it is over."""
+    """Sends the copies of one rank until `over` is set."""
 
     def __init__(
         self, buddy: Buddy, secret: Secret, rank: int, lent: LentSlots, over: threading.Event
@@ -259,7 +254,7 @@ class _Stream:
         self._failed = False
 
     def run(self) -> None:
-        """Wait for one pin after the other."""
+        """Send what the rank pins, at most `share` of the time."""
         sent = 0
         if not self._board.pinned.number:
             self._board.allow()
@@ -274,7 +269,7 @@ class _Stream:
         self._hang_up()
 
     def _deliver(self, pin: Pin) -> float:
-        """Send until it has arrived, or is over; the seconds that the last try took."""
+        """Send a copy, retrying until it arrives; the seconds that the last try took."""
         while not self._over.is_set():
             began = time.monotonic()
             try:
@@ -293,10 +288,10 @@ class _Stream:
         return 0.0
 
     def _send(self, pin: Pin) -> None:
-        """Send what is pinned, if it is still there. Raises `OSError` and `MessageError`."""
+        """Send a copy if the slot still has contents. Raises `OSError` and `MessageError`."""
         slot = self._lent.slots[pin.slot]
         held = read_held(slot)
-        if held is None:  # the run went back
+        if held is None:  # the run rolled back
             return
         wire = self._wire = self._wire or self._connect()
         notes = self._notes(held.plan)
@@ -307,7 +302,7 @@ class _Stream:
             self._noted = notes.plan
 
     def _notes(self, plan: int) -> Notes | None:
-        """Those of rank 0, if the buddy does not have them."""
+        """Rank 0's notes, if the buddy does not have them."""
         if self._rank != 0 or self._noted == plan:
             return None
         notes = Notes.read(self._lent.notes)

@@ -14,18 +14,18 @@ from kempner.cluster.slurm.allocation import Allocation
 from kempner.cluster.slurm.node_step import knows_option, without_binding
 from kempner.config.sections import SuperviseSection
 from kempner.config.site import SlurmSection
-from kempner.supervisor.launchers import surroundings
+from kempner.supervisor.launchers import rank_runtime
 from kempner.supervisor.launchers.agents import step
 from kempner.supervisor.launchers.agents.step import SlurmAgents
+from kempner.supervisor.launchers.rank_runtime import RankRuntime, reachable_addresses
 from kempner.supervisor.launchers.run_nodes import RunNodes
-from kempner.supervisor.launchers.surroundings import Surroundings, reachable_addresses
 from kempner.supervisor.slurm.setup import complaint
 
 ALLOCATION = Allocation("7", ("node1", "node2"), 4, 8, 4, batch=True)
 
 
-def of(**values: Any) -> Surroundings:
-    return Surroundings.of(SlurmSection.model_validate(values))
+def of(**values: Any) -> RankRuntime:
+    return RankRuntime.of(SlurmSection.model_validate(values))
 
 
 @pytest.fixture(autouse=True)
@@ -36,25 +36,25 @@ def _anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_an_image_is_named_to_srun_with_all_about_it(tmp_path: Path) -> None:
     container = {"image": "repo#img:1", "mounts": ["/a:/a", "/b:/c:ro"], "mount_home": False}
-    around = of(container=container, srun_args=["--network=x"], python="python3")
-    assert around.options == (
+    runtime = of(container=container, srun_args=["--network=x"], python="python3")
+    assert runtime.options == (
         "--container-image=repo#img:1",
         "--container-mounts=/a:/a,/b:/c:ro",
         "--no-container-mount-home",
         f"--container-workdir={tmp_path}",
         "--network=x",
     )
-    agents = SlurmAgents(RunNodes(ALLOCATION, SuperviseSection()), SuperviseSection(), around)
-    assert agents.srun("x", ALLOCATION.nodes, 4, around.options)[-5:] == list(around.options)
-    assert around.foreign
-    assert str(around) == "python3 in `--container-image=repo#img:1`"
+    agents = SlurmAgents(RunNodes(ALLOCATION, SuperviseSection()), SuperviseSection(), runtime)
+    assert agents.srun("x", ALLOCATION.nodes, 4, runtime.options)[-5:] == list(runtime.options)
+    assert runtime.has_other_python
+    assert str(runtime) == "python3 in `--container-image=repo#img:1`"
 
 
 def test_without_any_of_it_nothing_is_different() -> None:
-    around = of()
-    assert around == Surroundings()
-    assert not around.foreign
-    assert around.delay == 0.0
+    runtime = of()
+    assert runtime == RankRuntime()
+    assert not runtime.has_other_python
+    assert runtime.delay == 0.0
 
 
 @pytest.mark.parametrize(
@@ -153,6 +153,6 @@ def test_the_supervisor_is_reached_over_the_fabric_and_over_what_names_mean(
     addresses: tuple[str, ...],
 ) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(surroundings, "read_interfaces", lambda: [LOOPBACK, *interfaces])
-    monkeypatch.setattr(surroundings, "route_address", lambda host: route)
+    monkeypatch.setattr(rank_runtime, "read_interfaces", lambda: [LOOPBACK, *interfaces])
+    monkeypatch.setattr(rank_runtime, "route_address", lambda host: route)
     assert reachable_addresses(["node1", "node2"], control, interface) == addresses

@@ -1,5 +1,5 @@
-"""What is around the ranks of a Slurm step: options of srun, a container, their Python, and where
-they find the supervisor."""
+"""How ranks run in a Slurm step (srun's options, container, Python), and the addresses at which
+their agents reach the supervisor."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kempner.run.process.exit_codes import UsageError
 from kempner.run.process.worker_process import SAFE_MODULE
 
 OPEN_WITHIN = 600.0
-"""Seconds for all nodes to open a container at once, whose image was fetched before."""
+"""Seconds for all nodes to open a container at once; its image was fetched before."""
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """`options` are more of srun's, `prefix` a command before the ranks', `python` the interpreter
-    that they run on, and `interface` that of the network that they are to use, if one is named."""
+class RankRuntime:
+    """`options` are further options of srun, `prefix` goes before the ranks' command, `python` is
+    their interpreter, `interface` the configured network interface."""
 
     options: tuple[str, ...] = ()
     prefix: tuple[str, ...] = ()
@@ -30,8 +30,9 @@ class Surroundings:
     interface: str | None = None
 
     @classmethod
-    def of(cls, section: SlurmSection, interface: str | None = None) -> Surroundings:
-        """As configured. A container begins in the folder that this process is in."""
+    def of(cls, section: SlurmSection, interface: str | None = None) -> RankRuntime:
+        """The configured runtime. A container's working directory is that of this process by
+        default."""
         container, options = section.container, tuple(section.srun_args)
         if container.image is not None:
             workdir = container.workdir or str(Path.cwd())
@@ -45,12 +46,12 @@ class Surroundings:
         return cls(options, tuple(container.prefix), python, interface)
 
     def run(self, module: str) -> list[str]:
-        """The command that runs a Python module where the ranks run."""
+        """The command that runs a Python module as the ranks run."""
         return [*self.prefix, self.python, *SAFE_MODULE, module]
 
     @property
-    def foreign(self) -> bool:
-        """Whether the ranks' Python may lack what the supervisor's has."""
+    def has_other_python(self) -> bool:
+        """Whether the ranks' Python is another one than the supervisor's, and may lack packages."""
         return self.contained or self.python != sys.executable
 
     @property
@@ -65,40 +66,44 @@ class Surroundings:
 
     @property
     def delay(self) -> float:
-        """Seconds that what starts there may take longer than elsewhere."""
+        """Seconds that a container may add to a start."""
         return OPEN_WITHIN if self.contained else 0.0
 
     @property
     def binding(self) -> str:
-        """The option by which srun is to place or bind each rank; empty if there is none."""
+        """The option of srun that places or binds ranks; empty if there is none."""
         return binding_option(self.options)
 
     def __str__(self) -> str:
         inside = next((o for o in self.options if o.startswith("--container-image")), "")
-        around = inside or " ".join(self.prefix)
-        return f"{self.python} in `{around}`" if around else self.python
+        container = inside or " ".join(self.prefix)
+        return f"{self.python} in `{container}`" if container else self.python
 
 
 def reachable_addresses(
     nodes: Sequence[str], control: str | None, interface: str | None
 ) -> tuple[str, ...]:
-    """Where to listen: on the interface `control` if it is given.
+    """The addresses on which to listen for agents: that of the interface `control`, if given.
 
-    Otherwise on the network that ranks use, by the configured `interface` or what is found, which
-    may be the only one that connects nodes; and at the address from which packets to the farthest
-    node leave, by its name, since that network may be down, or not lead to this host.
-    Raises `UsageError` if there is none.
-    """
+    Otherwise two, if they differ: the address on the ranks' network (by the configured `interface`,
+    or as found), which may be the only network that connects nodes; and the address from which
+    packets to the farthest node leave, by the node's name, since the ranks' network may be down or
+    not reach this host.
+
+    Raises `UsageError` if there is none."""
     if control is not None:
         try:
             found = named(read_interfaces(), control, "supervise.control_interface")
         except ValueError as error:
             raise UsageError(str(error)) from error
-        return (found.address.partition("/")[0],)
+        return (found.ip,)
     farthest = nodes[-1]
     route = route_address(farthest)
-    tried = dict.fromkeys((_of_ranks(interface), route))
-    if addresses := tuple(filter(None, tried)):
+    try:
+        of_ranks = rank_address(interface, "")
+    except ValueError:  # the ranks report it, on the nodes where it matters
+        of_ranks = ""
+    if addresses := tuple(filter(None, dict.fromkeys((of_ranks, route)))):
         return addresses
     raise UsageError(
         f"this host has no route to {farthest}, so its ranks cannot reach the supervisor; run it "
@@ -106,16 +111,14 @@ def reachable_addresses(
     )
 
 
-def _of_ranks(interface: str | None) -> str:
-    """The address of this host on the network that ranks use; empty if that cannot be told."""
-    try:
-        choice = choose(
-            read_interfaces(),
-            on_one_node=False,
-            configured=interface,
-            environ=os.environ,
-            route_address="",
-        )
-    except ValueError:  # the ranks say so, on the nodes where it matters
-        return ""
-    return "" if choice.interface is None else choice.interface.address.partition("/")[0]
+def rank_address(interface: str | None, route: str) -> str:
+    """This host's address on the ranks' network, or `route` if no interface is fit. Raises
+    `ValueError` if the configured `interface` cannot be used."""
+    choice = choose(
+        read_interfaces(),
+        on_one_node=False,
+        configured=interface,
+        environ=os.environ,
+        route_address=route,
+    )
+    return route if choice.interface is None else choice.interface.ip

@@ -496,8 +496,8 @@ SetName = Annotated[str, Field(pattern=SET_NAME, max_length=64)]
 
 
 class HeldOutFolder(NamedTuple):
-    """A directory of held-out tokens, and the key that names it. The set of eval.dataset_path has
-    an empty name."""
+    """A directory of held-out tokens, and the key that sets it. The set of eval.dataset_path has an
+    empty name."""
 
     key: str
     name: str
@@ -512,12 +512,12 @@ class EvalSection(Section):
     dataset_path: Annotated[PathText | None, Key(example="data/held_out")] = None
     """Directory of the held-out tokens, as written by `kempner prepare`."""
     max_batches: Annotated[PositiveInt, Key("batches", 16)] = 8
-    """Global batches per evaluation and set, or as many as the data has."""
+    """Maximum number of global batches of each set per evaluation."""
     sets: Annotated[
         dict[SetName, PathText] | None,
         Key(example={"code": "data/code"}, form="table of directories by name"),
     ] = None
-    """More held-out sets, each with a name under which its metrics are told."""
+    """More held-out sets by name; their metrics carry the name."""
 
     @model_validator(mode="after")
     def _needs_data(self) -> Self:

@@ -317,8 +317,8 @@ def _eval(
     max_batches: MaxBatchesOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print loss, perplexity and, where the tokens tell, bits per byte of a run's checkpoint on
-    held-out data; on a GPU if there is one.
+    """Print loss, perplexity and, if the data allows it, bits per byte of a run's checkpoint on
+    held-out data. Uses a GPU if there is one.
 
     As the run itself does every `eval.interval` steps: the same data, in the same batches.
     """

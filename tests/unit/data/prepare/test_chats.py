@@ -27,6 +27,8 @@ from tiny_tokenizers import (
     write_tokenizer,
 )
 
+from kempner.config.sections import Config
+from kempner.data.files.index import check_compatible, check_samples
 from kempner.data.files.token_file import BEGINS, ID, LEARNED, Corpus
 from kempner.data.prepare import pipeline, sources
 from kempner.data.prepare.pipeline import PreparedData, prepare
@@ -435,3 +437,32 @@ def test_what_is_no_pair_is_told(
     with pytest.raises(DataError, match=reason) as refused:
         prepare(tmp_path / "out", [lines], tokenizer=str(tokenizer), kind="preferences", seq_len=64)
     assert "\n" not in str(refused.value)
+
+
+def test_what_does_not_fit_a_run_is_refused(tmp_path: Path, tokenizer: Path) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", [{"messages": messages(Random(1))}])
+    chats = prepared(tmp_path / "chats", [lines], tokenizer, 64).index
+    made = pairs(Random(1), 1)["chats"]
+    both = write_lines(tmp_path / "b.jsonl", made)
+    options = {"tokenizer": str(tokenizer), "seq_len": 1024}
+    preferences = prepare(tmp_path / "pairs", [both], kind="preferences", **options).index
+    (tmp_path / "a.txt").write_text("the other thing " * 40)
+    plain = str(tokenizer / "tokenizer.json")
+    text = prepare(tmp_path / "text", [tmp_path / "a.txt"], tokenizer=plain, eot="<|im_end|>").index
+
+    def config(seq_len: int, **model: Any) -> Config:
+        sizes = {"train": {"seq_len": seq_len}, "data": {"dataset_path": "chats"}}
+        return Config.model_validate({**sizes, "model": {"vocab_size": 999, **model}})
+
+    check_samples(config(64), chats)
+    with pytest.raises(DataError, match=r"rows of 64 tokens.*set train\.seq_len=64, or prepare"):
+        check_samples(config(65), chats)
+    with pytest.raises(DataError, match=r"holds chats, which a model of model\.factory"):
+        check_samples(config(64, factory="ours:build"), chats)
+    with pytest.raises(DataError, match="holds preferences, of which the loss"):
+        check_samples(config(1024), preferences)
+    assert check_compatible(chats, text, 64) is None
+    assert check_compatible(text, chats, 64) is None
+    assert "rows of 64 tokens" in (check_compatible(text, chats, 32) or "")
+    assert "holds preferences" in (check_compatible(chats, preferences, 64) or "")
+    assert not {"kind", "seq_len", "template"} & json.loads(text.to_bytes()).keys()

@@ -116,6 +116,7 @@ def main() -> None:
     records.add_option(parser)
     arguments = parser.parse_args()
     turns: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    load = os.getloadavg()[0]
     for number in range(arguments.rounds):
         for way in WAYS[number % 3 :] + WAYS[: number % 3]:
             with tempfile.TemporaryDirectory() as name:
@@ -131,6 +132,7 @@ def main() -> None:
             "way": way,
             "MB a rank": 0 if way == "silent" else arguments.megabytes,
         }
+        row["load before"] = round(load, 1)
         row["seconds"] = round(statistics.median(turn["seconds"] for turn in turns[way]), 2)
         row["to a file's"] = round(statistics.median(ratios), 3)
         row["from, to"] = [round(min(ratios), 3), round(max(ratios), 3)]

@@ -82,7 +82,7 @@ def _run_and_leave(arguments: Sequence[str]) -> NoReturn:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else ExitCode.CRASHED
         board().settle()
-    except BaseException:  # noqa: BLE001 - shown as Python shows it; then the process ends
+    except BaseException:  # noqa: BLE001 - Python prints it, then the process exits
         sys.excepthook(*sys.exc_info())
         code = ExitCode.CRASHED
     leave(code)

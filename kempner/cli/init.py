@@ -23,6 +23,9 @@ def _init(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Folder to write to; new or empty.")
     ] = Path(),
+    sft: Annotated[
+        bool, typer.Option("--sft", help="For supervised fine-tuning from chats, with an example.")
+    ] = False,
 ) -> None:
     """Write a project: a configuration, scripts for Slurm, an example of a loop of your own.
 
@@ -34,13 +37,15 @@ def _init(
 
     with busy("asking about this site"):
         site = find_site()
-    texts = project_files(site, read_templates())
+    texts = project_files(site, read_templates(sft))
     kept = write_project(folder, texts)
-    for line in report(folder, texts, kept, site):
+    for line in report(folder, texts, kept, site, sft):
         typer.echo(line)
 
 
-def report(folder: Path, texts: Collection[str], kept: Sequence[str], site: Site) -> list[str]:
+def report(
+    folder: Path, texts: Collection[str], kept: Sequence[str], site: Site, sft: bool = False
+) -> list[str]:
     """Lines that say what was written, for which cluster, and what to do next."""
     names = sorted(texts, key=lambda name: (name != CONFIG, name))
     tops = dict.fromkeys("".join(name.partition("/")[:2]) for name in names if name not in kept)
@@ -52,20 +57,27 @@ def report(folder: Path, texts: Collection[str], kept: Sequence[str], site: Site
         f"scripts/slurm: {_scripts(site, request)}",
         f"environment of a job: {_environment(site)}",
         "next:",
-        *(f"  {command}" for command in next_commands(folder, request)),
+        *(f"  {command}" for command in next_commands(folder, request, sft)),
     ]
 
 
-def next_commands(folder: Path, request: Request | None) -> list[str]:
+def next_commands(folder: Path, request: Request | None, sft: bool = False) -> list[str]:
     """The commands to type next, in the shell that `init` was started from."""
     there = os.path.normpath(folder)
     enter = "" if there == "." else f"cd {shlex.quote(there)} && "
     nodes = 1 if request is None else min(2, request.kind.count)
     start = f"sbatch --nodes={nodes} scripts/slurm/multinode.sh {CONFIG}"
+    prepare = f"{_PREPARE_CHATS}  # or your own" if sft else _PREPARE
     return [
-        f"{enter}kempner prepare --out data/train FILE...  # texts, .jsonl files or folders",
+        f"{enter}{prepare}",
         f"kempner supervise {CONFIG}" if request is None else start,
     ]
+
+
+_PREPARE = "kempner prepare --out data/train FILE...  # texts, .jsonl files or folders"
+_PREPARE_CHATS = (
+    "kempner prepare --chats --tokenizer tokenizer --seq-len 256 --out data/chats chats.jsonl"
+)
 
 
 def _scripts(site: Site, request: Request | None) -> str:

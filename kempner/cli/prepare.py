@@ -59,6 +59,9 @@ EotOption = Annotated[
 ChatsOption = Annotated[
     bool, typer.Option("--chats", help="Prepare chats, by the tokenizer's chat template.")
 ]
+PreferencesOption = Annotated[
+    bool, typer.Option("--preferences", help="Prepare pairs of a chosen and a rejected answer.")
+]
 SeqLenOption = Annotated[
     int | None,
     typer.Option(
@@ -77,10 +80,11 @@ def _prepare(
     max_bad_share: MaxBadShareOption = 0.001,
     eot: EotOption = None,
     chats: ChatsOption = False,
+    preferences: PreferencesOption = False,
     seq_len: SeqLenOption = None,
 ) -> ExitCode:
     """Turn text into token files; after an interruption, run it again to continue."""
-    kind = _kind(chats, seq_len)
+    kind = _kind(chats, preferences, seq_len)
     with busy("starting"):
         from kempner.data.prepare.pipeline import prepare
 
@@ -108,12 +112,15 @@ def _prepare(
     return ExitCode.COMPLETED
 
 
-def _kind(chats: bool, seq_len: int | None) -> Kind:
-    if chats and seq_len is None:
-        raise UsageError("--chats needs --seq-len N, the train.seq_len that is to be trained with")
-    if seq_len is not None and not chats:
+def _kind(chats: bool, preferences: bool, seq_len: int | None) -> Kind:
+    if chats and preferences:
+        raise UsageError("give either --chats or --preferences: their rows are not alike")
+    kind: Kind = "chats" if chats else "preferences" if preferences else "text"
+    if kind != "text" and seq_len is None:
+        raise UsageError(f"--{kind} needs --seq-len N, the train.seq_len to be trained with")
+    if kind == "text" and seq_len is not None:
         raise UsageError("--seq-len is for --chats: text is cut by train.seq_len when it is read")
-    return "chats" if chats else "text"
+    return kind
 
 
 @contextmanager
@@ -155,7 +162,9 @@ def _summary(out: Path, prepared: PreparedData) -> str:
         f"empty documents skipped: {empty:,}" if empty else "",
         f"bad lines skipped: {bad:,}{first_bad}" if bad else "",
         f"longer than a row, and truncated: {truncated:,}" if truncated else "",
-        f"of these without an answer, and left out: {unanswered:,}" if unanswered else "",
+        f"left out, since their answers do not fit into a row: {unanswered:,}"
+        if unanswered
+        else "",
         f"files skipped because they are not text: {len(left_out):,}, {left_out[0]} first"
         if left_out
         else "",

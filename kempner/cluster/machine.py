@@ -1,7 +1,8 @@
 """This machine: the place of a process in its Slurm job, limits and memory, shell commands.
 
-A variable alone does not say where a process is. SLURM_STEP_ID is inherited from the shell that
-called sbatch if that was in a step, and from Slurm 26.05 on it stands in the batch script, too.
+Environment variables alone do not show where a process is: SLURM_STEP_ID is inherited from the
+shell that called sbatch if that was in a step, and since Slurm 26.05 it is also set in the batch
+script.
 Control groups (v1 and v2): the kernel's admin-guide/cgroup-v2 ("Memory") and cgroup-v1/memory.
 """
 
@@ -31,7 +32,7 @@ class JobPlace(Enum):
 
 @dataclass(frozen=True)
 class Process:
-    """One of the processes above this one; `title` is its command line."""
+    """This process or one of its ancestors; `title` is its command line."""
 
     pid: int
     session: int
@@ -40,8 +41,8 @@ class Process:
 
 @dataclass(frozen=True)
 class JobStep:
-    """A step as Slurm's names have it: `step` is a number, or `batch`, `interactive` or `extern`.
-    `job` may be a job's SLUID instead of its number."""
+    """A step: `step` is a number, or `batch`, `interactive` or `extern`. `job` may be the job's
+    SLUID instead of its number."""
 
     job: str
     step: str
@@ -52,7 +53,7 @@ _TITLE = re.compile(rf"slurmstepd: \[(?P<job>\w+)(?:\+\d+)?\.{_STEP}(?:\+\d+)?[]
 _GROUP = re.compile(rf"/(?P<job>[^/]+)/step_{_STEP}(?=[/+]|$)")
 
 _SPECIAL = {-5: "batch", -6: "interactive", -4: "extern"}
-"""Slurm's numbers of steps that are none of srun's, as signed 32-bit integers."""
+"""Slurm's numbers of the steps that srun does not start, as signed 32-bit integers."""
 
 
 def is_step(name: str) -> bool:
@@ -60,24 +61,24 @@ def is_step(name: str) -> bool:
 
 
 def step_of_group(path: str) -> JobStep | None:
-    """The step to which a control group belongs, the innermost of a Slurm within another."""
+    """The step of a control group's path; the innermost one if there is a Slurm within another."""
     found = [*_GROUP.finditer(path)]
     return _named(found[-1]) if found else None
 
 
 def place_in_job(environ: Mapping[str, str], cgroups: str, line: Sequence[Process]) -> JobPlace:
-    """What a process is in its job, SLURM_JOB_ID. `cgroups` is its /proc/PID/cgroup, and `line` it
-    and its ancestors, as far as they can be seen. The slurmstepd above it says which step it is in;
-    where it does not, its control group does. In a container that hides both SLURM_STEP_ID has to
-    do. A terminal that the batch script serves, such as Jupyter's, has a session of its own: people
-    watch what they do there, and the job is not ours to signal or to requeue."""
-    # In a heterogeneous job each component has a number of its own.
+    """The place of a process in its job (SLURM_JOB_ID). `cgroups` is its /proc/PID/cgroup, `line`
+    are the process and its visible ancestors. The slurmstepd among them shows the step, or else the
+    control group; in a container that hides both, SLURM_STEP_ID. A terminal that the batch script
+    serves, such as Jupyter's, has its own session and counts as a shell: a user watches it, and the
+    job is not kempner's to signal or requeue."""
+    # In a heterogeneous job each component has its own number.
     jobs = {
         value for name, value in environ.items() if name.startswith(("SLURM_JOB_ID", "SLURM_JOBID"))
     }
     step = _step(environ, cgroups, line)
     if step is not None and step.job.isdecimal() and step.job not in jobs:
-        # Of salloc, called from there: SLURM_STEP_ID is that of the other job.
+        # A shell of salloc that was called in a step of another job.
         return JobPlace.SHELL
     if step is not None and step.step != "batch":
         return JobPlace.STEP
@@ -96,12 +97,12 @@ def find_place(environ: Mapping[str, str]) -> JobPlace:
 
 
 def _step(environ: Mapping[str, str], cgroups: str, line: Sequence[Process]) -> JobStep | None:
-    """The step that a process is in, by the best witness; None if none says that there is one."""
+    """The step of a process, from the best source that shows one; None if none does."""
     groups = filter(None, map(step_of_group, cgroups.splitlines()))
     titles = filter(None, (_TITLE.match(process.title) for process in line))
     by_title = next(map(_named, titles), None)
     if (found := by_title or next(groups, None)) is not None:
-        return found  # the title has the job's number, the group perhaps its SLUID
+        return found  # the title has the job's number, the group perhaps only its SLUID
     try:
         number = int(environ.get("SLURM_STEP_ID", ""))
     except ValueError:
@@ -115,7 +116,7 @@ def _named(found: re.Match[str]) -> JobStep:
 
 
 def _line(pid: int) -> Iterator[Process]:
-    """A process and its ancestors, up to the first that is gone or hidden."""
+    """A process and its ancestors, up to the first one that is gone or hidden."""
     try:
         process: psutil.Process | None = psutil.Process(pid)
         while process is not None:
@@ -142,18 +143,19 @@ def process_began(proc: Path = Path("/proc"), process: int | str = "self") -> fl
 
 
 _UNLIMITED = 1 << 60
-"""Bytes; v1 writes no limit as a number that no machine has."""
+"""Bytes from which a limit means none; v1 writes a huge number."""
 
 
 @dataclass(frozen=True)
 class MemoryGroup:
-    """A folder of the memory controller: of a Slurm job as a whole, or else the process's own."""
+    """A control group with a memory controller: that of the Slurm job, or else the process's
+    own."""
 
     path: Path
 
     def oom_kills(self) -> int:
-        """Processes in it that the kernel has killed for want of memory. Raises `OSError`. In v2 a
-        group counts for those below it, in v1 each for itself."""
+        """The number of processes in it that the kernel has killed for lack of memory. In v2 a
+        group's counter includes its descendants, in v1 it does not. Raises `OSError`."""
         if (self.path / "memory.events").exists():
             return _entries(self.path / "memory.events")["oom_kill"]
         files = [*self.path.rglob("memory.oom_control")] if _is_job(self.path) else []
@@ -171,7 +173,7 @@ class MemoryGroup:
         return None
 
     def used(self) -> int:
-        """Bytes that it has and that cannot be taken back, as a cache could. Raises `OSError`."""
+        """Bytes in use that cannot be reclaimed, as a cache could. Raises `OSError`."""
         stat = _entries(self.path / "memory.stat")
         return stat["total_rss"] if "total_rss" in stat else stat["anon"]
 
@@ -179,9 +181,10 @@ class MemoryGroup:
 def memory_group(
     groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> MemoryGroup | None:
-    """The group of the process whose `/proc/PID/cgroup` is given; None if there is none to see."""
+    """The memory group of the process whose `/proc/PID/cgroup` is given; None if none is
+    visible."""
     for folder in _folders(groups.read_text(), root):
-        # A container may see the whole path, and as its root what is mounted there.
+        # A container may show the host's path but have its own group mounted as the root.
         for path in (folder, root / "memory", root):
             if any((path / name).exists() for name in ("memory.events", "memory.oom_control")):
                 return MemoryGroup(_of_job(path))
@@ -189,7 +192,8 @@ def memory_group(
 
 
 def _folders(groups: str, root: Path) -> Iterator[Path]:
-    """Where the memory controller may be, by lines of the form `ID:CONTROLLERS:PATH`."""
+    """The possible folders of the memory controller, from lines of the form
+    `ID:CONTROLLERS:PATH`."""
     lines = [line.split(":", 2) for line in groups.splitlines()]
     for _, controllers, path in lines:
         if "memory" in controllers.split(","):
@@ -200,13 +204,13 @@ def _folders(groups: str, root: Path) -> Iterator[Path]:
 
 
 def _of_job(path: Path) -> Path:
-    """The group of the Slurm job above this one, or `path`. From Slurm 26.05 on it is named by the
+    """The group of the Slurm job above `path`, or `path`. Since Slurm 26.05 it is named by the
     job's SLUID."""
     return next((each for each in (path, *path.parents) if _is_job(each)), path)
 
 
 def _is_job(path: Path) -> bool:
-    """Whether it is a job's: it has its name, or that of a step is below it."""
+    """Whether it is the group of a job: by its name, or because it contains that of a step."""
     name = path.name
     if name.startswith("job_") and name.removeprefix("job_").isdecimal():
         return True
@@ -218,22 +222,21 @@ def _entries(file: Path) -> dict[str, int]:
 
 
 MEMORY = 0.02
-"""Share of a node's memory that must be free before ranks are there."""
+"""Share of a node's memory that must be free before ranks start."""
 
 ROOM = 32 * 2**20
-"""Bytes that must be free for temporary files, and in /dev/shm, where NCCL's ranks of a node meet.
-"""
+"""Bytes that must be free for temporary files, and in /dev/shm, which NCCL uses within a node."""
 
 OPEN_FILES = (256, 4)
-"""Open files that a rank needs, and more for each rank of the world: rank 0 hears from every one,
-in each group and as the host of their store."""
+"""Open files that a rank needs, and more per rank of the world: rank 0 has connections to all
+ranks, in each group and as the host of their store."""
 
 SKEW = 60.0
-"""Seconds that a node's clock may differ: munge, by which Slurm knows its nodes, bears with 300."""
+"""Seconds by which a node's clock may differ; munge, with which Slurm authenticates, allows 300."""
 
 SHARED_WITHIN = 5.0
-"""Seconds after which a file that another host has written is seen, on any file system that is
-shared; network file systems remember for a while that a file was not there."""
+"""Seconds after which a file that another host has written is visible on any shared file system;
+network file systems cache for a while that a file does not exist."""
 
 
 def open_files_needed(ranks: int) -> int:
@@ -242,16 +245,16 @@ def open_files_needed(ranks: int) -> int:
 
 
 def clock_skew(time: float, during: tuple[float, float]) -> float:
-    """Seconds by which a clock that showed `time` is ahead at least; 0 if it may be right. `during`
-    is when it was asked and when it had answered, by our own clock."""
+    """The least number of seconds by which a clock that showed `time` is ahead (negative: behind);
+    0 if it may be right. `during` are the times of question and answer by this host's clock."""
     start, end = during
     return max(0.0, time - end) + min(0.0, time - start)
 
 
 def own_part(environ: Mapping[str, str], local_rank: int) -> str | None:
-    """What CUDA_VISIBLE_DEVICES should be for a rank among parts of GPUs (MIG); None to leave it. A
-    CUDA process sees only the first part of those that it is shown, so each rank must be shown its
-    own: https://docs.nvidia.com/datacenter/tesla/mig-user-guide/ ("CUDA device enumeration")."""
+    """The value of CUDA_VISIBLE_DEVICES for a rank if the GPUs are split by MIG; None to leave it.
+    A CUDA process uses only the first MIG device that it sees, so each rank must see only its own:
+    https://docs.nvidia.com/datacenter/tesla/mig-user-guide/ ("CUDA device enumeration")."""
     shown = [device for device in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
     if len(shown) < 2 or not all(device.startswith("MIG-") for device in shown):
         return None
@@ -265,11 +268,11 @@ CORE_PATTERN = Path("/proc/sys/kernel/core_pattern")
 
 
 def leave_no_cores(pattern: Path = CORE_PATTERN) -> bool:
-    """Have what this process starts leave no core in the folder that it runs in; whether that was
-    to do. Where the machine collects them elsewhere (core(5)), they are left to it."""
+    """Disable core dumps into the working directory, for processes that this one starts; whether
+    that was needed. If the machine collects them elsewhere (core(5)), they stay enabled."""
     try:
         collected = pattern.read_text().startswith(("|", "/"))
-    except OSError:  # not shown to this process: they may lie anywhere
+    except OSError:  # not readable, so cores may go anywhere
         collected = False
     if not collected:
         _, hard = resource.getrlimit(resource.RLIMIT_CORE)
@@ -278,7 +281,8 @@ def leave_no_cores(pattern: Path = CORE_PATTERN) -> bool:
 
 
 def raise_open_file_limit() -> None:
-    """A connection per rank: the usual soft limit of 1,024 is soon reached."""
+    """Raise the soft limit to the hard one: with a connection per rank the usual 1,024 is soon
+    reached."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -287,33 +291,33 @@ _MCL_CURRENT, _MCL_FUTURE = 1, 2  # sys/mman.h
 
 
 def lock_memory() -> bool:
-    """Keep all pages of this process in memory, so that none is read from a file again; whether
-    that was possible. Where only a part may be locked (`ulimit -l`), what is there now."""
+    """Lock this process's pages in memory, so that none is read from a file again; whether that was
+    possible. With a limit (`ulimit -l`) only the present pages."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    # With a limit, memory that is asked for later would be refused.
+    # With a limit, later allocations would fail.
     later = _MCL_FUTURE if soft == resource.RLIM_INFINITY else 0
     return int(ctypes.CDLL(None).mlockall(_MCL_CURRENT | later)) == 0
 
 
 def files_to_spare() -> int:
-    """How many more files this process may open and keep open, with some left for all else; at
+    """The number of files that this process may additionally keep open, with some in reserve; at
     least 1."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = soft - len(list(Path("/proc/self/fd").iterdir()))
     return max(1, free // 2, free - _RESERVE)
 
 
-TOLD = 2000
-"""Characters at the end of its output that are kept."""
+OUTPUT_KEPT = 2000
+"""Characters at the end of a command's output that are kept."""
 
 _LAST_OUTPUT = 2.0
-"""Seconds for the output of a command that was killed."""
+"""Seconds to read the output of a command that was killed."""
 
 
 @dataclass(frozen=True)
 class ShellEnd:
-    """How a command ended: its exit status (negative for a signal), None if it was killed because
-    it took too long, and the end of its output."""
+    """A command's exit status (negative for a signal; None after a timeout), and the end of its
+    output."""
 
     status: int | None
     said: str
@@ -331,8 +335,8 @@ class ShellEnd:
 
 
 def run_shell(command: str, facts: Mapping[str, str], seconds: float) -> ShellEnd:
-    """Run `command` in /bin/sh with `facts` added to the environment; after `seconds` its whole
-    session is killed. Never raises: a command that cannot be started has failed."""
+    """Run `command` in /bin/sh with `facts` added to the environment; kill its whole session after
+    `seconds`. Never raises: a command that cannot be started counts as failed."""
     try:
         shell = subprocess.Popen(
             ["/bin/sh", "-c", command],
@@ -357,4 +361,4 @@ def run_shell(command: str, facts: Mapping[str, str], seconds: float) -> ShellEn
 
 
 def _end_of(said: bytes) -> str:
-    return said.decode(errors="replace")[-TOLD:]
+    return said.decode(errors="replace")[-OUTPUT_KEPT:]

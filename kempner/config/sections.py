@@ -12,7 +12,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from kempner.config.errors import COLLECTOR, NAME, PORTS, SET_NAME
-from kempner.config.model import ModelSection
+from kempner.config.model import AdapterSection, ModelSection
 from kempner.config.resilience import ResilienceSection
 from kempner.config.section import (
     PURE,
@@ -496,8 +496,8 @@ SetName = Annotated[str, Field(pattern=SET_NAME, max_length=64)]
 
 
 class HeldOutFolder(NamedTuple):
-    """A directory of held-out tokens, and the key that names it. The set of eval.dataset_path has
-    an empty name."""
+    """A directory of held-out tokens, and the key that sets it. The set of eval.dataset_path has an
+    empty name."""
 
     key: str
     name: str
@@ -512,12 +512,12 @@ class EvalSection(Section):
     dataset_path: Annotated[PathText | None, Key(example="data/held_out")] = None
     """Directory of the held-out tokens, as written by `kempner prepare`."""
     max_batches: Annotated[PositiveInt, Key("batches", 16)] = 8
-    """Global batches per evaluation and set, or as many as the data has."""
+    """Maximum number of global batches of each set per evaluation."""
     sets: Annotated[
         dict[SetName, PathText] | None,
         Key(example={"code": "data/code"}, form="table of directories by name"),
     ] = None
-    """More held-out sets, each with a name under which its metrics are told."""
+    """More held-out sets by name; their metrics carry the name."""
 
     @model_validator(mode="after")
     def _needs_data(self) -> Self:
@@ -559,6 +559,7 @@ class Config(Section):
     metrics: MetricsSection = MetricsSection()
     profiling: ProfilingSection = ProfilingSection()
     eval: EvalSection = EvalSection()
+    adapter: AdapterSection = AdapterSection()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -573,6 +574,8 @@ class Config(Section):
                     raise ValueError(f"train.{key} has no effect with model.factory; remove it")
             if self.data.document_mask:
                 raise ValueError("data.document_mask has no effect with model.factory; remove it")
+        degree = self.parallelism.tensor_parallel_degree
+        self.adapter.refuse_beside(self.model, self.optimizer.name, self.train.fp8, degree)
         return self
 
     @model_validator(mode="after")

@@ -1,1 +1,1 @@
-"""Training programs of other libraries under kempner; each module needs the extra of its name."""
+"""kempner for the trainers of other libraries; each module needs the extra of its name."""

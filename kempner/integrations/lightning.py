@@ -5,8 +5,8 @@
     trainer = Trainer(plugins=[KempnerEnvironment()], callbacks=[Survive(save_every=100)], ...)
     trainer.fit(model, loader)
 
-Lightning writes its own checkpoint, and kempner commits it, with what Lightning leaves out: see
-`lightning_state.py`. The loader is the user's: see `lightning_loop.py`.
+Lightning writes its own checkpoint, and kempner adds the state that it leaves out
+(`lightning_state.py`) and commits it. The loader is the user's (`lightning_loop.py`).
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ from kempner.training.vote import VoteResult
 _FILE = "lightning.ckpt"
 
 _SEED_BEFORE = 0
-"""That of a run of an earlier kempner, where none was given."""
+"""The seed of runs of earlier versions of kempner without a given seed."""
 
 _LONG = 20.0
-"""Seconds of an evaluation before which a step is committed; so is it before the first one."""
+"""Seconds of an evaluation from which on a step is committed before it; also before the first
+one."""
 
 _SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
-"""Those that Lightning may trap, and kempner does."""
+"""Signals that both Lightning and kempner trap."""
 
 
 def _check_version() -> None:
-    """Raise `UsageError` unless kempner knows the loops of this Lightning."""
+    """Raise `UsageError` unless this version of Lightning is supported."""
     version = tuple(int(part) for part in lightning.__version__.split(".")[:2])
     if not (2, 5) <= version < (2, 7):
         raise UsageError(
@@ -67,9 +68,9 @@ def _check_version() -> None:
 
 
 class KempnerEnvironment(TorchElasticEnvironment):
-    """Tells Lightning that kempner has started the ranks, and leaves signals and requeues to it. In
-    a Slurm job Lightning would otherwise requeue the job itself. Without a launcher there is one
-    rank. `devices`, `num_nodes` and `strategy` are what a `Trainer` or `Fabric` must be given."""
+    """Tells Lightning that kempner has started the ranks, and handles signals and requeues: in a
+    Slurm job Lightning would otherwise requeue the job itself. Without a launcher there is one
+    rank. A `Trainer` or `Fabric` must be given these `devices`, `num_nodes` and `strategy`."""
 
     def __init__(self) -> None:
         _check_version()
@@ -78,17 +79,17 @@ class KempnerEnvironment(TorchElasticEnvironment):
 
     @property
     def devices(self) -> int:
-        """Ranks of this node."""
+        """Ranks on this node."""
         return self._world.local_size
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that have ranks."""
+        """Nodes with ranks."""
         return self._world.size // self._world.local_size
 
     @property
     def strategy(self) -> str:
-        """`ddp`, where there is more than one rank."""
+        """`ddp` for more than one rank, else `auto`."""
         return "ddp" if self._world.size > 1 else "auto"
 
     @staticmethod
@@ -108,7 +109,7 @@ class KempnerEnvironment(TorchElasticEnvironment):
         return int(os.environ.get("GROUP_RANK", self._world.rank // self._world.local_size))
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Raise `UsageError` unless Lightning is to have the ranks that were started."""
+        """Raise `UsageError` unless Lightning is configured for the ranks that were started."""
         if num_devices * num_nodes != self._world.size:
             raise UsageError(
                 f"{self._world.size} ranks were started, and Lightning has devices={num_devices}, "
@@ -120,19 +121,18 @@ class KempnerEnvironment(TorchElasticEnvironment):
 class Survive(Callback):
     """Lets `trainer.fit` stop, save and resume.
 
-    `fit` goes on from the newest checkpoint that verifies, whatever `ckpt_path` says (which counts
-    for a run that has none). All ranks vote in each optimizer step, and stop after the same one;
-    then the checkpoint is committed and `fit` raises `SystemExit` with 75. A checkpoint is saved
-    every `save_every` optimizer steps and at the end, and the last `keep_last` are kept. What
-    follows a step, such as a validation, is not waited for: the next start makes it up.
+    `fit` resumes from the newest checkpoint that verifies; `ckpt_path` counts only if the run has
+    none. All ranks vote in each optimizer step, and stop after the same one; then the checkpoint is
+    committed and `fit` raises `SystemExit` with 75. A checkpoint is saved every `save_every`
+    optimizer steps and at the end, and the last `keep_last` are kept. Work that follows a step,
+    such as a validation, does not delay a stop: the next start makes it up.
 
-    The order of the training data is kempner's, and comes back to its place on any number of ranks.
-    The generators of torch, NumPy and `random` are seeded for each batch, what follows it, and its
-    samples, by `seed`, their number and the rank, so that a step that is made again draws the same
-    numbers. By default `seed` is the one that the program gave to torch.
+    kempner determines the order of the training data, and restores the place in it on any number of
+    ranks. The generators of torch, NumPy and `random` are seeded for each batch, for what follows
+    it, and for its samples, from `seed`, their number and the rank, so that a repeated step draws
+    the same numbers. By default `seed` is the one that the program gave to torch.
 
-    `run_dir` is the run directory; by default the supervisor's, or else `runs/<script>`.
-    """
+    `run_dir` is the run directory; by default the supervisor's, or else `runs/<script>`."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Survive(Callback):
         self._evaluation = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Enter the run, once the ranks have met, and have its newest checkpoint loaded."""
+        """Join the run after the rendezvous, and have its newest checkpoint loaded."""
         if stage != "fit":
             return
         _check_version()
@@ -167,9 +167,9 @@ class Survive(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Before the other callbacks load their states."""
+        """Called before the other callbacks load their states."""
         if self._fit is not None:
-            self._fit.files.find_folders_again(checkpoint.get("callbacks", {}))
+            self._fit.files.restore_folders(checkpoint.get("callbacks", {}))
 
     def on_train_start(self, *_: Any, **__: Any) -> None:
         self._running.begin()
@@ -178,7 +178,7 @@ class Survive(Callback):
         self._running.progress.begin_epoch()
 
     def on_train_batch_start(self, *_: Any, **__: Any) -> None:
-        """Open the vote, with the first batch of a step."""
+        """Open the vote with the first batch of a step."""
         fit = self._running
         if not fit.loop.voting:
             fit.loop.begin_step()
@@ -189,7 +189,7 @@ class Survive(Callback):
             self._evaluation.enter_context(self._fit.evaluating())
 
     def on_validation_batch_start(self, *_: Any, **__: Any) -> None:
-        """A stop need not wait for the rest of it."""
+        """Leave the validation if a stop was requested."""
         if self._fit is not None:
             self._fit.leave_evaluation()
 
@@ -207,7 +207,7 @@ class Survive(Callback):
 
     @property
     def _running(self) -> _Fit:
-        assert self._fit is not None  # `setup` comes before all else
+        assert self._fit is not None  # `setup` is called first
         return self._fit
 
     def _give_back(self) -> None:
@@ -217,7 +217,7 @@ class Survive(Callback):
 
 
 class _Fit:
-    """The run of one `trainer.fit`: its loop, and what its checkpoints hold."""
+    """The run of one `trainer.fit`: its loop and its checkpoints."""
 
     def __init__(
         self, trainer: Trainer, session: Session, save_every: int, keep: Keep, seed: int | None
@@ -244,22 +244,22 @@ class _Fit:
             _load_instead(trainer, path / _FILE)
 
     def _choose(self, seed: int | None, saved: dict[str, Any] | None) -> int:
-        """The seed: as given, or as it was, or as the program has seeded torch on rank 0."""
+        """The seed: as given, else as in the checkpoint, else torch's on rank 0."""
         if seed is not None:
             return seed
         if saved is not None:
             return int(saved.get("seed", _SEED_BEFORE))
-        told = self.session.ranks.broadcast(program_seed())
-        assert isinstance(told, int)
-        return told
+        from_rank_0 = self.session.ranks.broadcast(program_seed())
+        assert isinstance(from_rank_0, int)
+        return from_rank_0
 
     def begin(self) -> None:
-        for number, handler in self._handlers.items():  # Lightning has put its own in front
+        for number, handler in self._handlers.items():  # Lightning has installed its own
             signal.signal(number, handler)
         self.loop.begin()
 
     def _after_batch(self, evaluation_due: bool) -> None:
-        """Between a batch and what follows it: if a step has ended, do as the ranks agree."""
+        """Between a batch and its tail: if a step has ended, close the vote, and save or stop."""
         loop, step = self.loop, self._trainer.global_step
         before = loop.train_state.step
         if step <= before:
@@ -274,12 +274,12 @@ class _Fit:
             loop.save(agreed)
 
     def _is_long(self, evaluation_due: bool) -> bool:
-        """Whether an evaluation comes now that would cost steps if it were cut off."""
+        """Whether a long evaluation follows, so that the step should be committed first."""
         return bool(evaluation_due and self.session.ranks.broadcast(self._evaluated_for > _LONG))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Around an evaluation; how long they take, rank 0 knows."""
+        """The context of an evaluation, which measures its duration."""
         started = time.monotonic()
         with self.session.progress.during(Phase.EVAL):
             yield
@@ -287,8 +287,9 @@ class _Fit:
             self._evaluated_for = time.monotonic() - started
 
     def leave_evaluation(self) -> None:
-        """If this rank is alone, asked to stop, and has committed its step: the rest is made up.
-        Ranks that are several leave together, at the vote of the next step."""
+        """Stop now, if there is only this rank, a stop was requested and the step is committed; the
+        next start makes up the evaluation. Several ranks stop together, at the vote of the next
+        step."""
         saved = self._checkpoints.committed_step == self.loop.train_state.step
         if self.session.ranks.world.size == 1 and saved and self.session.shutdown.reason():
             self._agreed = self.loop.vote_group.open(self.loop.vote()).close()
@@ -303,10 +304,10 @@ class _Fit:
         self.complete()
 
     def complete(self) -> None:
-        """Commit the last step, with all that followed it."""
+        """Commit the last step, including its tail."""
         saved = self._checkpoints.committed_step == self.loop.train_state.step
         if saved and self._tail_due and not self.session.shutdown.reason():
-            self._checkpoints.make_again()  # what is there lacks the tail
+            self._checkpoints.make_again()  # the present commit lacks the tail
         self._tail_due = False
         self._code = self.loop.leave(self._agreed)
 
@@ -326,8 +327,8 @@ def _name(rank: int) -> str:
 
 
 def _load(path: Path, rank: int) -> dict[str, Any]:
-    """What kempner has added to this checkpoint; nothing to one of an earlier kempner."""
-    for name in (_name(rank), _name(0)):  # there were fewer ranks
+    """The state that kempner has added to a checkpoint; empty for one of an earlier version."""
+    for name in (_name(rank), _name(0)):  # rank 0's if there were fewer ranks
         if (path / name).exists():
             loaded: dict[str, Any] = torch.load(path / name, map_location="cpu", weights_only=True)
             return loaded
@@ -335,12 +336,13 @@ def _load(path: Path, rank: int) -> dict[str, Any]:
 
 
 def _load_instead(trainer: Trainer, path: Path) -> None:
-    """Have Lightning load this checkpoint: it has chosen one before it called any callback."""
+    """Have Lightning load this checkpoint instead of the one that it chose before calling any
+    callback."""
     connector = trainer._checkpoint_connector
     start = connector.resume_start
 
     def resume_start(checkpoint_path: Any = None, *arguments: Any, **options: Any) -> None:
-        del connector.resume_start  # for this once
+        del connector.resume_start  # only once
         start(path, *arguments, **options)
 
     connector.resume_start = resume_start  # type: ignore[method-assign]

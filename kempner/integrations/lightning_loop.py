@@ -1,16 +1,15 @@
-"""Where Lightning's `fit` stands, and how it goes on: what its own checkpoint leaves out.
+"""Saves and restores the place of Lightning's `fit`, which its own checkpoint leaves out.
 
-A batch of Lightning's is followed by a tail: validation, what is judged by it, the schedulers that
-wait for it, and after the last batch the end of the epoch. Lightning counts a batch as done before
-its tail. So a checkpoint is made between the two, where all counters agree, and says that the tail
-is due; a resume begins with the tail.
+A batch of Lightning's is followed by a tail: validation, what depends on it, schedulers that wait
+for it, and after the last batch the end of the epoch. Lightning counts a batch as done before its
+tail. So a checkpoint is made between the two, where all counters agree, and notes that the tail is
+due; a resume begins with the tail.
 
 Written against the loops of Lightning 2.5 and 2.6, whose attributes are not public.
 
-The training data have a place that a checkpoint can hold: `hold` takes the place of the step in
-which Lightning injects its `DistributedSampler`. What the user's `DataLoader` reads, how and in how
-many workers, stays; its order is read by a plan, as that of `survive(data=...)` is.
-"""
+The training loader gets a place that a checkpoint can hold: `hold` replaces the step in which
+Lightning injects its `DistributedSampler`. What the user's `DataLoader` reads, how, and with how
+many workers, stays the same; its order comes from a plan, as with `survive(data=...)`."""
 
 from __future__ import annotations
 
@@ -39,18 +38,18 @@ from kempner.training.compute.forward_backward import seed_for, set_rng
 
 
 class HeldLoader:
-    """The user's map-style loader, read from any place on; all else of it is the user's. An
-    iterator yields what is left of the epoch. It moves the place with each batch."""
+    """Reads the user's map-style loader from any place in the data; its other attributes are the
+    user's. An iterator yields the rest of the epoch, and advances the place with each batch."""
 
     def __init__(self, loader: DataLoader[Any], mapped: MappedLoader) -> None:
         self._loader, self._mapped = loader, mapped
         self.fits_any_world = mapped.plan.shared
-        """Whether the place is one for any number of ranks."""
+        """Whether the place is valid for any number of ranks."""
 
     def __iter__(self) -> Iterator[Any]:
         self._mapped.close()
         for number in range(self.left()):
-            # Workers are started with the first batch.
+            # The first batch starts the workers.
             with (
                 signals_blocked_in_children()
                 if self._loader.num_workers and not number
@@ -69,7 +68,7 @@ class HeldLoader:
         return self._mapped.plan.left()
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iterator yields what is left of this epoch."""
+        """Set the epoch of which the next iterator yields the rest."""
         self._mapped.plan.begin_epoch(epoch)
 
     def skip(self, batches: int) -> None:
@@ -85,8 +84,9 @@ class HeldLoader:
 
 
 class StatefulLoader:
-    """A stream that tells its own state, less the batch that Lightning has fetched ahead. One that
-    is shuffled by a buffer, which no state holds, is read again from the beginning of the epoch."""
+    """Wraps a stream with its own state dict, and excludes from the state the batch that Lightning
+    has prefetched. A stream with a shuffle buffer, which the state dict lacks, is read again from
+    the start of the epoch."""
 
     def __init__(self, loader: Any, ahead: Callable[[], int]) -> None:
         self._loader, self._ahead = loader, ahead
@@ -114,7 +114,7 @@ class StatefulLoader:
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the batches that the loop has received: at most one is fetched ahead."""
+        """The state after the batches that the loop has received; at most one is prefetched."""
         return self._before if self._ahead() and self._before is not None else self._state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -131,9 +131,9 @@ def hold(
     inject: Callable[[Any], Any],
     ahead: Callable[[], int],
 ) -> Any:
-    """The same batches from a loader whose place a checkpoint can hold. `place` is (rank, number of
-    ranks); `inject` gives a loader Lightning's sampler for this rank, `ahead` is how many batches
-    Lightning has fetched ahead. Raises `UsageError` for what cannot be brought back to a place."""
+    """Wrap a loader so that a checkpoint can hold its place. `place` is (rank, number of ranks);
+    `inject` gives a loader Lightning's sampler for this rank; `ahead` returns the number of
+    prefetched batches. Raises `UsageError` for a loader whose place cannot be restored."""
     if isinstance(loader, ResumableDataLoader | HeldLoader | StatefulLoader):
         return loader
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
@@ -153,7 +153,7 @@ def _held(
 ) -> HeldLoader:
     try:
         plan = plan_of(loader, seed, place)
-        if not plan.shared and place[1] > 1:  # a sampler that knows nothing of ranks
+        if not plan.shared and place[1] > 1:  # the sampler does not divide samples among ranks
             loader = inject(loader)
             plan = plan_of(loader, seed, place)
         return HeldLoader(loader, MappedLoader(loader, plan))
@@ -170,16 +170,17 @@ def _has_length(loader: Any) -> bool:
 
 
 BATCH, TAIL, NEXT = 0, 1, 2
-"""What draws random numbers: a batch, its tail, and what follows up to the next batch."""
+"""Stages with their own random numbers: a batch, its tail, and what follows until the next
+batch."""
 
 
 class FitProgress:
-    """Drives the loops of one `trainer.fit`, from the beginning or from a checkpoint.
+    """Drives the loops of one `trainer.fit`, from the start or from a checkpoint.
 
-    `saved` is what `state` gave to that checkpoint; an empty mapping for one of an earlier kempner,
-    None for a new run. `after_batch` is called between each batch and its tail, and told whether an
-    evaluation comes then; `when_complete` where a checkpoint has nothing left to do.
-    """
+    `saved` is the result of `state` in the checkpoint, empty in one of an earlier version, None for
+    a new run. `attach` takes two callbacks: `after_batch`, called between each batch and its tail
+    with whether an evaluation follows, and `when_complete`, called if the checkpoint has nothing
+    left to do."""
 
     def __init__(
         self,
@@ -198,7 +199,7 @@ class FitProgress:
     def attach(
         self, after_batch: Callable[[bool], None], when_complete: Callable[[], None]
     ) -> None:
-        """Have Lightning call these, and take its training data from loaders that hold a place."""
+        """Hook into Lightning's loops and its preparation of training loaders."""
         fit, connector = self._trainer.fit_loop, self._trainer._data_connector
 
         def on_advance_end(fetcher: Any) -> None:
@@ -210,8 +211,8 @@ class FitProgress:
         prepare = partial(self._prepare_loader, connector._prepare_dataloader)
         self._replace(connector, "_prepare_dataloader", prepare)
         if self._saved is not None:
-            self._replace(fit, "run", partial(self._go_on, when_complete))
-            self._trainer.num_sanity_val_steps = 0  # it was made when the run began
+            self._replace(fit, "run", partial(self._resume, when_complete))
+            self._trainer.num_sanity_val_steps = 0  # done at the start of the run
 
     def detach(self) -> None:
         self._undo.close()
@@ -221,13 +222,13 @@ class FitProgress:
         self._undo.callback(vars(owner).pop, name, None)
 
     def seed_generators(self, stage: int) -> None:
-        """Seed what draws random numbers in this stage of the current batch."""
+        """Seed the random generators for a stage of the current batch."""
         place = self.seed, self._trainer.fit_loop.total_batch_idx, stage, self._rank
-        set_rng(*place)  # CUDA's, too; and it knows that this is no seed of the program's
+        set_rng(*place)  # CUDA's, too, and not noted as the program's own seed
         seed_all(seed_for(*place))
 
     def state(self, tail_due: bool) -> dict[str, Any]:
-        """What a checkpoint must hold beside Lightning's own, on this rank."""
+        """This rank's state besides Lightning's own checkpoint."""
         trainer, loops = self._trainer, self._trainer.fit_loop
         return {
             "world": self._world,
@@ -242,7 +243,7 @@ class FitProgress:
         }
 
     def is_last_step(self) -> bool:
-        """Whether training ends with this step, whatever its validation says."""
+        """Whether training ends with this step, regardless of its validation."""
         fit, trainer = self._trainer.fit_loop, self._trainer
         if trainer.max_steps not in (-1, None) and trainer.global_step >= trainer.max_steps:
             return True
@@ -251,17 +252,16 @@ class FitProgress:
         return last_epoch and fit.epoch_loop._num_ready_batches_reached()
 
     def begin_epoch(self) -> None:
-        """Have the loader begin the epoch that Lightning counts, and Lightning know its length."""
+        """Set the loader's epoch to Lightning's, and Lightning's number of batches to the
+        loader's."""
         loaders = self._loaders()
         if len(loaders) == 1 and (loader := _resumable(loaders[0])) is not None:
             loader.set_epoch(_epochs_done(self._trainer.fit_loop))
             self._set_length(loader.left())
 
     def _evaluation_due(self, fetcher: Any) -> bool:
-        if (
-            getattr(self._trainer, "_val_check_time_interval", None) is not None
-        ):  # each rank has its own clock
-            return False
+        if getattr(self._trainer, "_val_check_time_interval", None) is not None:
+            return False  # by the clock of each rank
         return self._trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
 
     def _make_tail(self, fetcher: Any) -> None:
@@ -276,7 +276,7 @@ class FitProgress:
     def _prepare_loader(
         self, lightnings: Callable[..., Any], loader: Any, shuffle: bool, mode: RunningStage
     ) -> Any:
-        """In the place of Lightning's own, which injects its `DistributedSampler`."""
+        """Replaces Lightning's own, which injects its `DistributedSampler`."""
         if mode != RunningStage.TRAINING:
             return lightnings(loader, shuffle=shuffle, mode=mode)
         inject = partial(lightnings, shuffle=shuffle, mode=mode)
@@ -287,24 +287,24 @@ class FitProgress:
         return len(getattr(self._trainer.fit_loop._data_fetcher, "batches", ()))
 
     def _load_loaders(self) -> None:
-        """In the place of Lightning's own: before it makes an iterator."""
+        """Replaces Lightning's own; called before it creates an iterator."""
         if self._saved is not None and not self._at_end_of_epoch:
             self._load_places()
 
     @property
     def _at_end_of_epoch(self) -> bool:
-        """Whether the epoch that the checkpoint stands in has no batch left."""
+        """Whether the checkpoint's epoch has no batches left."""
         fit = self._trainer.fit_loop
         return fit.epoch_loop.batch_progress.is_last_batch or not _epoch_is_open(fit)
 
     def _load_places(self) -> None:
         fit, loaders = self._trainer.fit_loop, self._loaders()
-        # Without any the checkpoint is of an earlier kempner: then Lightning's own are there.
+        # A checkpoint of an earlier version has only Lightning's own states.
         states = (self._saved or {}).get("loaders", fit._combined_loader_states_to_load)
-        for loader in loaders:  # or a sampler would draw the order of the first epoch
+        for loader in loaders:  # else a sampler would draw the order of the first epoch
             _set_sampler_epoch(loader, _epochs_done(fit))
         fit._combined_loader_states_to_load = []
-        if not self._saved and not states:  # an earlier kempner held no place of these
+        if not self._saved and not states:  # an earlier version saved no place of these
             for loader in filter(_resumable, loaders):
                 loader.set_epoch(_epochs_done(fit))
                 loader.skip(fit.epoch_loop.batch_progress.current.ready)
@@ -327,8 +327,8 @@ class FitProgress:
                 "or give trainer.fit a DataLoader of a data set with a length and torch's samplers"
             )
 
-    def _go_on(self, when_complete: Callable[[], None]) -> None:
-        """In the place of Lightning's `fit_loop.run`: begins within an epoch, or with its end."""
+    def _resume(self, when_complete: Callable[[], None]) -> None:
+        """Replaces Lightning's `fit_loop.run`: begins within an epoch, or with its end."""
         fit, saved = self._trainer.fit_loop, self._saved or {}
         tail_due = saved["tail_due"] if saved else self._complete_old_batch()
         self._restore()
@@ -349,7 +349,8 @@ class FitProgress:
         self._run_rest(first=tail_due)
 
     def _run_rest(self, first: bool) -> None:
-        """`fit_loop.run` of Lightning, but that the epoch in which it begins has its end made."""
+        """As Lightning's `fit_loop.run`, but with `first` also makes the end of an epoch that is
+        done."""
         fit = self._trainer.fit_loop
         fit.reset()
         fit.on_run_start()
@@ -367,13 +368,13 @@ class FitProgress:
         fit.on_run_end()
 
     def _begin_within_epoch(self, tail_due: bool) -> None:
-        """Once the loops are set up, make the tail that is due, and go on with the next batch."""
+        """Have the tail made that is due, once the loops are set up, before the next batch."""
         fit, loop = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
         self._count_batches_of_this_world()
         begin = loop.on_run_start
 
         def on_run_start(fetcher: Any) -> None:
-            del loop.on_run_start  # for this once
+            del loop.on_run_start  # only once
             begin(fetcher)
             _Loop.restarting.fset(fit, False)  # type: ignore[attr-defined]
             metrics, was = (self._saved or {}).get("metrics"), (self._saved or {}).get("world")
@@ -387,7 +388,8 @@ class FitProgress:
         self._replace(loop, "on_run_start", on_run_start)
 
     def _complete_old_batch(self) -> bool:
-        """A checkpoint of an earlier kempner was made before its batch was counted as complete."""
+        """Count the batch of a checkpoint of an earlier version, made before that, as complete;
+        whether its tail is due."""
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         tail_due = bool(progress.total.completed < progress.total.ready)
         if tail_due:
@@ -402,14 +404,14 @@ class FitProgress:
         self._files.restore(saved.get("model_files", {}))
 
     def _count_batches_of_this_world(self) -> None:
-        """The batches of this epoch that are done, as if they had all been made by these ranks."""
+        """Set the counts of batches as if these ranks had made all batches of the epoch."""
         fit, loaders = self._trainer.fit_loop, self._loaders()
         other_world = (self._saved or {}).get("world", self._world) != self._world
         loader = _resumable(loaders[0]) if len(loaders) == 1 else None
         if self._at_end_of_epoch:
             if other_world:
                 self._set_counts(int(fit.max_batches))
-            elif loader is not None:  # this epoch may have been a batch shorter than others
+            elif loader is not None:  # this epoch may be a batch shorter than others
                 self._limit(fit.epoch_loop.batch_progress.current.ready)
         elif loader is not None:
             left = loader.left()
@@ -423,7 +425,8 @@ class FitProgress:
             setattr(current, name, done)
 
     def _set_length(self, batches: int) -> None:
-        """Of this epoch: another one than `len(loader)` where the ranks share it unevenly."""
+        """Set the length of this epoch, which differs from `len(loader)` if the ranks share it
+        unevenly."""
         limits = self._trainer.limit_train_batches
         self._limit(_parse_num_batches(RunningStage.TRAINING, batches, limits))
 
@@ -450,7 +453,8 @@ def _epoch_is_open(fit: Any) -> bool:
 
 
 def _open_epoch_again(fit: Any) -> None:
-    """Lightning counts the epoch in which training ends as done; with more steps it is not."""
+    """Reopen the epoch in which training ended, which Lightning counts as done: the run has more
+    steps now."""
     for progress in (fit.epoch_progress.total, fit.epoch_progress.current):
         progress.processed -= 1
         progress.completed -= 1
@@ -458,7 +462,7 @@ def _open_epoch_again(fit: Any) -> None:
 
 
 def _resumable(loader: Any) -> HeldLoader | ResumableDataLoader[Any] | None:
-    """The loader if kempner draws its order, and it has epochs."""
+    """The loader, if kempner determines its order and it has epochs; else None."""
     if isinstance(loader, HeldLoader):
         return loader
     if isinstance(loader, ResumableDataLoader) and not loader.batch_sampler.infinite:  # type: ignore[union-attr]

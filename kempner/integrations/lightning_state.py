@@ -1,8 +1,7 @@
-"""What Lightning's own checkpoint leaves out: what a module has logged, and its files.
+"""State that Lightning's own checkpoint leaves out: logged metrics, and the files of
+`ModelCheckpoint`.
 
-The mean of an epoch, early stopping and plateau schedulers are judged by what was logged so far.
-The files are those of the user's own `ModelCheckpoint`s, from one start of a run to the next.
-"""
+Means over an epoch, early stopping and plateau schedulers depend on the metrics logged so far."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ _SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 
 def saved_metrics(trainer: Trainer) -> dict[str, Any]:
-    """All of it, on this rank: numbers, strings and tensors."""
+    """The logged metrics on this rank, as numbers, strings and tensors."""
     connector = trainer._logger_connector
     return {
         "shown": {name: dict(getattr(connector, name)) for name in _SHOWN},
@@ -53,8 +52,8 @@ def saved_metrics(trainer: Trainer) -> dict[str, Any]:
 
 
 def restore_metrics(trainer: Trainer, saved: Mapping[str, Any] | None, same_world: bool) -> None:
-    """Have the trainer know again what was logged. What each rank has summed up by itself comes
-    back to as many ranks only."""
+    """Restore the logged metrics. Partial sums of each rank are restored only for the same number
+    of ranks."""
     if saved is None:
         return
     connector, device = trainer._logger_connector, trainer.strategy.root_device
@@ -109,7 +108,7 @@ def _of_logged(key: str, entry: _ResultMetric) -> dict[str, Any]:
 
 
 def _new_entry(trainer: Trainer, logged: Mapping[str, Any]) -> _ResultMetric | None:
-    """As the module's next `log` of the same name would find it; None for a metric that is gone."""
+    """The restored entry of a logged name; None if its metric no longer exists."""
     device = trainer.strategy.root_device
     meta = _Metadata(**logged["meta"], reduce_fx=logged["reduce"])
     should, rank_zero_only = logged["sync"]
@@ -127,7 +126,7 @@ def _new_entry(trainer: Trainer, logged: Mapping[str, Any]) -> _ResultMetric | N
 
 
 def _to(value: Any, device: torch.device) -> Any:
-    """The same with its tensors on `device`."""
+    """Move all tensors in a nested value to `device`."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, list):
@@ -138,16 +137,15 @@ def _to(value: Any, device: torch.device) -> Any:
 
 
 _HELD = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
-"""What decides about the next file, and Lightning does not save."""
+"""Attributes that affect the next file, and that Lightning does not save."""
 
 
 class ModelFiles:
-    """Has each `ModelCheckpoint` go on as if the run had never been interrupted.
+    """Makes each `ModelCheckpoint` continue as if the run had not been interrupted.
 
-    Steps that are made again write their files again, under the same names: `record` is a file with
-    the names that this run has written, of which a checkpoint may not know the newest. Lightning
-    would take those for another run's, and write `...-v1.ckpt` beside them.
-    """
+    Repeated steps write their files again under the same names. A checkpoint may not know the
+    newest files, so `record` is a file with the names that this run has written; Lightning would
+    take such files for another run's, and write `...-v1.ckpt` beside them."""
 
     def __init__(self, trainer: Trainer, record: Path) -> None:
         self._trainer, self._record = trainer, record
@@ -161,7 +159,7 @@ class ModelFiles:
         self._undo = ExitStack()
 
     def attach(self, left_over: set[str]) -> None:
-        """Take part in the saves of all of them; `left_over` are the names in the record."""
+        """Hook into the saves of all callbacks; `left_over` are the names in the record."""
         self._left_over = left_over
         for callback in self._callbacks:
             self._attach(callback)
@@ -199,19 +197,20 @@ class ModelFiles:
         except OSError as error:
             logger().warning("cannot note a file", file=filepath, error=describe(error))
 
-    def find_folders_again(self, states: Mapping[str, Any]) -> None:
-        """Where the user has named no folder, Lightning would begin a new one at each start."""
+    def restore_folders(self, states: Mapping[str, Any]) -> None:
+        """Restore the folders that Lightning chose itself; it would choose new ones at each
+        start."""
         for callback in self._callbacks:
             folder = states.get(callback.state_key, {}).get("dirpath")
             if folder and callback.state_key in self._without_folder:
                 callback.dirpath = folder
 
     def state(self) -> dict[str, Any]:
-        """What Lightning does not save of them."""
+        """The state of the callbacks that Lightning does not save."""
         return {c.state_key: {name: vars(c).get(name) for name in _HELD} for c in self._callbacks}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Once Lightning has restored them."""
+        """Restore that state, after Lightning has restored its own."""
         for callback in self._callbacks:
             vars(callback).update(state.get(callback.state_key, {}))
             known = {*callback.best_k_models, callback.best_model_path, callback.last_model_path}

@@ -1,12 +1,12 @@
-"""transformers' `Trainer`, and whatever derives from it (TRL's trainers), under kempner.
+"""transformers' `Trainer`, and trainers that derive from it (TRL's), under kempner.
 
     from kempner.integrations.transformers import surviving
 
     trainer = surviving(Trainer)(model=model, args=arguments, train_dataset=samples)
     trainer.train()
 
-The Trainer writes its own checkpoints, and kempner commits them: they are below the run directory,
-and `checkpoint-<step>` in `output_dir` links to them. Written against transformers 5.4 to 5.23.
+The Trainer writes its own checkpoints, and kempner commits them in the run directory;
+`checkpoint-<step>` in `output_dir` links to them. Written against transformers 5.4 to 5.23.
 """
 
 from __future__ import annotations
@@ -41,24 +41,21 @@ from kempner.training.session import RunEntry
 
 @cache
 def surviving(trainer: type[Trainer]) -> type[Trainer]:
-    """The class `trainer` with `Surviving` before it; what it takes stays the same."""
+    """A subclass of `Surviving` and `trainer`, with the arguments of `trainer`."""
     return type(f"Surviving{trainer.__name__}", (Surviving, trainer), {})
 
 
 class Surviving(Trainer):
     """A mixin, to be named before the Trainer class: `class Mine(Surviving, SFTTrainer)`.
 
-    `train` goes on from the newest checkpoint that verifies, whatever `resume_from_checkpoint` says
-    (which counts for a run that has none). All ranks vote in each step, and stop after the same
-    one; then the checkpoint is committed and `train` raises `SystemExit` with 75. `save_steps`,
-    `save_strategy` and `save_total_limit` hold as ever; the last step is saved, too. Settings that
-    cannot be resumed exactly are refused (`LIMITS`). A search for hyper-parameters is left to
-    the Trainer.
+    `train` resumes from the newest checkpoint that verifies; `resume_from_checkpoint` counts only
+    if the run has none. All ranks vote in each step, and stop after the same one; then the
+    checkpoint is committed and `train` raises `SystemExit` with 75. `save_steps`, `save_strategy`
+    and `save_total_limit` apply as usual; the last step is saved, too. Settings that cannot be
+    resumed exactly are refused (`LIMITS`). A hyperparameter search is left to the Trainer.
 
-    The run belongs to `output_dir`: with another one it is another run. `run_dir` is a class
-    attribute: the run directory, if it is to be another one than the supervisor's or
-    `runs/<script>`.
-    """
+    The run belongs to `output_dir`: another `output_dir` is another run. The class attribute
+    `run_dir` is the run directory, if it is not to be the supervisor's or `runs/<script>`."""
 
     run_dir: str | Path | None = None
     ignore_keys_for_eval: list[str] | None = None
@@ -96,7 +93,7 @@ class Surviving(Trainer):
             self.remove_callback(_Votes)
             session.give_back(run.code)
 
-    # ---- where the Trainer's loop is told where it stands
+    # ---- place in the data
 
     def get_train_dataloader(self) -> Any:
         loader = super().get_train_dataloader()
@@ -115,7 +112,7 @@ class Surviving(Trainer):
             return place
         if run.before is not None and run.before.progress is not None:
             restore_callbacks(self, run.before.progress.callbacks)
-        # The last: after those that the Trainer has made anew, and sees what they decide.
+        # Last, after those that the Trainer has restored, so that it sees their decisions.
         self.remove_callback(_Votes)
         self.add_callback(_Votes(run))
         return run.begin(*place)
@@ -127,11 +124,11 @@ class Surviving(Trainer):
             self._kempner.load_generators()
 
     def load_generators(self, folder: str) -> None:
-        """Load the generators of random numbers as the Trainer does, from a folder of its own."""
+        """Load the random generators with the Trainer's own method, from its own folder."""
         super()._load_rng_state(folder)
 
     def _run_epoch(self, *args: Any, **options: Any) -> None:
-        """One epoch, or what is left of it; none where what was made up has ended the training."""
+        """Run an epoch, or the rest of it; not if the due work has ended the training."""
         run = self._kempner
         if run is None:
             super()._run_epoch(*args, **options)  # type: ignore[no-untyped-call]
@@ -141,7 +138,7 @@ class Surviving(Trainer):
             counted |= {"num_update_steps_per_epoch": leg.updates}
             super()._run_epoch(*args, **options | counted)  # type: ignore[no-untyped-call]
 
-    # ---- where it evaluates, saves and ends
+    # ---- evaluation, saves and the end
 
     def _maybe_log_save_evaluate(
         self,
@@ -169,13 +166,13 @@ class Surviving(Trainer):
             return super().evaluate(*args, **options)
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
-        """Not `eval_on_start`, which alone skips the scheduler, where the run has begun before."""
+        """Skip `eval_on_start` (the only caller with `skip_scheduler`) in a resumed run."""
         if skip_scheduler and self._kempner is not None and self._kempner.before is not None:
             return {}
         return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any, *more: Any) -> None:
-        """Have the checkpoint committed; after a stop nothing follows it."""
+        """Write and commit a checkpoint; after a stop, leave."""
         run = self._kempner
         if run is None or trial is not None:
             super()._save_checkpoint(model, trial, *more)
@@ -193,7 +190,7 @@ class Surviving(Trainer):
         return str(super()._get_output_dir(trial))
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
-        """Training is complete: its last step is committed before the best model is loaded."""
+        """Commit the last step before the best model is loaded."""
         run = self._kempner
         if run is not None:
             run.leave()
@@ -211,7 +208,7 @@ class _Votes(TrainerCallback):
         self._run = run
 
     def on_train_begin(self, *_: Any, **__: Any) -> Any:
-        return self._run.bring_back()
+        return self._run.begin_training()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._run.step_end = StepEnd()
@@ -242,13 +239,13 @@ def _check_version() -> None:
 
 
 def _pace(args: TrainingArguments) -> dict[str, object]:
-    """What must be the same on all ranks, or they would not stop or save together."""
+    """Arguments that must be the same on all ranks, so that they stop and save together."""
     names = ("max_steps", "num_train_epochs", "save_strategy", "save_steps", "seed", "data_seed")
     return {name: getattr(args, name) for name in names}
 
 
 def _facts(trainer: Trainer) -> dict[str, object]:
-    """What the result depends on; of the length of the run only a number of steps."""
+    """Facts that determine the result; of the run's length only `max_steps`."""
     args, samples = trainer.args, trainer.train_dataset
     optimizer = {"name": str(args.optim), "lr": args.learning_rate, "decay": args.weight_decay}
     facts: dict[str, object] = {

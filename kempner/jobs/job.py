@@ -134,14 +134,14 @@ class Job:
 
     @property
     def job_id(self) -> str:
-        """Slurm's id, or that of the supervisor's process; empty if it was not submitted."""
+        """Slurm's job id, or the supervisor's process id; empty if it was not submitted."""
         if self._job or self._submission is None:
             return self._job
         return str(self._submission.pid)
 
     @property
     def log(self) -> Path | None:
-        """What the supervisor and rank 0 print; None if the run was not submitted."""
+        """The output of the supervisor and of rank 0; None if the run was not submitted."""
         return None if self._submission is None else log_of(self._run, self._submission.number)
 
     @property
@@ -154,15 +154,13 @@ class Job:
 
     @property
     def reason(self) -> str:
-        """Why it is in this state, in a few words; empty if nothing more is known."""
+        """Why the run is in this state, in a few words; empty if unknown."""
         return self._look()[1].reason
 
     @property
     def failure(self) -> str:
-        """What has failed, in a sentence: the reason, and the exception that was raised first.
-
-        Empty unless the run has failed or was given up. Raises `RunError` if it cannot be read now.
-        """
+        """The failure in a sentence: the reason, and the first exception. Empty unless the run has
+        failed or was given up. Raises `RunError` if it cannot be read now."""
         doing = self._look()[1]
         if doing.activity not in (Activity.FAILED, Activity.GIVEN_UP):
             return ""
@@ -173,9 +171,8 @@ class Job:
 
     @property
     def step(self) -> int:
-        """The last step that was logged, or for a program of your own, reported or committed; 0
-        before the first.
-        """
+        """The last logged step, or for a program of your own the last reported or committed one; 0
+        before the first."""
         status = self.status()
         if status.progress.step is not None:
             return status.progress.step
@@ -187,10 +184,8 @@ class Job:
         return self._look()[0]
 
     def done(self) -> bool:
-        """Whether nothing more happens unless the run is submitted again.
-
-        A Slurm job that waits to go on is not done, nor is one that is held before its run is over.
-        """
+        """Whether nothing more happens unless the run is submitted again. A Slurm job that waits to
+        resume is not done, nor is one that is held before its run is over."""
         status, doing, works = self._look()
         if status.job is not None and status.job.held and doing.activity.is_over:
             return True
@@ -199,10 +194,10 @@ class Job:
         return works is False
 
     def wait(self, timeout: float | None = None, *, check: bool = False) -> Activity:
-        """Wait until it is done, for `timeout` seconds at most; its state then.
+        """Wait until it is done, at most `timeout` seconds; returns its state.
 
         Raises:
-            TimeoutError: it is not done yet; it goes on.
+            TimeoutError: it is not done yet, and continues.
             RunError: it cannot be read now. With `check`, also if it has failed or was given up:
                 its `failure`.
         """
@@ -223,7 +218,7 @@ class Job:
         return self.state
 
     def cancel(self) -> None:
-        """Have it stop after the current step with a checkpoint, and not come back.
+        """Stop the run after the current step with a checkpoint, without a requeue.
 
         Returns at once; `wait` waits for the end. A Slurm job has Slurm's KillWait (30 s by
         default) for that. Does nothing if it is done.
@@ -250,13 +245,13 @@ class Job:
 
     @property
     def _held(self) -> str:
-        """Why Slurm does not start its job again by itself; empty if that does not hold."""
+        """Why Slurm holds its job; empty if it does not."""
         job = self.status().job
         return job.why_waiting if job is not None and job.held else ""
 
     def _raised(self, reason: str) -> str:
-        """The exception that was raised first, or the supervisor's last line; empty if none is
-        known. What the ledger has of it may be no more than `reason`."""
+        """The first exception, or the supervisor's last line; empty if unknown. The ledger may know
+        no more of it than `reason`."""
         found = triage_run(self._run).told.raised if self._run.ledger.is_file() else ""
         if found not in reason or self.log is None or not self.log.is_file():
             return found
@@ -269,8 +264,8 @@ class Job:
         self._follower = RunFollower(self._run, watch, patient=True)
 
     def _look(self) -> tuple[Status, ActivityNote, bool | None]:
-        """Its status, what it does, and whether a process works on it, or a job will."""
-        works = self._process_lives()  # first: what it did before its end is written then
+        """Its status, its activity, and whether a process works on it, or a job will."""
+        works = self._process_lives()  # first: then all that it did before its end is written
         status = self._follower.read()
         if not self._job:
             return status, self._doing(status, works), works
@@ -299,7 +294,7 @@ class Job:
 
 
 def describe_failure(reason: str, raised: str) -> str:
-    """What has failed: why the run is in that state, and the exception, where that is more."""
+    """The reason of the run's state, and the exception if it says more."""
     raised = raised.removeprefix("kempner: ")
     if raised in reason:
         return reason
@@ -307,7 +302,7 @@ def describe_failure(reason: str, raised: str) -> str:
 
 
 def describe_unfinished(state: Activity, held: str) -> str:
-    """What a run does that is not done, for a person who has waited long enough."""
+    """What a run does that is not done when `Job.wait` times out."""
     if held or state.is_live or state is Activity.QUEUED:
         return held or state
     return f"{state}, and its supervisor is about to end"
@@ -320,9 +315,8 @@ def job_goes_on(job: JobStatus | None) -> bool | None:
 
 
 def decide(found: ActivityNote, works: bool | None, began: bool, cancelled: bool) -> ActivityNote:
-    """What a submitted run does. What is `found` tells of an earlier submission until this one
-    `began` with an attempt.
-    """
+    """The activity of a submitted run. Until this submission `began` an attempt, `found` is about
+    an earlier one."""
     if began or found.activity.is_live or found.activity is Activity.QUEUED:
         return found
     if works:

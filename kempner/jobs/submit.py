@@ -38,11 +38,11 @@ exec %s -P -m kempner supervise --launcher srun "$@"
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job asks for, in submitit's words; None is left to Slurm.
+    """What a job requests, in submitit's terms; None is left to Slurm.
 
-    `tasks_per_node` are ranks, by default one for each GPU. `cpus_per_task` are CPU cores of each
-    rank, `mem_gb` is memory per node in GiB, `timeout_min` the time limit in minutes, after which
-    the job is requeued: all three are of Slurm only.
+    `tasks_per_node` are ranks, by default one for each GPU. For Slurm only: `cpus_per_task` are CPU
+    cores of each rank, `mem_gb` is memory per node in GiB, `timeout_min` the time limit in minutes,
+    after which the job is requeued.
     """
 
     nodes: int = 1
@@ -77,7 +77,7 @@ class Resources:
 
 
 def script(python: str) -> str:
-    """The batch script: what scripts/slurm/multinode.sh does, whatever the resources."""
+    """The batch script: scripts/slurm/multinode.sh for any resources."""
     return SCRIPT % shlex.quote(python)
 
 
@@ -89,7 +89,8 @@ def sbatch(
     file: Path,
     words: Sequence[str],
 ) -> list[str]:
-    """The command that submits `file` with arguments `words`. Options in `slurm` win."""
+    """The command that submits `file` with arguments `words`. Options in `slurm` take
+    precedence."""
     ours = [f"--job-name={name}", f"--output={str(output).replace('%', '%%')}"]
     options = [*ours, *resources.options(), *_options(slurm)]
     return ["sbatch", "--parsable", *options, str(file), *words]
@@ -119,7 +120,7 @@ def submit(
     timeout_min: int | None = None,
     **slurm: object,
 ) -> Job:
-    """Start a run that outlives this Python session; the same call goes on with it.
+    """Start a run that outlives this Python session; the same call resumes it.
 
     Args:
         program: A configuration's path, or the words of a command, as in `kempner supervise --`.
@@ -131,7 +132,7 @@ def submit(
 
     Raises:
         ConfigError: The configuration or an override is wrong.
-        UsageError: The run is still running, or was given up, or what is asked for makes no sense.
+        UsageError: The run is still running, or was given up, or an argument is wrong.
         RunError: The job cannot be submitted now.
     """
     resources = Resources(nodes, tasks_per_node, gpus_per_node, cpus_per_task, mem_gb, timeout_min)
@@ -152,7 +153,7 @@ def _start_submission(
     resources: Resources,
     slurm: Mapping[str, object] | None,
 ) -> None:
-    """As a job with the options `slurm`, or without them here."""
+    """Submit a job with the options `slurm`; if None, start the run on this machine."""
     try:
         number = reserve(run)
     except OSError as error:
@@ -219,7 +220,7 @@ def _words(
 
 
 def _refuse_if_running(run: RunDirectory) -> None:
-    """Raises `UsageError` if a process works on the run, or a job will."""
+    """Raise `UsageError` if a process works on the run, or a job will."""
     known = run.ledger.is_file() or last_submission(run) is not None
     job = Job(run.path) if known else None
     if job is not None and not job.done():
@@ -231,7 +232,8 @@ def _refuse_if_running(run: RunDirectory) -> None:
 
 
 def _start(words: Sequence[str], ranks: int, log: Path) -> int:
-    """A supervisor in a session of its own, which a Ctrl-C here does not reach; its process id."""
+    """Start a supervisor in its own session, which a Ctrl-C here does not reach; returns its
+    process id."""
     here = ["--launcher", "local", "--nproc", str(ranks)]
     with log.open("wb") as out:
         process = subprocess.Popen(

@@ -1,15 +1,15 @@
-"""A real Slurm cluster of eight nodes on one Linux machine, and the faults that it can have.
+"""A real Slurm cluster of eight nodes on one Linux machine, with faults on demand.
 
-It is up in seconds, gone in one, and takes about 200 MB idle. The machines are `login1` (munge,
+It starts in seconds, stops in one, and uses about 200 MB idle. The machines are `login1` (munge,
 accounting, controller) and `node1` to `node8` (8 CPUs, 4 GPUs that are device files only). `em4`
-(10.20.0.x) is the management network, which host names mean; `ib0` (10.10.0.x) plays InfiniBand. As
-on many clusters, ranks reach each other over `ib0` alone: from node to node `em4` carries what
-Slurm's daemons say, by their ports, and its switch drops all else, so that who connects there hears
-nothing until its time is over. The login machine, which has no `ib0`, reaches all nodes over `em4`,
-and they it. Folders are shared, as on a cluster. Partitions `low` (default, gives way) and `high`.
-The limits: one kernel and clock, no enforced memory, and an interface's type is Ethernet's even
-where it plays InfiniBand.
-"""
+(10.20.0.x) is the management network, to which host names resolve; `ib0` (10.10.0.x) emulates
+InfiniBand. As on many clusters, ranks reach each other only over `ib0`: between nodes `em4` passes
+only Slurm's ports, and silently drops all else, so that connections time out. The login machine has
+no `ib0`, and is connected to all nodes over `em4`. Folders are shared. Partitions are `low`
+(default, preempted) and `high`.
+
+Limits: there is one kernel and one clock, memory is not enforced, and all interfaces are of type
+Ethernet, even `ib0`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ INTERFACES = ("em4", "ib0")
 
 
 class Cluster(Services):
-    """The machines, their Slurm, and what a person or a mishap can do to them."""
+    """The machines and their Slurm, with users' commands and faults."""
 
     def __init__(
         self,
@@ -43,10 +43,10 @@ class Cluster(Services):
         self.options = options or Options()
         super().__init__(folder, [LOGIN, *self.options.node_names], root, bound)
 
-    # Up and down
+    # Start and stop
 
     def up(self, tell: Callable[[str], object] = lambda doing: None) -> None:
-        """Start everything and wait until all nodes are idle; `tell` hears what is being done."""
+        """Start everything and wait until all nodes are idle; `tell` is called with each stage."""
         for name in FOLDERS:
             (self.folder / name).mkdir(parents=True)
         for number in range(self.options.gpus):
@@ -72,22 +72,22 @@ class Cluster(Services):
         self.wait_idle()
 
     def down(self) -> None:
-        """End every process; files stay in the folder, but for the data base."""
+        """Kill all processes; files stay in the folder, except the database."""
         self.switch.machine.power_off()  # all others live in it
         _remove_groups(self.folder)
         shutil.rmtree(self.folder / "db", ignore_errors=True)
 
-    # What a person does
+    # Users' commands
 
     def sbatch(self, *arguments: str, cwd: Path | None = None, **environ: Any) -> str:
-        """Submit a job; its id. Outputs go to the working directory, by default `folder`/jobs."""
-        told = self.run(LOGIN, "sbatch", "--parsable", *arguments, cwd=cwd, **environ)
-        return told.stdout.split()[-1]
+        """Submit a job; its id. Output goes to the working directory, by default `folder`/jobs."""
+        done = self.run(LOGIN, "sbatch", "--parsable", *arguments, cwd=cwd, **environ)
+        return done.stdout.split()[-1]
 
     def squeue(self, job: str, columns: str = "%T") -> str:
-        """A line of squeue about a job; empty once it has left the queue."""
-        told = self.run(LOGIN, "squeue", "-h", "-j", job, "-o", columns, check=False)
-        return told.stdout.strip() if told.returncode == 0 else ""
+        """The line of squeue for a job; empty once it has left the queue."""
+        done = self.run(LOGIN, "squeue", "-h", "-j", job, "-o", columns, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
 
     def scontrol(self, *arguments: str) -> str:
         return self.run(LOGIN, "scontrol", *arguments).stdout
@@ -98,13 +98,13 @@ class Cluster(Services):
 
     def wait_idle(self) -> None:
         def idle() -> bool:
-            told = self.run(LOGIN, "sinfo", "-h", "-N", "-p", "low", "-o", "%T", check=False)
-            return told.stdout.split() == ["idle"] * self.options.nodes
+            done = self.run(LOGIN, "sinfo", "-h", "-N", "-p", "low", "-o", "%T", check=False)
+            return done.stdout.split() == ["idle"] * self.options.nodes
 
         self.wait_until(idle, "all nodes are idle", 60)
 
     def preempt(self, job: str, seconds: int = 10) -> str:
-        """Submit a job of higher priority that needs exactly the nodes of `job`; its id."""
+        """Submit a job of higher priority for exactly the nodes of `job`; its id."""
         hosts = self.squeue(job, "%N")
         if not hosts:
             raise UsageError(f"job {job} does not run; only a job that has nodes is preempted")
@@ -115,17 +115,18 @@ class Cluster(Services):
         )
 
     def end_in_minutes(self, job: str, minutes: int) -> None:
-        """End a job's time limit in `minutes`, rounded up to a full minute of its run time."""
+        """Set a job's time limit to end in `minutes`, rounded up to a full minute of its run
+        time."""
         hours, gone, _ = self.job(job)["RunTime"].rpartition("-")[2].split(":")
         limit = 60 * int(hours) + int(gone) + 1 + minutes
         self.scontrol("update", f"jobid={job}", f"TimeLimit={limit}")
 
     def set_qos(self) -> None:
-        """Have the normal quality of service give way as the options say."""
+        """Make jobs of the normal QOS preemptible, with the configured grace time."""
         grace = f"gracetime={self.options.grace}"
         self.sacctmgr("modify", "qos", "normal", "set", grace, "preemptmode=requeue")
 
-    # What a mishap does
+    # Faults
 
     def power_off(self, node: str) -> None:
         for interface in INTERFACES:
@@ -139,7 +140,7 @@ class Cluster(Services):
         self.switch.heal(self.machines[node], interface)
 
     def boot(self, node: str) -> None:
-        """Bring a node back, whatever was done to it, but for its links."""
+        """Bring a node back after any fault except cut links."""
         machine = self.machines[node]
         if not machine.up:
             machine.boot()
@@ -147,19 +148,19 @@ class Cluster(Services):
             shutil.rmtree(self.folder / "spool" / node, ignore_errors=True)
         machine.signal(signal.SIGCONT)
         if "slurmd" not in machine.processes().values():
-            # Once the controller hears of the reboot, it ends what it takes to run there.
+            # When the controller hears of the reboot, it ends the jobs on the node.
             before = self._slurmd_started(node)
             self.daemon(node, "slurmd", "-b")
             heard = lambda: self._slurmd_started(node) != before  # noqa: E731
             self.wait_until(heard, f"the controller hears from {node}", 60)
 
     def bring_back(self, node: str) -> None:
-        """Have a node work again for Slurm, whatever was done to it and to its links."""
-        if self.machines[node].up:  # or it boots with whole links
+        """Bring a node back into service after any fault, including cut links."""
+        if self.machines[node].up:  # else it boots with intact links
             for interface in INTERFACES:
                 self.heal(node, interface)
         self.boot(node)
-        # A node on which a process did not die in time, or that came back too late, is not used.
+        # Slurm leaves a node drained or down if a process did not die or it came back too late.
         resume = ("scontrol", "update", f"nodename={node}", "state=resume")
         self.run(LOGIN, *resume, check=False)
 

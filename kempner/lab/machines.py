@@ -1,12 +1,11 @@
-"""Machines made of namespaces: each has a network, a host name, processes and mounts of its own.
+"""Machines made of Linux namespaces: each has its own network, host name, processes and mounts.
 
-A machine hangs on one process, `node.sh`. To end that process is to lose the machine's power as
-far as its processes are concerned: the kernel ends all of them and takes the interfaces away. All
-machines live in the process namespace of the switch, so they end with it, whatever made them.
+A machine lives as long as one process, `node.sh`. Killing it is a power loss for the machine: the
+kernel kills all of its processes and removes the interfaces. All machines are in the process
+namespace of the switch, so they end with it, whatever started them.
 
-Only root may make namespaces, unless they belong to a user namespace. Without root the switch has
-one of its own, in which this user is root; what runs on a machine is this user again.
-"""
+Only root may create namespaces, unless they belong to a user namespace. Without root, the switch
+has a user namespace in which this user is root; programs on a machine run as this user again."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ _SCRIPT = Path(__file__).with_name("node.sh")
 
 NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
 ROOT_OF_ITS_OWN = () if os.geteuid() == 0 else ("--user", "--map-root-user")
-"""For unshare(1): what a machine has, and what else the first one needs."""
+"""Options of unshare(1): for every machine, and in addition for the first one."""
 
 _ENTER = () if os.geteuid() == 0 else ("--user", "--preserve-credentials")
 _AS_USER = (
@@ -35,14 +34,14 @@ _AS_USER = (
     if os.geteuid() == 0
     else ("unshare", "--user", f"--map-user={os.getuid()}", f"--map-group={os.getgid()}")
 )
-"""From root of the switch's user namespace back to this user: Slurm's daemons drop groups as root,
+"""Maps root of the switch's user namespace back to this user: as root Slurm's daemons drop groups,
 which a user namespace does not allow."""
 
 
 def wait_until(
     condition: Callable[[], object], what: str, seconds: float, interval: float = 0.05
 ) -> None:
-    """Return once `condition()` is truthy. Raises `RunError` if it is not within `seconds`."""
+    """Wait until `condition()` is true. Raises `RunError` after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -52,9 +51,9 @@ def wait_until(
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine called `name` that keeps its files in the lab's `folder`. `host` is the one in
-    whose process namespace it lives. Without one it is `bound` to the process that boots it, or
-    lives until it is powered off."""
+    """A machine called `name`, with files in the lab's `folder`. `host` is the machine in whose
+    process namespace it lives. Without one it ends with the process that boots it if it is `bound`,
+    else only when it is powered off."""
 
     name: str
     folder: Path
@@ -72,12 +71,12 @@ class Machine:
             if not line:
                 raise RunError(f"{self.name} did not start: {complaints.read_text().strip()}")
             self._record.write_text(f"{int(line)} {start_ticks(int(line))}")
-        except BaseException:  # such as a Ctrl-C: nothing would find it again
+        except BaseException:  # such as a Ctrl-C: later commands could not find it
             keeper.kill()
             raise
 
     def _start(self, script: IO[bytes], log: IO[bytes]) -> subprocess.Popen[str]:
-        # What is killed takes the next along: a bound session, unshare, node.sh, the node.
+        # The death of each kills the next: a bound session, unshare, node.sh, the machine.
         make = ["unshare", "--fork", "--kill-child", *NAMESPACES]
         if self.host is not None:
             command = [*_enter(self.host.init, "--pid"), *make]
@@ -86,7 +85,7 @@ class Machine:
             command = [*bound, *make, *ROOT_OF_ITS_OWN]
         return subprocess.Popen(
             [*command, "bash", "-s", self.name, str(self.folder)],
-            stdin=script,  # in a user namespace it may not be readable by its name
+            stdin=script,  # in a user namespace its path may not be readable
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
@@ -100,7 +99,7 @@ class Machine:
 
     @property
     def init(self) -> int:
-        """The first process, as the outside numbers it; 0 if it is not there any more."""
+        """The process id, outside of the machine, of its first process; 0 if that is gone."""
         try:
             pid, ticks = map(int, self._record.read_text().split())
         except FileNotFoundError:
@@ -112,7 +111,7 @@ class Machine:
         return self.init != 0
 
     def power_off(self) -> None:
-        """End every process at once. Its connections are closed, as the kernel cleans up."""
+        """Kill all processes at once. The kernel closes their connections."""
         if init := self.init:
             os.kill(init, signal.SIGKILL)
             wait_until(lambda: not self.up, f"{self.name} is off", 60)
@@ -124,8 +123,8 @@ class Machine:
         return [*_enter(init, *NAMESPACES), *_AS_USER, "env", "-C", str(cwd), *command]
 
     def processes(self) -> dict[int, str]:
-        """Process id, as the outside numbers it, to name, of all but the first process. Those in a
-        container of their own are among them: it has this machine's network."""
+        """The names of all processes but the first, by process id outside of the machine; including
+        those in containers, which have the machine's network."""
         init = self.init
         ours = Path(f"/proc/{init}/ns/net").readlink()
         keepers = [os.getpid(), *([self.host.init] if self.host else [])]
@@ -135,7 +134,7 @@ class Machine:
             try:
                 if not entry.name.isdecimal() or (entry / "ns" / "net").readlink() != ours:
                     continue
-                if (entry / "ns" / "pid").readlink() not in spaces:  # or it keeps the machine
+                if (entry / "ns" / "pid").readlink() not in spaces:  # else it keeps the machine
                     found[int(entry.name)] = (entry / "comm").read_text().strip()
             except OSError:  # it ended while we looked
                 continue
@@ -143,7 +142,8 @@ class Machine:
         return found
 
     def signal(self, number: signal.Signals, *, only: str = "", spare: Sequence[str] = ()) -> None:
-        """Send a signal to every process, or to those called `only`, but to none in `spare`."""
+        """Send a signal to all processes, or only to those called `only`, except those in
+        `spare`."""
         for pid, name in self.processes().items():
             if name not in spare and only in ("", name):
                 try:
@@ -152,11 +152,11 @@ class Machine:
                     continue
 
     def ip(self, *lines: str, check: bool = True) -> None:
-        # Inside the network alone, `netns PID` means a process as the outside numbers it.
+        # Entering only the network namespace, `netns PID` takes a process id of the outside.
         self.on_network("ip", "-force", "-batch", "-", text="\n".join(lines) + "\n", check=check)
 
     def on_network(self, *command: str, text: str = "", check: bool = True) -> str:
-        """The output of a command, run as root of the network, with `text` as its input."""
+        """Run a command as root of the machine's network, with `text` as its input; its output."""
         done = subprocess.run(
             [*_enter(self.init, "--net"), *command],
             env=dict(self.environ),
@@ -174,10 +174,11 @@ def _enter(init: int, *namespaces: str) -> list[str]:
 
 
 _NETWORKS = {"em4": ("10.20.0", 1500), "ib0": ("10.10.0", 2044)}
-"""Interface to the first three parts of its addresses, and its MTU: management and IPoIB."""
+"""The prefix of the addresses and the MTU of each interface: management and IPoIB."""
 
 SLURM_PORTS, SRUN_PORTS = "6817-6819", "61000-62999"
-"""Those of Slurm's daemons and of srun: above the ephemeral ones, of which others get theirs."""
+"""The ports of Slurm's daemons, and of srun: above the ephemeral range, which other programs
+use."""
 
 _GUARD = f"""
 add table bridge lab
@@ -195,13 +196,13 @@ table bridge lab {{
     }}
 }}
 """
-"""What passes from one node to another on em4, for nft(8)."""
+"""The filter between nodes on em4, for nft(8)."""
 
 
 @dataclass(frozen=True)
 class Switch:
-    """Two networks, a bridge each, in a machine of their own. Between nodes the bridge of em4
-    passes what is Slurm's, and drops the rest without a word."""
+    """Two networks, each a bridge, in a separate machine. Between nodes the bridge of em4 passes
+    only Slurm's traffic, and silently drops the rest."""
 
     machine: Machine
 
@@ -216,17 +217,17 @@ class Switch:
         self.machine.on_network("nft", "-f", "-", text=rules)
 
     def plug(self, node: Machine, interfaces: Sequence[str]) -> None:
-        """Give a booted node its interfaces, with their addresses, up."""
+        """Create and configure the interfaces of a booted node."""
         for interface in interfaces:
             port, mtu = _port(node, interface), _NETWORKS[interface][1]
             self.machine.ip(f"link del {port}", check=False)  # left by a crash
             self.machine.ip(
                 f"link add {port} type veth peer name {interface} netns {node.init}",
-                # On both ends: a port with a smaller MTU drops single large frames, and TCP hangs.
+                # On both ends: a smaller MTU on one drops large frames, and TCP hangs.
                 f"link set {port} mtu {mtu}",
                 f"link set {port} master br-{interface} up",
             )
-            # The same after a reboot, as on any machine: its peers remember it.
+            # The same MAC address after a reboot, which peers have cached.
             place = "".join(
                 f":{int(part):02x}" for part in address(node.name, interface).split(".")
             )
@@ -238,9 +239,8 @@ class Switch:
             )
 
     def cut(self, node: Machine, interface: str, how: str) -> None:
-        """Break a link. `cable`: the node sees that the carrier is gone. `admin`: the interface is
-        set down in the node. `silent`: all looks well and nothing passes, as with a broken
-        switch."""
+        """Break a link. `cable`: the node loses the carrier. `admin`: the interface is set down in
+        the node. `silent`: the link looks up but passes nothing, as with a broken switch."""
         port = _port(node, interface)
         if how == "cable":
             self.machine.ip(f"link set {port} down")
@@ -252,9 +252,9 @@ class Switch:
             raise ValueError(f"a link is cut by cable, admin or silent, not {how}")
 
     def cut_off(self, nodes: Iterable[Machine]) -> list[str]:
-        """The links that are cut of those nodes that are up, as "node2 ib0"."""
-        told = self.machine.on_network("ip", "-json", "link")
-        ports = {port["ifname"]: port for port in json.loads(told)}
+        """The cut links of the nodes that are up, such as "node2 ib0"."""
+        links = self.machine.on_network("ip", "-json", "link")
+        ports = {port["ifname"]: port for port in json.loads(links)}
         whole = [name for name, port in ports.items() if "master" in port and "UP" in port["flags"]]
         return [
             f"{node.name} {interface}"
@@ -264,7 +264,7 @@ class Switch:
         ]
 
     def heal(self, node: Machine, interface: str) -> None:
-        """Undo `cut`; harmless on a link that is whole."""
+        """Undo `cut`; no effect on an intact link."""
         self.machine.ip(f"link set {_port(node, interface)} master br-{interface} up")
         node.ip(f"link set {interface} up")
 

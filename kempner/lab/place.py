@@ -1,4 +1,4 @@
-"""Where a lab is, what it needs of this machine, and how later commands find it."""
+"""The folder of a lab, its requirements of this machine, and how later commands find it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _TRIAL = (
     "mount --bind /etc/hosts /etc/hosts && hostname trial && "
     "ip link add name trial type bridge && echo 'add table bridge lab' | nft -f -"
 )
-"""What a machine of a lab does first."""
+"""Commands that try what a machine of a lab needs."""
 
 _SWITCHES = {
     "kernel.apparmor_restrict_unprivileged_userns": "0",
     "kernel.unprivileged_userns_clone": "1",
 }
-"""Settings of Ubuntu's and Debian's kernels, and what lets all users make namespaces."""
+"""Settings of Ubuntu's and Debian's kernels that allow all users to create namespaces."""
 
 
 def check() -> None:
@@ -52,8 +52,8 @@ def lacking_tools() -> list[str]:
 
 
 def refusal(lacking: Sequence[str], root: bool, denied: str, settings: Mapping[str, str]) -> str:
-    """Why there can be no lab, and what to do; empty if there can. `denied` is what this user is
-    told who tries to make namespaces, `settings` are the kernel's."""
+    """Why a lab cannot run here, and what to do; empty if it can. `denied` is the error of this
+    user's attempt to create namespaces, `settings` are the kernel's."""
     if lacking:
         rights = "" if root else ", and root, or a kernel that lets this user make namespaces"
         return f"a lab needs {', '.join(lacking)}{rights}; on Debian and Ubuntu: {INSTALL}"
@@ -66,7 +66,7 @@ def refusal(lacking: Sequence[str], root: bool, denied: str, settings: Mapping[s
 
 
 def _denied_namespaces() -> str:
-    """The last line of what this user is told who tries; empty if it works."""
+    """The last line of the error of `_TRIAL` in new namespaces; empty if it works."""
     tried = subprocess.run(
         ["unshare", "--fork", *NAMESPACES, *ROOT_OF_ITS_OWN, "sh", "-c", _TRIAL],
         env={**os.environ, "PATH": PATH},
@@ -75,8 +75,8 @@ def _denied_namespaces() -> str:
         stderr=subprocess.PIPE,
         text=True,
     )
-    said = tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"]
-    return said[-1] if tried.returncode else ""
+    lines = tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"]
+    return lines[-1] if tried.returncode else ""
 
 
 def _settings() -> dict[str, str]:
@@ -86,18 +86,17 @@ def _settings() -> dict[str, str]:
 
 _RECORD = "lab.json"
 _LONGEST = 80
-"""Characters of a folder in which sockets have room."""
+"""Longest path of a lab's folder, since paths of sockets are limited."""
 
 
 def default_folder(environ: Mapping[str, str]) -> Path:
-    """Where a lab is that was given no folder."""
+    """The default folder of a lab."""
     state = environ.get("XDG_STATE_HOME") or Path(environ.get("HOME") or "/") / ".local" / "state"
     return Path(state) / "kempner" / "lab"
 
 
 def claim(folder: Path, options: Options) -> Cluster:
-    """A new lab in `folder`, which is made; one there that has ended is removed. Raises
-    `UsageError`."""
+    """Create `folder` for a new lab; an ended lab in it is removed. Raises `UsageError`."""
     if not re.fullmatch(r"[\w./+-]+", str(folder), re.ASCII) or len(str(folder)) > _LONGEST:
         raise UsageError(
             f"{folder} cannot be the folder of a lab: Slurm takes at most {_LONGEST} letters, "
@@ -124,7 +123,7 @@ def find(folder: Path) -> Cluster:
 
 
 def recorded(folder: Path) -> Cluster:
-    """The lab of `folder`, up or not. Raises `UsageError` for one of another user or machine."""
+    """The lab in `folder`, up or not. Raises `UsageError` if it is of another user or machine."""
     if not (folder / _RECORD).exists():
         raise UsageError(f"there is no lab in {folder}")
     if (owner := folder.stat().st_uid) != os.geteuid():
@@ -132,13 +131,13 @@ def recorded(folder: Path) -> Cluster:
     record = json.loads((folder / _RECORD).read_text())
     if sentence := elsewhere(record, _here()):
         raise UsageError(f"the lab in {folder} {sentence}")
-    if record["boot"] != _here()["boot"]:  # its process ids may be those of others now
+    if record["boot"] != _here()["boot"]:  # its process ids may be other processes' by now
         shutil.rmtree(folder / "machines", ignore_errors=True)
     return Cluster(folder, Options(**record["options"]))
 
 
 def elsewhere(record: Mapping[str, Any], here: Mapping[str, str]) -> str:
-    """Why a lab, up or not, cannot be seen from `here`; empty if it can."""
+    """Why a lab cannot be used from `here`; empty if it can."""
     if record["boot"] == here["boot"]:
         outside = record["space"] == here["space"]
         return "" if outside else "cannot be used from a container or its own machines: leave first"
@@ -146,7 +145,7 @@ def elsewhere(record: Mapping[str, Any], here: Mapping[str, str]) -> str:
 
 
 def _here() -> dict[str, str]:
-    """This machine, its boot and the process namespace that we are in."""
+    """This host, its boot, and this process's namespace."""
     holder = Holder.here(0.0)
     boot, _, space = holder.machine.partition("/")
     return {"host": holder.host, "boot": boot, "space": space}

@@ -1,4 +1,4 @@
-"""Commands and services on the lab's machines: munge, the data base, accounting."""
+"""Commands and services on the lab's machines: munge, the database, accounting."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from kempner.run.process.exit_codes import RunError
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 _AS_ROOT = ["--user=root"] if os.geteuid() == 0 else []
-"""Without it MariaDB does not run as root; only root may say it."""
+"""MariaDB needs this option to run as root, and only root may give it."""
 
 
 class Services:
-    """Machines by name, that share a folder, and what runs on them."""
+    """Machines by name, which share a folder, and the programs on them."""
 
     patience = 4.0
-    """How many times longer than on a quiet machine what ought to come is waited for."""
+    """Factor on all timeouts, which are for a quiet machine."""
 
     def __init__(
         self, folder: Path, names: Sequence[str], root: Path | None = None, bound: bool = False
     ) -> None:
-        """With a `root`, its /usr, and so its Slurm, is that of all machines. What is `bound` ends
-        with the process that starts it."""
+        """With a `root`, all machines use its /usr, and so its Slurm. If `bound`, the machines end
+        with this process."""
         self.folder = folder
         self.environ: Mapping[str, str] = {
             "PATH": PATH,
@@ -43,7 +43,7 @@ class Services:
         self.machines = {name: Machine(name, folder, self.environ, host) for name in names}
 
     def environment_of_user(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """What a person's own command gets who types it on a machine of the lab."""
+        """The environment of a user's command on a machine of the lab."""
         ours = {name: self.environ[name] for name in ("PATH", "USER", "SLURM_CONF")}
         return {"OMP_NUM_THREADS": "1", **environ, **ours}
 
@@ -56,8 +56,8 @@ class Services:
         timeout: float = 60,
         **environ: str,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on a machine to its end; stderr is in stdout. Raises `RunError` if it
-        fails, unless `check` is false."""
+        """Run a command on a machine; its stderr is in stdout. Raises `RunError` if it fails,
+        unless `check` is False."""
         shown, seconds = " ".join(command), timeout * self.patience
         try:
             done = subprocess.run(
@@ -89,7 +89,7 @@ class Services:
         )
 
     def daemon(self, machine: str, *command: str) -> subprocess.Popen[bytes]:
-        """Start a program that puts itself in the background, or stays there with its machine."""
+        """Start a daemon."""
         with open(self.folder / "log" / f"start.{machine}.{command[0]}.log", "ab") as log:
             return subprocess.Popen(
                 self.machines[machine].inside(command, Path("/")),
@@ -110,7 +110,7 @@ class Services:
         wait_until(condition, what, seconds * self.patience)
 
     def start_munge(self) -> None:
-        """One munged serves all machines: its socket is in the shared folder."""
+        """Start one munged for all machines: its socket is in the shared folder."""
         folder = self.folder / "munge"
         (folder / "key").touch(0o600)
         (folder / "key").write_bytes(os.urandom(128))
@@ -122,9 +122,9 @@ class Services:
         )
 
     def start_database(self) -> None:
-        """A data base of its own, empty, on the login machine."""
+        """Start an empty database on the login machine."""
         data, socket = self.folder / "db", self.folder / "db.sock"
-        # Its temporary tables are named by its process id, which another cluster's may have too.
+        # Temporary tables are named by process id, which another cluster's database may share.
         (scratch := self.folder / "db.tmp").mkdir()
         self.run(
             LOGIN,
@@ -156,7 +156,7 @@ class Services:
     def start_accounting(self) -> None:
         self.daemon(LOGIN, "slurmdbd")
         self.await_port(LOGIN, LOGIN, 6819)
-        # slurmdbd listens before its tables exist: the first command that works tells.
+        # slurmdbd listens before its tables exist, so retry until a command works.
 
         def added() -> bool:
             listed = "lab" in self.sacctmgr("-n", "list", "cluster").stdout.split()

@@ -21,7 +21,7 @@ _MEMORY_MB = 16_000
 
 
 def user_name() -> str:
-    """Who runs the lab, and is Slurm's administrator in it. Raises `UsageError`."""
+    """The user who runs the lab, and is Slurm's administrator in it. Raises `UsageError`."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
@@ -30,10 +30,9 @@ def user_name() -> str:
 
 @dataclass(frozen=True)
 class Options:
-    """What can be chosen about the cluster. Times are in seconds. `cred_expire` is also how long a
-    requeued job waits before it may start again (Slurm's own default is 120). `open_management`
-    lets everything pass on em4, not only what is Slurm's. `extra` adds or replaces lines of
-    slurm.conf; an empty value removes one."""
+    """The options of a cluster; times in seconds. `cred_expire` is also the time before a requeued
+    job may start again (Slurm's default is 120). `open_management`: em4 passes all traffic, not
+    only Slurm's. `extra` adds or replaces lines of slurm.conf; an empty value removes one."""
 
     nodes: int = 8
     gpus: int = 4
@@ -70,7 +69,7 @@ def write_configuration(options: Options, folder: Path) -> None:
 def _hosts(options: Options) -> str:
     lines = ["127.0.0.1 localhost", f"{address(LOGIN, 'em4')} {LOGIN}"]
     for name in options.node_names:
-        # The plain name means the management network, as on most clusters.
+        # The plain name resolves to the management network, as on most clusters.
         lines += [f"{address(name, 'em4')} {name}", f"{address(name, 'ib0')} {name}-ib"]
     return "\n".join(lines) + "\n"
 
@@ -132,7 +131,7 @@ def _slurm(options: Options, folder: Path) -> str:
 
 
 def _proctrack() -> str:
-    """Control groups, as on real clusters, where root has the old freezer."""
+    """Control groups, as on real clusters, if the v1 freezer is writable."""
     there = os.access("/sys/fs/cgroup/freezer", os.W_OK)
     return "proctrack/cgroup" if there else "proctrack/linuxproc"
 
@@ -146,7 +145,8 @@ def _nodes(options: Options) -> list[str]:
 
 
 def _partitions(options: Options) -> list[str]:
-    """`low`, the default, which gives way, and `high`; with QOS the qualities of service differ."""
+    """`low`, the default, whose jobs are preempted, and `high`; with `preempt="qos"` the partitions
+    do not differ."""
     by_tier = options.preempt == "partition"
     tiers = {
         "low": f"PriorityTier=1 PreemptMode=REQUEUE GraceTime={options.grace}",

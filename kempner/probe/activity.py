@@ -40,32 +40,34 @@ STACK_WITHIN = 10.0
 @dataclass(frozen=True)
 class TreeUsage:
     """What a process and its descendants have used: CPU seconds, bytes read and written, and by
-    process how often it has gone to sleep. `spun` are the CPU seconds of those that have a GPU,
-    which may do nothing but wait for it."""
+    process how often it has gone to sleep, and for how many seconds it has waited for a processor.
+    `spun` are the CPU seconds of those that have a GPU, which may do nothing but wait for it."""
 
     cpu: float
     moved: int
     sleeps: Mapping[int, int]
     spun: float = 0.0
+    waited: Mapping[int, float] = field(default_factory=dict)
 
 
 def tree_usage(pid: int) -> TreeUsage | None:
     """Of the processes below `pid`, itself included; None if it is gone, or if what one of them
     uses may not be read, as another user's may not: it may be at work."""
-    cpu, spun, moved, sleeps = 0.0, 0.0, 0, dict[int, int]()
+    cpu, spun, moved, sleeps, waited = 0.0, 0.0, 0, dict[int, int](), dict[int, float]()
     try:
         for process in _tree(pid):
             with suppress(psutil.NoSuchProcess), process.oneshot():  # it has just ended
                 times, counted = process.cpu_times(), process.io_counters()
                 used = times.user + times.system + times.children_user + times.children_system
-                cpu += used + _waited_for_processor(process.pid)
+                cpu += used
                 spun += used if has_gpu(process.pid) else 0.0
                 # Pages of mapped files, and those that were swapped out, are no calls of read.
                 moved += counted.read_chars + counted.write_chars + counted.read_bytes
                 sleeps[process.pid] = process.num_ctx_switches().voluntary
+                waited[process.pid] = _waited_for_processor(process.pid)
     except psutil.Error:
         return None
-    return TreeUsage(cpu, moved, sleeps, spun) if sleeps else None
+    return TreeUsage(cpu, moved, sleeps, spun, waited) if sleeps else None
 
 
 def _waited_for_processor(pid: int) -> float:
@@ -111,17 +113,23 @@ class Stillness:
         share: float = WORKS,
     ) -> Stillness:
         """What it is `seconds` later, by the usage at both ends, where processes at work use at
-        least such a `share` of a processor."""
+        least such a `share` of a processor. To wait for one counts as using it, but not of a
+        process that polls: on a crowded machine it waits a little each time."""
         if before is None or now is None:
             return Stillness()
         moves = now.moved - before.moved > TRANSFERS * seconds
         if before.sleeps.keys() != now.sleeps.keys():
             return Stillness(works=True)
+        woken = {pid: now.sleeps[pid] - before.sleeps[pid] for pid in now.sleeps}
         cpu, spun = now.cpu - before.cpu, now.spun - before.spun
+        cpu += sum(
+            waited - before.waited[pid]
+            for pid, waited in now.waited.items()
+            if woken[pid] <= POLLS * seconds
+        )
         if cpu > share * seconds or moves:
             return Stillness(works=moves or cpu - spun > share * seconds)
-        woken = max(now.sleeps[pid] - before.sleeps[pid] for pid in now.sleeps)
-        still = 0.0 if woken > POLLS * seconds else self.still + seconds
+        still = 0.0 if max(woken.values()) > POLLS * seconds else self.still + seconds
         return Stillness(self.idle + seconds, still)
 
 

@@ -22,8 +22,17 @@ from kempner.run.process.exit_codes import UsageError, cannot_write
 _EXECUTABLE = ".sh"
 
 
-def read_templates() -> dict[str, str]:
-    return dict(_walk(files("kempner.project") / "template", ""))
+def read_templates(sft: bool = False) -> dict[str, str]:
+    """The files of a project as they come; with `sft` of one for fine-tuning from chats."""
+    found = dict(_walk(files("kempner.project") / "template", ""))
+    if not sft:
+        return found
+    for name in _NOT_FOR_CHATS:
+        del found[name]
+    return found | dict(_walk(files("kempner.project") / "sft", ""))
+
+
+_NOT_FOR_CHATS = ("7b.toml", "surviving.py")
 
 
 def _walk(folder: Traversable, at: str) -> list[tuple[str, str]]:

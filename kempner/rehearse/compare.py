@@ -1,9 +1,8 @@
-"""Reads what the ranks of a rehearsal have written down, and compares what a disturbed run did with
-what the undisturbed one did in the same steps.
+"""Reads the records of a rehearsal's ranks, and compares a disturbed run with the undisturbed one
+in the same steps.
 
-Does training depend on a variable, or does it only tell people something? By reading the program: a
-name is harmless if its value goes nowhere but into what is printed or logged, directly or through
-names of which that is true as well. In doubt training depends on it.
+Also decides, by reading the program, whether training depends on a variable: it does not if its
+value only goes into output or logs, directly or through other such names. In doubt it does.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable of the program: its kind, a digest, and a few words for a person."""
+    """A variable of the program: its kind, a digest, and a description."""
 
     kind: str
     digest: str
@@ -28,7 +27,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class StepStart:
-    """What was there as a step began."""
+    """The program's state at the start of a step."""
 
     variables: Mapping[str, Variable]
     generators: Mapping[str, str]
@@ -37,7 +36,7 @@ class StepStart:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What came of a step."""
+    """The results of a step."""
 
     samples: tuple[str, ...]
     losses: tuple[float, ...]
@@ -50,15 +49,15 @@ class StepResult:
 
 @dataclass
 class RankRecord:
-    """What one rank has seen in one start of the program."""
+    """The record of one rank in one start of the program."""
 
     began: dict[int, StepStart] = field(default_factory=dict)
     done: dict[int, StepResult] = field(default_factory=dict)
     evaluations: dict[int, list[str]] = field(default_factory=dict)
-    """Digests of what was evaluated, by the last step that had begun."""
+    """Digests of evaluated batches, by the last step that had begun."""
     saved: list[int] = field(default_factory=list)
     sources: set[str] = field(default_factory=set)
-    """The program's own files of Python."""
+    """The program's own Python files."""
     wrote: tuple[str, ...] = ()
     read: tuple[str, ...] = ()
     called: tuple[str, ...] = ()
@@ -70,18 +69,18 @@ class RankRecord:
 
     @property
     def last(self) -> int:
-        """The last step that is done; 0 if none is."""
+        """The last completed step; 0 if none is."""
         return max(self.done, default=0)
 
 
 def read_record(path: Path) -> RankRecord:
-    """The record of a rank; an empty one if it has written none."""
+    """The record of a rank; empty if it has written none."""
     lines = path.read_text().splitlines() if path.is_file() else []
     return parse(lines)
 
 
 def parse(lines: Iterable[str]) -> RankRecord:
-    """A record from its lines; what a killed rank has begun to write is left out."""
+    """Parse the lines of a record; skips an incomplete last line of a killed rank."""
     record = RankRecord()
     for text in lines:
         try:
@@ -121,12 +120,12 @@ COMPARED: dict[str, Callable[[StepResult], object]] = {
     "rate": lambda done: done.rates,
     "weights": lambda done: done.weights,
 }
-"""What of a step is compared, in the order in which one follows from the other."""
+"""The compared results of a step, in causal order."""
 
 
 @dataclass(frozen=True)
 class StepDifference:
-    """In which step of which rank something was otherwise first."""
+    """The first step in which a result differs, and its rank."""
 
     field: str
     step: int
@@ -135,20 +134,20 @@ class StepDifference:
 
 @dataclass(frozen=True)
 class Changed:
-    """A variable that is otherwise at the first step of a start than it was undisturbed."""
+    """A variable that differs at the first step of a start from the undisturbed run."""
 
     name: str
     kind: str
     before: Variable
     now: Variable
     anew: bool
-    """Whether it is what it was when the program was started for the first time."""
+    """Whether it has the value of the program's first start."""
 
 
 def differences(
     undisturbed: Sequence[RankRecord], other: Sequence[RankRecord]
 ) -> list[StepDifference]:
-    """What differs in the steps that both have done, the earliest step first."""
+    """The differences in the steps that both have done, the earliest step first."""
     found = []
     for rank, (expected, seen) in enumerate(zip(undisturbed, other, strict=True)):
         for name, value in COMPARED.items():
@@ -161,7 +160,7 @@ def differences(
 
 
 def _differ(expected: object, seen: object, field: str) -> bool:
-    """Weights are known of the optimizers that have stepped since the start."""
+    """Weights are compared only for optimizers that have stepped in both."""
     if field == "weights" and isinstance(expected, Mapping) and isinstance(seen, Mapping):
         return any(expected[name] != seen[name] for name in expected.keys() & seen.keys())
     return expected != seen
@@ -170,13 +169,13 @@ def _differ(expected: object, seen: object, field: str) -> bool:
 def lost_evaluations(
     undisturbed: Sequence[RankRecord], parts: Sequence[Sequence[RankRecord]]
 ) -> list[StepDifference]:
-    """Evaluations that no start made as the undisturbed run did."""
+    """Evaluations of the undisturbed run that no start repeated."""
     found = []
     for rank, expected in enumerate(undisturbed):
         made: dict[int, list[list[str]]] = {}
         for part in parts:
             for step, digests in part[rank].evaluations.items():
-                # What a resume makes up comes before its first step, and so after none.
+                # An evaluation that a resume makes up for comes before its first step.
                 at = step or part[rank].first - 1
                 made.setdefault(at, []).append(digests)
         for step, digests in sorted(expected.evaluations.items()):
@@ -187,7 +186,7 @@ def lost_evaluations(
 
 
 def _contains(seen: Sequence[str], digests: Sequence[str]) -> bool:
-    """Whether an evaluation is among what was evaluated, as a resume may do more of it."""
+    """Whether an evaluation is part of `seen`: a resume may evaluate more."""
     size = len(digests)
     return any(list(seen[n : n + size]) == list(digests) for n in range(len(seen) - size + 1))
 
@@ -206,7 +205,7 @@ def changed(undisturbed: RankRecord, other: RankRecord, step: int) -> list[Chang
 
 
 def _generators(undisturbed: RankRecord, other: RankRecord, step: int) -> list[Changed]:
-    """The global generators that steps draw from, and that stand elsewhere."""
+    """The global generators that steps draw from, and whose state differs."""
     names = {"numpy": "NumPy's global generator", "random": "Python's global generator"}
     found = []
     for key, name in names.items():
@@ -225,8 +224,8 @@ def _drawn_from(began: Mapping[int, StepStart], key: str) -> bool:
 def samples_elsewhere(
     undisturbed: Sequence[RankRecord], other: Sequence[RankRecord], after: int
 ) -> bool | None:
-    """Whether another number of ranks had the samples that were next, each once. None where that
-    cannot be told: each rank draws its own, and there are no others to come."""
+    """Whether another number of ranks had the next samples, each once. None if unknown: each rank
+    draws its own, or both have no samples in common."""
     expected = _rows(undisturbed, after)
     seen = _rows(other, after)
     if not set().union(*expected) & set().union(*seen):
@@ -240,15 +239,15 @@ def samples_elsewhere(
         if size + len(rows) > total:
             break
         size += len(rows)
-    # Whole steps of the undisturbed run; of a smaller run, whatever is among what was next.
+    # Whole steps of the undisturbed run; for a shorter run, any subset of its next step.
     if size == 0:
         return not Counter(got) - Counter(wanted[: len(expected[0])])
     return Counter(wanted[:size]) == Counter(got[:size])
 
 
 def _draws_its_own(undisturbed: Sequence[RankRecord], other: Sequence[RankRecord]) -> bool:
-    """Whether each rank had the same in each step as on more ranks, and no sample ever came twice:
-    it is drawn by step and rank, and belongs to no data set."""
+    """Whether each rank had the same samples in each step as on more ranks, and none came twice:
+    then they are drawn by step and rank, and not from a data set."""
     same = all(
         done.samples == expected.done[step].samples
         for expected, seen in zip(undisturbed, other, strict=False)
@@ -273,7 +272,7 @@ _TELLS = {
     *("add_scalar", "add_scalars", "log_metrics", "log_dict", "set_postfix", "set_description"),
     *("set_postfix_str", "echo", "say", "pprint"),
 }
-"""Calls whose arguments people read."""
+"""Calls whose arguments are only output."""
 
 _PURE = {
     *("sum", "len", "min", "max", "abs", "float", "int", "round", "str", "repr", "format"),
@@ -281,12 +280,12 @@ _PURE = {
     *("time", "perf_counter", "monotonic", "item", "detach", "cpu", "tolist", "get", "join"),
     *("append", "appendleft", "extend", "update", "add", "items", "values", "keys", "copy"),
 }
-"""Calls that hand on what they get, to their result or to what they belong to."""
+"""Calls whose arguments flow into their result or their object, and nowhere else."""
 
 _CONTAINERS = {"dict", "list", "set", "deque", "defaultdict", "Counter", "OrderedDict"}
 
 _MATTERS = "training"
-"""Where a value goes that may change what is trained."""
+"""The target of a value that may affect training."""
 
 
 def names_that_matter(sources: Iterable[str]) -> frozenset[str]:
@@ -302,7 +301,7 @@ def names_that_matter(sources: Iterable[str]) -> frozenset[str]:
         for node in ast.walk(tree):
             if (name := _loaded(node, functions)) is not None:
                 flows[name] |= _targets(node)
-    # What is put into something that the program has not made itself is read elsewhere.
+    # Values put into objects that the program has not made itself may be read elsewhere.
     foreign = {f"{name}[]" for name in flows if name not in containers}
     for targets in flows.values():
         for target in [target for target in targets if target.endswith("[]")]:
@@ -314,7 +313,7 @@ def names_that_matter(sources: Iterable[str]) -> frozenset[str]:
 
 
 def _loaded(node: ast.AST, functions: Collection[str]) -> str | None:
-    """The name whose value is read here, if one is; `functions` are the program's own."""
+    """The name whose value is read here, if any; `functions` are the program's own."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
         return node.id
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
@@ -325,7 +324,7 @@ def _loaded(node: ast.AST, functions: Collection[str]) -> str | None:
 
 
 def _targets(node: ast.AST) -> set[str]:
-    """Where the value of an expression goes: names, or `_MATTERS`; nowhere if it is told only."""
+    """The targets of an expression's value: names, or `_MATTERS`; empty if it is only output."""
     parent: ast.AST = node.parent  # type: ignore[attr-defined]
     if isinstance(parent, ast.Call):
         return _targets_in_call(node, parent)
@@ -349,7 +348,7 @@ def _targets(node: ast.AST) -> set[str]:
 def _targets_in_call(node: ast.AST, call: ast.Call) -> set[str]:
     name = _name_of(call.func)
     if node is call.func:
-        # A method changes what it belongs to, and hands on its result; a function is no variable.
+        # A method may change its object, and its result flows on; a function is no variable.
         return _targets(call)
     if name in _TELLS:
         return set()
@@ -362,7 +361,7 @@ def _targets_in_call(node: ast.AST, call: ast.Call) -> set[str]:
 
 
 def _owner_of(call: ast.Call) -> str:
-    """What a statement that is nothing but a call of a method changes: `meter.update(loss)`."""
+    """The object that a statement such as `meter.update(loss)` changes."""
     alone = isinstance(call.parent, ast.Expr)  # type: ignore[attr-defined]
     if alone and isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name):
         return call.func.value.id
@@ -370,7 +369,8 @@ def _owner_of(call: ast.Call) -> str:
 
 
 def _targets_of_attribute(node: ast.AST, attribute: ast.Attribute) -> set[str]:
-    """An object is as important as its attribute that is read, and that is looked at by itself."""
+    """The targets of an object by a use of its attribute: none if that is only read, since the
+    attribute is examined by itself."""
     call = attribute.parent  # type: ignore[attr-defined]
     if not (isinstance(call, ast.Call) and call.func is attribute):
         return set()
@@ -404,7 +404,7 @@ def _containers(tree: ast.AST) -> Iterator[str]:
 
 
 def _name_of(node: ast.AST | None) -> str:
-    """The name of a variable, of an attribute, or of what is indexed."""
+    """The name of a variable or attribute, also if it is indexed."""
     while isinstance(node, ast.Subscript):
         node = node.value
     if isinstance(node, ast.Name):
@@ -421,7 +421,7 @@ def _function_of(node: ast.AST) -> set[str]:
 
 
 def _only_tells(statements: Collection[ast.stmt]) -> bool:
-    """Whether nothing but telling people follows from a condition."""
+    """Whether the statements are only output."""
     return all(
         isinstance(statement, ast.Expr)
         and isinstance(statement.value, ast.Call)

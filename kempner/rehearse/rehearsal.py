@@ -1,5 +1,5 @@
-"""Runs a program undisturbed, then with stops and kills at the boundaries that it has, and keeps
-what was seen: each rank in a process of its own, and the files of tensors that it writes."""
+"""Runs a program undisturbed, then with stops and kills at its boundaries, and collects the records
+of its ranks and digests of the tensor files that it writes."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ MODULES = (
     *("torch", "numpy", "torch.utils.data", "kempner.training.survive"),
     "kempner.training.rehearsal.recorder",
 )
-"""What the ranks need anyway: they are forked from a process that has imported it."""
+"""Modules that the ranks need anyway: they are forked from a process that has imported them."""
 
 AFTER_A_DEATH = 5.0
-"""Seconds that the other ranks have when one has died."""
+"""Seconds that the other ranks have after one has died."""
 
 SILENCED = {
     "WANDB_MODE": "disabled",
@@ -46,11 +46,11 @@ SILENCED = {
     "CLEARML_OFFLINE_MODE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
-"""Variables that keep a rehearsal from trackers. MLflow has none for this: it gets a folder."""
+"""Variables that disable trackers in a rehearsal. MLflow has none for this: it gets a folder."""
 
 
 class StartedRank(Protocol):
-    """A rank that runs or has ended."""
+    """A rank's process, running or ended."""
 
     pid: int
 
@@ -60,8 +60,8 @@ class StartedRank(Protocol):
 
 
 class Stage:
-    """Where ranks are started: two servers that fork them, which order sets otherwise. Python
-    orders a set of words anew in each process; what is forked has the order of its server."""
+    """Starts ranks, by two fork servers with different hash seeds: a forked process iterates over
+    sets of strings in the order of its server, which otherwise differs in each process."""
 
     def __init__(self) -> None:
         self._servers = [ForkServerClient(MODULES) for _ in range(2)]
@@ -90,7 +90,7 @@ class Stage:
         outputs: Sequence[Path],
         other_order: bool,
     ) -> list[int]:
-        """Run a rank for each of `outputs`, to which it prints; how they ended."""
+        """Run a rank for each of `outputs`, to which it prints; returns their exit codes."""
         places = _places(len(outputs))
         started: list[StartedRank] = []
         try:
@@ -135,13 +135,13 @@ def _places(size: int) -> list[dict[str, str]]:
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port("127.0.0.1", uuid4().hex)),
-        "TORCHELASTIC_RUN_ID": "rehearsal",  # says that these variables count
+        "TORCHELASTIC_RUN_ID": "rehearsal",  # makes these variables count
     }
     return [{**common, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(size)]
 
 
 def _wait(started: Sequence[StartedRank]) -> list[int]:
-    """Until all have ended; those whose peer has died are killed."""
+    """Wait until all have ended; after a death, kill the others."""
     until = None
     while None in (codes := [rank.poll() for rank in started]):
         if until is None and any(code not in (None, 0, ExitCode.STOPPED) for code in codes):
@@ -153,7 +153,7 @@ def _wait(started: Sequence[StartedRank]) -> list[int]:
 
 
 def _kill(started: Sequence[StartedRank]) -> None:
-    """What still runs, with all that it has started."""
+    """Kill what still runs, with all that it has started."""
     for rank in started:
         if rank.poll() is None:
             with suppress(ProcessLookupError):
@@ -161,7 +161,7 @@ def _kill(started: Sequence[StartedRank]) -> None:
 
 
 OF_TENSORS = {".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".npy", ".npz"}
-"""Endings of files that hold what was trained."""
+"""Suffixes of files with tensors."""
 
 DEEPEST, MOST_FILES, LARGEST = 4, 5000, 1 << 28
 
@@ -179,7 +179,7 @@ class FileDigests:
 
 
 def listing(folder: Path, scratch: Path) -> dict[str, tuple[int, int]]:
-    """Time and size of the files below a folder, as far as they are seen at a glance."""
+    """Time and size of the files below a folder, within limits of depth and number."""
     found: dict[str, tuple[int, int]] = {}
     for place, folders, names in os.walk(folder):
         here = Path(place)
@@ -200,7 +200,7 @@ def listing(folder: Path, scratch: Path) -> dict[str, tuple[int, int]]:
 def contents_of(
     records: Iterable[RankRecord], before: Mapping[str, tuple[int, int]], scratch: Path
 ) -> FileDigests:
-    """Of the files of tensors that the program has written, as it told and as its folder shows."""
+    """Digests of the tensor files that the program has written, by its records and its folder."""
     paths = {Path(path) for record in records for path in record.wrote if Path(path).is_file()}
     now = listing(Path.cwd(), scratch)
     paths |= {Path(path) for path, facts in now.items() if before.get(path) != facts}
@@ -209,12 +209,12 @@ def contents_of(
 
 
 MOST_STOPS = 5
-"""Disturbances of one rehearsal."""
+"""Most disturbances of a rehearsal."""
 
 
 @dataclass(frozen=True)
 class Disturbance:
-    """In `step` the program is asked to stop, or killed; `what` says what that step is."""
+    """A stop, or with `kills` a kill, in `step`; `what` describes the step."""
 
     step: int
     kills: bool
@@ -227,9 +227,8 @@ class Disturbance:
 
 
 def plan(record: RankRecord) -> list[Disturbance]:
-    """The disturbances of one run, in their order; the first is a stop, one at least is a kill. A
-    stop falls on a boundary, a kill into the step after one. Raises `ValueError` if there are too
-    few steps."""
+    """The disturbances of a run, in order: first a stop, and at least one kill. A stop falls on a
+    boundary, a kill into the step after one. Raises `ValueError` if there are too few steps."""
     first, last = record.first + 1, record.last - 2
     if last < first:
         raise ValueError("too few steps")
@@ -248,12 +247,12 @@ def plan(record: RankRecord) -> list[Disturbance]:
         chosen.append(Disturbance(min(at, record.last - 1), kills, words))
     if len(chosen) == 1:
         chosen.append(Disturbance(min(chosen[0].step + 2, record.last), kills=True, what=""))
-    # At most MOST_STOPS, the first and the last among them, stops and kills in turns.
+    # At most MOST_STOPS, including the first and the last.
     return chosen if len(chosen) <= MOST_STOPS else [*chosen[: MOST_STOPS - 1], chosen[-1]]
 
 
 def boundaries(record: RankRecord) -> dict[int, str]:
-    """The first and the last step of each kind after which something else than a step comes."""
+    """The first and the last step before an end of an epoch, a save and an evaluation."""
     last = record.last
     found = {
         "an epoch ends": epoch_ends(record),
@@ -269,7 +268,7 @@ def boundaries(record: RankRecord) -> dict[int, str]:
 
 
 def epoch_ends(record: RankRecord) -> list[int]:
-    """The steps after which samples come again."""
+    """The steps after which samples repeat."""
     seen: set[str] = set()
     ends = []
     for step, done in sorted(record.done.items()):
@@ -281,13 +280,13 @@ def epoch_ends(record: RankRecord) -> list[int]:
 
 
 def _if_rare(steps: Sequence[int], last: int) -> list[int]:
-    """What comes after every second step or more often is no boundary."""
+    """`steps`, or nothing if that is every second step or more often."""
     return list(steps) if len(steps) * 2 <= last else []
 
 
 @dataclass(frozen=True)
 class ObservedStart:
-    """One start of the program, and what its ranks have seen."""
+    """One start of the program, and the records of its ranks."""
 
     part: RehearsalPart
     records: tuple[RankRecord, ...]
@@ -304,12 +303,12 @@ class ObservedStart:
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended otherwise than it was to."""
+        """Whether it ended otherwise than planned."""
         expected = {0, int(ExitCode.STOPPED)}
         return not self.part.kills and not expected.issuperset(self.codes)
 
     def said(self) -> list[str]:
-        """What the ranks have printed, rank after rank."""
+        """The lines that the ranks have printed, rank by rank."""
         outputs = sorted(self.folder.glob("rank-*.out"))
         return [
             line for path in outputs for line in path.read_text("utf-8", "replace").splitlines()
@@ -318,23 +317,23 @@ class ObservedStart:
 
 @dataclass
 class RehearsalRecord:
-    """Everything that a rehearsal has seen."""
+    """All records of a rehearsal."""
 
     undisturbed: ObservedStart
     disturbances: list[Disturbance] = field(default_factory=list)
     starts: list[ObservedStart] = field(default_factory=list)
-    """One for each disturbance, which ends it, and the last, which goes on to the end."""
+    """One for each disturbance, which ends it, and a last one until the end."""
     again: ObservedStart | None = None
-    """A second undisturbed run, if the first was not repeated before any disturbance."""
+    """A second undisturbed run, if the first start differed before any disturbance."""
     elsewhere: ObservedStart | None = None
     """The start on another number of ranks, after the first stop."""
     contents: tuple[FileDigests, FileDigests] = (FileDigests(), FileDigests())
-    """The files of tensors that the program wrote elsewhere: undisturbed, and at the end."""
+    """The tensor files that the program wrote elsewhere: undisturbed, and at the end."""
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A program to be rehearsed for `steps` steps on `size` ranks, in the folder `scratch`."""
+    """A rehearsal of `command` for `steps` steps on `size` ranks, in the folder `scratch`."""
 
     command: Sequence[str]
     steps: int
@@ -344,7 +343,8 @@ class Rehearsal:
     tell: Callable[[str], None]
 
     def run(self) -> RehearsalRecord:
-        """Play all parts. Raises `UsageError` if the program makes no steps that can be seen."""
+        """Run all starts. Raises `UsageError` if the program makes no steps that can be
+        recorded."""
         before = listing(Path.cwd(), self.scratch)
         first = self._run_start("undisturbed", self.steps)
         seen = RehearsalRecord(first)
@@ -375,7 +375,7 @@ class Rehearsal:
                 self._resume_on_half_the_ranks(seen)
 
     def _resume_on_half_the_ranks(self, seen: RehearsalRecord) -> None:
-        """After the first stop, from a copy of its run, on half as many ranks."""
+        """Resume a copy of the run after the first stop on half as many ranks."""
         shutil.copytree(self.scratch / "disturbed", self.scratch / "elsewhere", symlinks=True)
         size = self.size // 2
         self.tell(f"start 2, as well on {size} of {self.size} ranks")
@@ -385,7 +385,7 @@ class Rehearsal:
     def _run_start(
         self, name: str, at: int, kills: bool = False, run: str = "", other: bool = False
     ) -> ObservedStart:
-        """Start the program until it is disturbed in step `at`, or is complete."""
+        """Run the program until the disturbance in step `at`, or until it is complete."""
         folder = self.scratch / f"part-{name}"
         folder.mkdir()
         part = RehearsalPart(

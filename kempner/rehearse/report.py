@@ -1,4 +1,4 @@
-"""Judges a rehearsal, and reports it: one table, what did not come back, and what to do."""
+"""Judges a rehearsal, and reports it: a table, what was not restored, and what to do."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ from kempner.run.output.units import count
 from kempner.run.process.exit_codes import ExitCode
 
 ALWAYS = {"weight", "buffer", "names", "optimizer", "scheduler", "generator", "object"}
-"""Kinds of variables that must come back, whatever the program does with them."""
+"""Kinds of variables that must be restored, whatever the program does with them."""
 
 IF_USED = {"value", "container", "tensor"}
-"""Kinds that must come back if training depends on them."""
+"""Kinds that must be restored if training depends on them."""
 
 
 class RehearsalVerdict(Enum):
-    """How a rehearsal ends."""
-
     EXACT = "exact"
     DIFFERS = "not exact"
     BY_ITSELF = "not repeatable"
@@ -40,28 +38,28 @@ class RehearsalVerdict(Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: a start, and what it had in common with the undisturbed run."""
+    """A row of the table: a start, compared with the undisturbed run."""
 
     words: str
     fields: Mapping[str, bool | None]
-    """Whether each came back; None where there was none to compare."""
+    """Whether each was restored; None if there was nothing to compare."""
 
 
 @dataclass
 class RehearsalFindings:
-    """What there is to say about a rehearsal."""
+    """The findings of a rehearsal."""
 
     verdict: RehearsalVerdict
     rows: list[Row] = field(default_factory=list)
     first: list[StepDifference] = field(default_factory=list)
     """The first differences of the first start that has any."""
     changes: list[Changed] = field(default_factory=list)
-    """What did not come back in that start."""
+    """Variables that were not restored in that start."""
     at: int = 0
     """Its first step."""
     sentences: list[str] = field(default_factory=list)
     told_only: list[str] = field(default_factory=list)
-    """What did not come back, and only tells people something."""
+    """Variables that were not restored, but are only output."""
 
 
 def judge(seen: RehearsalRecord) -> RehearsalFindings:
@@ -79,7 +77,7 @@ def judge(seen: RehearsalRecord) -> RehearsalFindings:
 
 
 def _failed_later(seen: RehearsalRecord) -> RehearsalFindings:
-    """A start failed: what was found before it, and how it ended."""
+    """The findings before a failed start, and how that ended."""
     number, failed = len(seen.starts), seen.starts[-1]
     who = f"start {number}"
     if number > 1:
@@ -113,7 +111,8 @@ def _find_first(seen: RehearsalRecord, findings: RehearsalFindings, used: frozen
 
 
 def _changes(seen: RehearsalRecord, number: int) -> list[Changed]:
-    """What is otherwise as a start begins, on any rank; not what is otherwise in each process."""
+    """The variables that differ as a start begins, on any rank, except those that differ in each
+    process."""
     start, records = seen.starts[number], seen.undisturbed.records
     if start.first == 0:
         return []
@@ -128,7 +127,7 @@ def _changes(seen: RehearsalRecord, number: int) -> list[Changed]:
 
 
 def _noise(seen: RehearsalRecord) -> set[str]:
-    """The variables that differ before anything is disturbed: times, process ids, folders."""
+    """The variables that differ before any disturbance: times, process ids, folders."""
     found: set[str] = set()
     for expected, other in zip(seen.undisturbed.records, seen.starts[0].records, strict=True):
         for step in other.began:
@@ -145,13 +144,13 @@ def _must_come_back(change: Changed, used: frozenset[str], differs: bool) -> boo
 
 
 def identifiers(name: str) -> list[str]:
-    """The names in a path such as `task.norms[3]`."""
+    """The identifiers in a path such as `task.norms[3]`."""
     words = name.replace("[", ".[").split(".")
     return [word for word in words if word.isidentifier()] or [name]
 
 
 def _wrong_place(seen: RehearsalRecord, number: int) -> str:
-    """A sentence, if a start did not begin where it was to."""
+    """A sentence if a start did not begin at the right step; empty if it did."""
     if number == 0:
         return ""
     before, start = seen.starts[number - 1], seen.starts[number]
@@ -190,7 +189,7 @@ def _row(seen: RehearsalRecord, number: int, used: frozenset[str]) -> Row:
 
 
 def _evaluation_of(seen: RehearsalRecord, number: int) -> bool | None:
-    """Whether the evaluations of this start's steps were made as undisturbed."""
+    """Whether the evaluations of this start's steps equal the undisturbed ones."""
     start, records = seen.starts[number], seen.undisturbed.records
     steps = {s for s, digests in records[0].evaluations.items() if digests}
     own = {s for s in steps if start.first <= s <= start.last}
@@ -201,7 +200,7 @@ def _evaluation_of(seen: RehearsalRecord, number: int) -> bool | None:
 
 
 def _look_elsewhere(seen: RehearsalRecord, findings: RehearsalFindings) -> None:
-    """On another number of ranks: the same state, rates and samples."""
+    """Compare state, rates and samples on another number of ranks."""
     other, words = seen.elsewhere, f"another number of ranks ({len(seen.undisturbed.records)} -> "
     if other is None:
         return
@@ -249,7 +248,7 @@ def _failure(who: str, played: ObservedStart) -> RehearsalFindings:
 
 
 def last_words(played: ObservedStart) -> str:
-    """The last line that it has printed, or the last of kempner's."""
+    """The last line that it has printed, preferably one of kempner or an error."""
     lines = [line for line in played.said() if line.strip()]
     ours = [line for line in lines if "kempner" in line or "Error" in line]
     return (ours or lines or ["it printed nothing"])[-1].strip()
@@ -261,14 +260,14 @@ def sources_of(seen: RehearsalRecord) -> dict[str, str]:
 
 
 def shown(path: str) -> str:
-    """A path as a person has it: from here, if it is below."""
+    """A path, relative to the working directory if it is below."""
     here = Path.cwd()
     full = Path(path)
     return str(full.relative_to(here)) if full.is_relative_to(here) else path
 
 
 def read_again(seen: RehearsalRecord) -> Sequence[str]:
-    """Files that the program has written, and that a later start has read."""
+    """Files that the program has written and a later start has read."""
     wrote = {path for record in seen.undisturbed.records for path in record.wrote}
     starts = [*seen.starts, *([seen.again] if seen.again else [])]
     read = {path for start in starts for record in start.records for path in record.read}
@@ -282,7 +281,7 @@ _FILES = {"listdir", "scandir", "glob", "rglob", "iterdir", "iglob"}
 
 
 def find_hints(name: str, text: str) -> Iterator[str]:
-    """Which lines of a source file differ by themselves, and how."""
+    """Yield the lines of a source file whose results differ in each run, and why."""
     tree = ast.parse(text)
     sorted_calls = {
         id(argument)
@@ -314,7 +313,7 @@ def _called(node: ast.Call) -> str:
 
 
 MOST = 6
-"""Sentences about variables."""
+"""Most sentences about variables."""
 
 _FIELDS = {
     "samples": "the samples differ",
@@ -352,7 +351,7 @@ def _first_difference(findings: RehearsalFindings) -> list[str]:
 
 
 def about_changes(changes: Sequence[Changed]) -> list[str]:
-    """A sentence for each variable, or for what belongs to one."""
+    """A sentence for each variable, or for all weights of a module together."""
     groups: dict[tuple[str, str], list[Changed]] = defaultdict(list)
     for change in changes:
         whole = change.kind in ("weight", "buffer", "names")
@@ -407,7 +406,7 @@ def _about(name: str, kind: str, changes: Sequence[Changed]) -> str:
 
 
 def _without_a_variable(seen: RehearsalRecord, findings: RehearsalFindings) -> list[str]:
-    """What differs although all variables that can be looked at came back."""
+    """Explain a difference if all recorded variables were restored."""
     one = findings.first[0]
     if one.field == "samples":
         began = seen.undisturbed.records[0].began
@@ -428,7 +427,7 @@ def _without_a_variable(seen: RehearsalRecord, findings: RehearsalFindings) -> l
 
 
 def _by_itself(seen: RehearsalRecord, findings: RehearsalFindings) -> list[str]:
-    """Two undisturbed runs differ."""
+    """Explain why two undisturbed runs differ."""
     one = findings.first[0] if findings.first else None
     told = [
         "two undisturbed runs differ"
@@ -469,7 +468,7 @@ MOST_FILES = 12
 
 
 def report(seen: RehearsalRecord, size: int) -> tuple[str, ExitCode]:
-    """All lines, and the exit code that goes with them."""
+    """The text of the report, and the exit code."""
     findings = judge(seen)
     lines = [*_table(findings.rows), ""]
     lines += [f"- {sentence}" for sentence in explain(seen, findings)]

@@ -1,4 +1,4 @@
-"""Whether the loss of a step is suspicious, and where to go back to after too many of them."""
+"""Decides whether a step's loss is suspicious, and where to roll back to after too many of them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from kempner.run.record.events import LossSpike, RolledBack, StartedAnew, StepSk
 from kempner.run.record.history import RunHistory
 
 FEWEST_LOSSES = 16
-"""Sound losses that must be known before a loss can be called a spike."""
+"""Normal losses that must be known before a loss can be a spike."""
 
 NORMAL_SPREAD = 1.4826
-"""Standard deviations per median absolute deviation, of a normal distribution."""
+"""Standard deviation by median absolute deviation of a normal distribution."""
 
 SMALLEST_SPREAD = 0.01
-"""Of the median loss: what hardly varies at all must not make every wiggle a spike."""
+"""Smallest spread, as a share of the median loss, so that a loss that hardly varies has no
+spikes."""
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a step came to: where the run stood after it, its loss and gradient norm, its rate."""
+    """A step's loss, gradient norm and learning rate, and the train state after it."""
 
     train_state: TrainState
     loss: float
@@ -34,7 +35,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Anomaly:
-    """What is wrong with a step: the kind of its event, and a clause for a person."""
+    """What is wrong with a step: its kind of event, and a clause."""
 
     event: type[StepSkipped] | type[LossSpike]
     reason: str
@@ -42,8 +43,8 @@ class Anomaly:
 
 @dataclass(frozen=True)
 class Health:
-    """`losses` of the last sound steps, newest last; how many `suspects` in a row came since.
-    `trouble` is where the run stood once there were too many of them."""
+    """`losses` of the last normal steps, newest last, and the number of `suspects` in a row since.
+    `trouble` is the train state at which there were too many."""
 
     losses: tuple[float, ...] = ()
     suspects: int = 0
@@ -51,18 +52,18 @@ class Health:
 
     @property
     def sound(self) -> bool:
-        """Whether the state is worth keeping: no suspect at the end, and no trouble before."""
+        """Whether the state may be saved: no suspect at the end, and no trouble before."""
         return self.suspects == 0 and self.trouble is None
 
 
 def find_anomaly(losses: Sequence[float], step: Numbers, rule: ResilienceSection) -> Anomaly | None:
-    """What is wrong with a step, given the losses of the sound ones before; None if nothing is.
+    """What is wrong with a step, given the `losses` of normal ones before; None if nothing is.
 
     A spike is a loss that exceeds their median by `spike_threshold` times their spread, estimated
     by the median absolute deviation (Hampel, "The Influence Curve and its Role in Robust
-    Estimation", 1974): spikes that are let in do not move it.
+    Estimation", 1974), which undetected spikes hardly change.
     """
-    if not (math.isfinite(step.loss) and math.isfinite(step.norm)):  # it changed nothing
+    if not (math.isfinite(step.loss) and math.isfinite(step.norm)):  # the step changed nothing
         return Anomaly(StepSkipped, f"its loss is {step.loss} and its gradient norm {step.norm}")
     if len(losses) < FEWEST_LOSSES:
         return None
@@ -81,7 +82,7 @@ def find_anomaly(losses: Sequence[float], step: Numbers, rule: ResilienceSection
 def observe(
     health: Health, step: Numbers, rule: ResilienceSection
 ) -> tuple[Health, Anomaly | None]:
-    """The health after another step, and what was wrong with that step."""
+    """The health after another step, and that step's anomaly."""
     anomaly = find_anomaly(health.losses, step, rule)
     if anomaly is None:
         losses = (*health.losses, step.loss)[-rule.spike_window :]
@@ -95,7 +96,7 @@ def observe(
 
 @dataclass(frozen=True)
 class RollbackPlan:
-    """The step `to` go back to, None to give up; and why."""
+    """The step to roll back `to`, None to give up, and why."""
 
     to: int | None
     reason: str
@@ -104,9 +105,9 @@ class RollbackPlan:
 def plan_rollback(
     committed: Sequence[int], rollbacks: Iterable[Rollback], budget: int
 ) -> RollbackPlan:
-    """Back to the newest checkpoint; to an older one if that did not help; or give up. `committed`
-    are the steps of the live branch, ascending. A rollback helped if a step beyond its trouble was
-    committed since, and no longer counts against the `budget` then."""
+    """Roll back to the newest checkpoint; to an older one if that did not help; or give up.
+    `committed` are the steps of the live branch, ascending. A rollback has helped, and no longer
+    counts against the `budget`, if a step beyond its trouble was committed since."""
     if not committed:
         return RollbackPlan(None, "there is no checkpoint yet to go back to")
     in_vain = [rollback for rollback in rollbacks if rollback.at >= committed[-1]]
@@ -123,7 +124,7 @@ def plan_rollback(
 
 
 def remembered(history: RunHistory) -> tuple[Rollback, ...]:
-    """The rollbacks of a run, since it last began at step 0."""
+    """The rollbacks of a run since it last began at step 0."""
     found: list[Rollback] = []
     for event in history.events(StartedAnew, RolledBack):
         if isinstance(event, StartedAnew):

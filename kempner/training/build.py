@@ -1,4 +1,4 @@
-"""Builds everything that the step loop of a rank needs, and loads the checkpoint."""
+"""Builds everything that a rank's step loop needs, and loads the checkpoint."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from kempner.checkpoint.format.manifest import Identity, Origin, TrainState
 from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.slots.memory import open_slots
 from kempner.checkpoint.store.retention import Keep
+from kempner.checkpoint.tensors.restore import beside_a_base
 from kempner.checkpoint.tensors.step_slots import StepMemory
 from kempner.config.loading import digest, dumps
 from kempner.config.sections import Config
@@ -29,10 +30,13 @@ from kempner.data.order.batch_slices import Slicing
 from kempner.data.serve.loader import Feed
 from kempner.model.factory import create, place
 from kempner.model.factory import digest as weights_digest
+from kempner.model.initial_weights import initialise
 from kempner.model.sharding import build_model, compile_blocks, time_collectives
+from kempner.model.spec.adapter import Adapter
 from kempner.model.spec.communication import Choice
 from kempner.model.spec.mesh import check_tensor_degree
 from kempner.model.spec.shape import Shape, flops_per_token, model_record
+from kempner.model.transformer import Transformer
 from kempner.run.control.launch_env import keeps_no_steps
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import DataError
@@ -65,21 +69,21 @@ def build(
     shutdown: StopListener,
     faults: FaultInjector,
 ) -> Training:
-    """Everything the loop needs, with the state of the newest checkpoint."""
+    """Build everything for the loop, with the state of the newest checkpoint."""
     run, gpu = rank_link.run, ranks.device.type == "cuda"
     corpus, evaluation = _open_data(config, rank_link, ranks)
     vocab_size = vocabulary(config, corpus.index)
     choice = choose_communication(config, vocab_size, ranks)
     model = _build_model(config, corpus, ranks, rank_link, choice)
     optimizer = build_optimizer(model, config.optimizer)
-    gc.freeze()  # what the imports left: no later collection looks through a million objects
-    gc.enable()  # the pause began with the process
+    gc.freeze()  # the imports' million objects: no later collection scans them
+    gc.enable()  # disabled since the start of the process
     record = partial(rank_link.record, attempt)
     history = read_history(run, attempt) if ranks.world.rank == 0 else RunHistory()
     checkpoints = _open_checkpoints(
         config, rank_link, ranks, attempt, corpus, history, model, optimizer
     )
-    if ranks.world.rank == 0:  # last: what it names was found
+    if ranks.world.rank == 0:  # last: all that it names exists
         storage_waits().retry(partial(_snapshot_config, config, run, attempt), worked=True)
     if faults.planned:
         record(FaultsPlanned(tuple(faults.planned)))
@@ -121,8 +125,12 @@ def _open_checkpoints(
         known_here=used_before(run, "checkpoint.dir", section.dir),
         local_ranks=ranks.world.local_size,
     )
+    if config.adapter.rank is not None:
+        context = beside_a_base(context)
     memory = None
-    if section.in_memory and not keeps_no_steps(os.environ):  # or the supervisor is against it
+    if section.in_memory and not keeps_no_steps(
+        os.environ
+    ):  # unless the supervisor decided against it
         memory = StepMemory(open_slots(os.environ), ranks.votes)
     return CheckpointEngine(
         context,
@@ -132,13 +140,21 @@ def _open_checkpoints(
         background=section.async_save,
         durations=history.durations,
         memory=memory,
+        begin=partial(_begin, model, config.train.seed),
     )
+
+
+def _begin(model: nn.Module, seed: int) -> None:
+    """Give what trains its first values, as they were when the run began."""
+    assert isinstance(model, Transformer)  # only that can have an adapter
+    initialise(model, seed)
 
 
 def _build_model(
     config: Config, corpus: Corpus, ranks: Ranks, rank_link: RankLink, choice: Choice
 ) -> nn.Module:
-    """The model, ready to train. Raises `UsageError` if a user's own function returns no model."""
+    """Build the model, ready to train. Raises `UsageError` if a user's function returns no
+    model."""
     vocab_size = vocabulary(config, corpus.index)
     if config.model.factory is None:
         transformer = build_model(config, vocab_size, ranks.device, ranks.mesh, choice)
@@ -159,16 +175,19 @@ def _build_model(
 
 
 def _flops_per_token(config: Config, vocab_size: int, model: nn.Module) -> float:
-    """As `flops_per_token`; of a model of the user's own, 6 for each parameter."""
+    """As `flops_per_token`; for a user's own model, 6 for each parameter."""
     if config.model.factory is None:
-        return flops_per_token(Shape.of(config.model, vocab_size), config.train.seq_len)
+        shape, adapter = Shape.of(config.model, vocab_size), Adapter.of(config.adapter)
+        trained = None if adapter is None else adapter.elements(shape)
+        return flops_per_token(shape, config.train.seq_len, trained)
     return 6.0 * sum(parameter.numel() for parameter in model.parameters())
 
 
 def _what_steps_depend_on(
     config: Config, corpus: Corpus, held_out: Mapping[str, Corpus]
 ) -> dict[str, object]:
-    """What each rank has read for itself: a file may be edited while the ranks start."""
+    """The inputs that each rank reads by itself, to compare: a file may change while ranks
+    start."""
     facts: dict[str, object] = {
         "the configuration (its digest)": digest(config),
         "data.dataset_path (its fingerprint)": fingerprint(corpus.index, config.train.seq_len),
@@ -186,19 +205,20 @@ def _resume(
     record: EventRecorder,
     history: RunHistory,
 ) -> TrainState:
-    """Load the newest checkpoint; where it stands, with every rollback that is known of. A
-    checkpoint knows of those before it only, and after a rollback an older one may be next."""
+    """Load the newest checkpoint; returns its train state with all rollbacks of the run. A
+    checkpoint has only those before it, and after a rollback an older one may be loaded."""
     train_state = checkpoints.restore(config.checkpoint.accept_changes)
     if train_state is None:
         record(StartedAnew())
         return TrainState()
     told = ranks.broadcast(remembered(history))
-    assert isinstance(told, tuple)  # rank 0's reading
+    assert isinstance(told, tuple)  # read by rank 0
     later = [rollback for rollback in told if rollback not in train_state.rollbacks]
     return dataclasses.replace(train_state, rollbacks=(*train_state.rollbacks, *later))
 
 
 def _identity(config: Config, corpus: Corpus, vocab_size: int, ranks: Ranks) -> Identity:
+    adapter = Adapter.of(config.adapter)
     return Identity(
         world=ranks.world.size,
         mesh=ranks.degrees.dimensions(),
@@ -206,6 +226,7 @@ def _identity(config: Config, corpus: Corpus, vocab_size: int, ranks: Ranks) -> 
         data_fingerprint=fingerprint(corpus.index, config.train.seq_len),
         model=model_record(config.model, vocab_size),
         optimizer=config.optimizer.name,
+        adapter=None if adapter is None else adapter.fixed(),
         origin=Origin(
             config_hash=digest(config),
             host={**host_facts(ranks.device), "dtype": config.train.dtype},
@@ -215,7 +236,7 @@ def _identity(config: Config, corpus: Corpus, vocab_size: int, ranks: Ranks) -> 
 
 
 def host_facts(device: torch.device) -> dict[str, object]:
-    """What of this host the last bits of a result depend on."""
+    """Facts about this host that affect the last bits of a result."""
     return {"device": _device_name(device), "threads": torch.get_num_threads()}
 
 
@@ -237,7 +258,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _snapshot_config(config: Config, run: RunDirectory, attempt: Attempt) -> None:
-    """Keep the configuration with the run; a changed one with the attempt that it is for."""
+    """Store the configuration with the run, or a changed one with its attempt."""
     content = dumps(config).encode()
     if not run.config.exists():
         replace_durable(run.config, content, unique=attempt.nonce)
@@ -266,7 +287,7 @@ def _open_feed(config: Config, corpus: Corpus, ranks: Ranks, train_state: TrainS
 
 
 def _open_tokens(run: RunDirectory, key: str, folder: str) -> Corpus:
-    """Raises `DataError` with the key that names the folder."""
+    """Open a folder of tokens. Raises `DataError` with the key that names it."""
     try:
         return Corpus.open(folder, worked=used_before(run, key, folder))
     except DataError as error:
@@ -274,8 +295,8 @@ def _open_tokens(run: RunDirectory, key: str, folder: str) -> Corpus:
 
 
 def read_history(run: RunDirectory, attempt: Attempt) -> RunHistory:
-    """What a rank needs of the ledger; raises as `StorageWaits.retry` where it cannot be read now.
-    Later attempts know that there is one, and wait for a while if they do not see it."""
+    """The part of the ledger that a rank needs; raises as `StorageWaits.retry`. Later attempts know
+    that a ledger exists, and wait for a while if it is missing."""
 
     def read() -> RunHistory:
         there = run.ledger.is_file() and run.ledger.stat().st_size
@@ -285,7 +306,7 @@ def read_history(run: RunDirectory, attempt: Attempt) -> RunHistory:
 
     try:
         return storage_waits().retry(read, worked=True, path=run.ledger)
-    except OSError:  # it was never written: the disk was full, say
+    except OSError:  # never written, as on a full disk
         return RunHistory()
 
 

@@ -8,8 +8,8 @@
             if step % 50 == 0 or shutdown.should_shutdown():
                 checkpoints.save(step)
 
-Both are a thin layer over what `survive` uses: the run that is claimed and compared with its start
-before (`session.py`), the vote and the final save (`own_loop.py`), the engine that saves.
+Both are a thin layer over what `survive` uses: claiming the run and comparing it with its last
+start (`session.py`), the vote and the final save (`own_loop.py`), the checkpoint engine.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ from kempner.training.watch import (
 
 @dataclass
 class _Process:
-    """What the managers and the handler of this process know of each other."""
+    """The managers and the handler of this process."""
 
     managers: list[CheckpointManager] = field(default_factory=list)
-    """Those that are open."""
+    """The open managers."""
     handler: ShutdownHandler | None = None
-    """The one whose block is under way."""
+    """The handler whose block is active."""
     pid: int = 0
     _listener: StopListener | None = None
 
     @property
     def listener(self) -> StopListener:
-        """What the stop signals go to while a handler's block is under way."""
+        """The listener for stop signals while a handler's block is active."""
         if LOOPS.supervised is not None:  # one for all loops of the process
             return LOOPS.supervised.shutdown
         self._listener = self._listener or StopListener(at_prompt(), on_demand=True)
@@ -81,13 +81,14 @@ class _Process:
         self.pid = os.getpid()
 
     def forget_request(self) -> None:
-        """What has stopped one loop does not stop the next, in a process that goes on."""
+        """Forget a stop request once all managers are closed, so that it does not stop the next
+        loop."""
         if not self.managers:
             self._listener = None
 
     @property
     def stop(self) -> StopReason:
-        """Why the ranks have agreed to stop; NONE if they have not."""
+        """The stop that the ranks have agreed on; NONE if they have not."""
         return StopReason.NONE if self.handler is None else self.handler._agreed
 
 
@@ -96,13 +97,13 @@ _PROCESS = _Process()
 
 @dataclass
 class _UnheldObjects:
-    """What the loop changes and no checkpoint holds, as far as the first saves show it."""
+    """Finds objects that the loop changes and no checkpoint holds, at the first saves."""
 
     strangers: UnheldObjects
     looks: int = LOOKS
 
     def look(self) -> str:
-        """What is to be told of it; once, and empty if nothing is."""
+        """A sentence about such an object, once; empty if there is none."""
         if not self.looks:
             return ""
         self.looks -= 1
@@ -116,22 +117,21 @@ class _UnheldObjects:
 class CheckpointManager:
     """Saves a model and its optimizer in the background, and loads the newest checkpoint.
 
-    Make it on every rank, after `init_process_group`, when `model` and `optimizer` are final, and
+    Create it on every rank, after `init_process_group`, when `model` and `optimizer` are final, and
     call each method on every rank. The checkpoints are in `run_dir/checkpoints`; `kempner status`,
-    `report` and `checkpoint` read that folder. The last `keep_last` are kept. A run knows its
-    command, its optimizer and its ranks, and is refused to another program, see
-    docs/own_loop.md; `accept_changes` names differences that are accepted.
+    `report` and `checkpoint` read that folder. The last `keep_last` are kept. A run is tied to its
+    command, optimizer and ranks, and refused to another program, see docs/own_loop.md;
+    `accept_changes` names differences to accept.
 
-    A checkpoint holds the model, the optimizer, the generators of random numbers of torch, NumPy
-    and `random` of each rank, and what `state` and `per_rank` name, with the meaning that they have
-    for `survive`: `state={"scheduler": scheduler}`. A line tells, by the first saves, of an
-    optimizer, a scheduler, a scaler or a module that the loop changes and no checkpoint holds. The
-    place in the data is not held: make the batch from the step, or register a loader with
-    `state_dict`.
+    A checkpoint holds the model, the optimizer, the random number generators of torch, NumPy and
+    `random` on each rank, and the objects in `state` and `per_rank`, as in `survive`:
+    `state={"scheduler": scheduler}`. If the loop changes an optimizer, scheduler, scaler or module
+    that no checkpoint holds, a line says so at the first saves. The position in the data is not
+    held: derive the batch from the step, or register a loader with `state_dict`.
 
-    Raises `UsageError` if the arguments make no sense, another manager of this process or another
-    process has the folder, or a checkpoint cannot hold the state; `DataError` if the run in
-    `run_dir` is another program's.
+    Raises `UsageError` if an argument is wrong, another manager of this process or another process
+    has the folder, or a checkpoint cannot hold the state; `DataError` if the run in `run_dir` is
+    another program's.
     """
 
     def __init__(
@@ -165,24 +165,23 @@ class CheckpointManager:
             everything = replace(everything, registered=registered)
             self._engine = open_checkpoints(session, everything, optimizer, keep_last, None)
         self.run_dir = Path(run_dir)
-        """Where the run is."""
+        """The run's directory."""
         self._session, self._optimizer = session, optimizer
         self._loop: OwnLoop | None = None
         self._saved: int | None = None
         self._trained, self._closed = 0, False
-        # Of every optimizer: another one may step other parts of the model.
+        # For every optimizer: another one may step other parts of the model.
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
-        self._answered = False  # the stop that the ranks have agreed on, by a save
+        self._answered = False  # whether a save has followed the agreed stop
         _PROCESS.add(self)
 
     def restore(self) -> int | None:
-        """Load the newest checkpoint that verifies; its step, or None if there is none.
+        """Load the newest checkpoint that verifies; returns its step, or None if there is none.
 
-        The generators of random numbers go on from there, too. On another number of ranks they
-        are seeded anew. A damaged checkpoint is set aside, never deleted.
-
-        Raises `MismatchError` if the model, the optimizer or what is registered does not fit to
-        what was saved, and `DataError` if no checkpoint can be used.
+        Random number generators are restored, too; on another number of ranks they get new seeds. A
+        damaged checkpoint is set aside, never deleted. Raises `MismatchError` if the model, the
+        optimizer or a registered object does not fit the checkpoint, and `DataError` if no
+        checkpoint can be used.
         """
         self._refuse_if_closed()
         self._engine.join()
@@ -191,22 +190,21 @@ class CheckpointManager:
         return None if found is None else found.step
 
     def save(self, step: int) -> None:
-        """Save the state as of `step`, the number of steps that are done.
+        """Save the state as of `step`, the number of completed steps.
 
         The state is copied while the next forward and backward pass run; a hook makes
-        `optimizer.step` wait for that. It is written and committed in the background, the save
-        before is waited for. A save that fails is told in the log and leaves the checkpoint before
-        as it is.
+        `optimizer.step` wait for the copy. It is written and committed in the background, after the
+        save before. A failed save is logged, and leaves the checkpoint before intact.
 
-        Once `should_shutdown` has returned True, this save is the last one: it is waited for, and
-        then the program ends, by `SystemExit` with 75. With several managers the last one of them
-        to save does so.
+        Once `should_shutdown` has returned True, this is the final save: it waits for the commit,
+        and then ends the program by `SystemExit` with 75; with several managers, the last one to
+        save does so.
 
         Raises `UsageError` if a checkpoint cannot hold the state, `CheckpointWriteError` if the
         last one cannot be written.
         """
         check_whole("CheckpointManager.save", "step", step, 1)
-        if self._answered:  # another manager has never saved
+        if self._answered:  # another manager has not saved yet
             _leave_now(_PROCESS.stop)
         loop = self._begun()
         if step == self._saved and not self._trained and not _PROCESS.stop:
@@ -226,8 +224,8 @@ class CheckpointManager:
             loop.save(None)
 
     def close(self) -> None:
-        """Wait for the save in flight, and release the run: another manager may have it. The end of
-        the block of a `ShutdownHandler` does so, and the end of the process. Raises
+        """Wait for the save in flight, and release the run for another manager. The end of a
+        `ShutdownHandler`'s block and the end of the process do this, too. Raises
         `CheckpointWriteError` if the last save has failed."""
         if not self._closed:
             with self._session.progress.during(Phase.SAVE):
@@ -239,13 +237,13 @@ class CheckpointManager:
                 raise unwritten(self._loop)
 
     def _vote_to_stop(self) -> StopReason:
-        """Why the ranks are to stop, if they are. Raises `CheckpointWriteError`, on all ranks
-        alike, if saves keep failing."""
+        """The stop that the ranks vote for. Raises `CheckpointWriteError`, on all ranks, if saves
+        keep failing."""
         return self._begun().agree().stop
 
     def _leave(self, stop: StopReason) -> ExitCode:
-        """Commit what can be, and part from the other ranks; how the loop has ended. Raises
-        `CheckpointWriteError`, on all ranks alike, if the last save has failed."""
+        """Commit what can be committed, and leave the other ranks; returns how the loop ended.
+        Raises `CheckpointWriteError`, on all ranks, if the last save has failed."""
         loop, code = self._loop, ExitCode.STOPPED if stop else ExitCode.COMPLETED
         if loop is not None:
             if self._trained:
@@ -255,16 +253,16 @@ class CheckpointManager:
         return code
 
     def _break_off(self) -> None:
-        """An exception leaves the loop: the newest checkpoint stays as it is."""
+        """Leave after an exception in the loop: the newest checkpoint stays."""
         if self._loop is not None:
             self._loop.wait_for_save()
         self._release()
 
     def _end(self) -> None:
-        """The process ends, and no block of a handler has closed this."""
+        """Close at the end of the process, if no handler's block did."""
         if self._loop is not None:
             self._loop.wait_for_save()
-        raised = hasattr(sys, "last_value")  # what has ended the program
+        raised = hasattr(sys, "last_value")  # by an exception that ended the program
         if self._saved is not None and not raised:
             self._session.record(Completed(self._saved))
         self._release()
@@ -273,7 +271,7 @@ class CheckpointManager:
         loop = self._loop = OwnLoop(self._session, self._engine, found)
         self._saved, self._trained = loop.train_state.step or None, 0
         seed = self._session.ranks.broadcast(program_seed())
-        assert isinstance(seed, int)  # rank 0 has told one
+        assert isinstance(seed, int)  # from rank 0
         if self._generators.begin(seed):
             self._session.say("random numbers are other ones: the number of ranks differs")
         self._unheld.strangers.begin(find_living())
@@ -281,7 +279,7 @@ class CheckpointManager:
         return loop
 
     def _begun(self) -> OwnLoop:
-        """The loop, also of a program that has not called `restore` since there is nothing yet."""
+        """The loop, also if the program has not called `restore`, since there is no checkpoint."""
         self._refuse_if_closed()
         if self._loop is None:
             found = any(self._session.run.checkpoints.glob("step-*"))
@@ -300,7 +298,8 @@ class CheckpointManager:
         self._engine.release_staging()
 
     def _give_up_unsaved(self, loop: OwnLoop) -> None:
-        """The state has changed since the last save, which nothing can make again therefore."""
+        """Leave with a state that has changed since the last save: that step cannot be saved
+        again."""
         with self._session.progress.during(Phase.SAVE):
             self._engine.settle(time_to_spare(self._session.shutdown.seconds_left()))
         if not loop.ask().failed_saves:
@@ -322,27 +321,28 @@ class CheckpointManager:
     def _release(self) -> None:
         self._closed = True
         self._hook.remove()
-        self._engine.release_staging()  # nothing waits for that once the hook is gone
+        self._engine.release_staging()  # without the hook nothing waits for the copy
         if self in _PROCESS.managers:
             _PROCESS.managers.remove(self)
         self._session.release()
 
 
 class ShutdownHandler:
-    """Asks in every step whether it is time to stop: `with ShutdownHandler() as shutdown`.
+    """Tells a loop when to stop: `with ShutdownHandler() as shutdown`.
 
     In its block the stop signals (SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2) only make
-    `should_shutdown` say so, and afterwards they do again what they did before. Where there is a
-    process group the ranks vote: all of them stop after the same step, whichever was signalled.
-    Under `kempner supervise` its orders count as signals do.
+    `should_shutdown` return True; afterwards they have their earlier effect again. In a process
+    group the ranks vote: all of them stop after the same step, whichever was signalled. Under
+    `kempner supervise` its stop requests count, too.
 
     The end of the block waits for the saves of each `CheckpointManager`, and closes it. After a
-    stop it raises `SystemExit` with 75 (`ExitCode.STOPPED`), if no save has: what follows the block
-    runs only when the loop was not stopped, and a batch script can tell the two. At a prompt it is
-    `KeyboardInterrupt` after a Ctrl-C. A second Ctrl-C within two seconds ends the process at once.
+    stop it raises `SystemExit` with 75 (`ExitCode.STOPPED`) unless a save has done so: code after
+    the block runs only if the loop was not stopped, and a batch script can tell the difference. At
+    a prompt it raises `KeyboardInterrupt` after a Ctrl-C. A second Ctrl-C within two seconds ends
+    the process at once.
 
-    In another thread than the main one Python traps no signals. Raises `UsageError` if another
-    handler's block is under way.
+    Outside of the main thread Python cannot trap signals. Raises `UsageError` if another handler's
+    block is active.
     """
 
     def __init__(self) -> None:
@@ -363,9 +363,9 @@ class ShutdownHandler:
         return self
 
     def should_shutdown(self) -> bool:
-        """Whether to save and to leave the loop; the same on every rank. Every rank must call it
-        after the same steps: after each, or after every tenth, say. Raises `CheckpointWriteError`
-        if saves keep failing, as `resilience.patience` says."""
+        """Whether to save and leave the loop; the same on every rank. Every rank must call it after
+        the same steps, such as each or every tenth. Raises `CheckpointWriteError` if saves have
+        kept failing for `resilience.patience`."""
         if self._listener is None:
             raise UsageError("should_shutdown() belongs into `with ShutdownHandler() as shutdown:`")
         if not self._agreed:
@@ -383,7 +383,7 @@ class ShutdownHandler:
         try:
             stopping = self._agreed and isinstance(error, SystemExit | KeyboardInterrupt)
             if error is None or stopping:
-                code = self._part()
+                code = self._finish()
             else:
                 for manager in list(_PROCESS.managers):
                     manager._break_off()
@@ -393,15 +393,15 @@ class ShutdownHandler:
             _leave_now(self._agreed)
 
     def _vote(self, listener: StopListener) -> StopReason:
-        """Without a manager: of the ranks of the program's own process group, if it has one."""
+        """Vote without a manager, in the program's own process group if it has one."""
         if self._votes is None:
             if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
                 return listener.reason()
             self._votes = VoteGroup(open_votes(find_place()))
         return self._votes.open(Vote(stop=listener.reason())).close().stop
 
-    def _part(self) -> ExitCode:
-        """Commit what can be, on all ranks; how the loop has ended."""
+    def _finish(self) -> ExitCode:
+        """Commit what can be committed, on all ranks; returns how the loop ended."""
         if not _PROCESS.managers and self._agreed:
             if _is_first_rank():
                 say(f"stopped ({self._agreed.words}); start again to continue")
@@ -410,8 +410,8 @@ class ShutdownHandler:
         return max(codes, default=ExitCode.COMPLETED)
 
     def _give_back(self, code: ExitCode | None) -> None:
-        """The signals do again what they did before, but for a rank that the supervisor stops: it
-        has nothing left to do, and is not to die of one now."""
+        """Restore the signals' earlier effect, except in a rank that the supervisor stops: it is
+        about to exit, and must not die of a signal now."""
         _PROCESS.handler, listener, self._listener = None, self._listener, None
         if listener is not None and (code is not ExitCode.STOPPED or LOOPS.supervised is None):
             listener.uninstall()
@@ -426,8 +426,8 @@ def _leave_now(reason: StopReason) -> NoReturn:
 
 
 def _refuse_second(run_dir: Path) -> None:
-    """Raise `UsageError` if a manager that is open has the folder: each would take the other's
-    checkpoints for its own."""
+    """Raise `UsageError` if an open manager has the folder: each would take the other's checkpoints
+    for its own."""
     for manager in _PROCESS.managers:
         if manager.run_dir.resolve() == run_dir.resolve():
             raise UsageError(
@@ -446,11 +446,11 @@ def _tell_of_signal(sentence: str) -> None:
 
 
 def _end_with_process() -> None:
-    if _PROCESS.pid != os.getpid():  # a worker that was forked
+    if _PROCESS.pid != os.getpid():  # a forked worker
         return
     for manager in list(_PROCESS.managers):
         manager._end()
 
 
-# While threads can still be started, and before those of the saves are waited for.
+# Runs while threads can still be started, and before Python joins those of the saves.
 threading._register_atexit(_end_with_process)  # type: ignore[attr-defined]

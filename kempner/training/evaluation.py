@@ -26,7 +26,7 @@ from kempner.training.vote import Vote, VoteGroup, VoteResult
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What each set came to, by name, or None if a stop cut it short; and the last agreed."""
+    """The scores of each set by name, None if a stop interrupted the evaluation; the last vote."""
 
     scores: Mapping[str, Scores] | None
     agreed: VoteResult
@@ -41,13 +41,13 @@ class Evaluation:
 
     @cached_property
     def sizes(self) -> Tensor | None:
-        """As `token_sizes`: all sets have one tokenizer."""
+        """The `token_sizes` of all sets, which share a tokenizer."""
         return token_sizes(next(iter(self.held_out.values())).directory)
 
     def run(
         self, model: nn.Module, ranks: Ranks, vote_group: VoteGroup, vote: Callable[[], Vote]
     ) -> EvaluationResult:
-        """Evaluate, with a vote per batch: a stop does not wait for the end."""
+        """Evaluate, with a vote per batch, so that a stop does not wait for the end."""
         sums = {name: torch.zeros(3, dtype=torch.float64) for name in self.held_out}
         agreed = VoteResult()
         model.eval()
@@ -100,8 +100,8 @@ def evaluate_alone(
     micro_batch_size: int,
     max_batches: int,
 ) -> tuple[Scores, int]:
-    """What a run has on held-out data, by this process alone; and of how many tokens it is the
-    mean. Raises `DataError` as `eval_batches`."""
+    """Evaluate in this process alone; returns the scores and the number of tokens that they are
+    means over. Raises `DataError` as `eval_batches`."""
     sums, sizes = torch.zeros(3, dtype=torch.float64), token_sizes(corpus.directory)
     model.eval()
     with torch.no_grad():
@@ -117,7 +117,7 @@ def evaluate_alone(
 
 
 def token_sizes(folder: Path) -> Tensor | None:
-    """The bytes of text of each token id, int64 [vocab_size]; None if they are not known."""
+    """The number of bytes of text per token id, int64 [vocab_size]; None if unknown."""
     try:
         found = token_bytes(folder)
     except DataError as error:
@@ -133,8 +133,7 @@ def _add_losses(
     device: torch.device,
     sizes: Tensor | None,
 ) -> None:
-    """Add the summed loss, the number of tokens and that of their bytes, NaN if that is not known,
-    to `sums` [3]."""
+    """Add summed loss, number of tokens, and number of bytes (NaN if unknown) to `sums` [3]."""
     for micro_batch in micro_batches:
         sums[0] += summed_loss(model, micro_batch, device).item()
         learned = micro_batch.targets != IGNORE
@@ -143,6 +142,6 @@ def _add_losses(
 
 
 def _scores(loss: float, tokens: float, size: float) -> Scores:
-    """From sums: nats, tokens, and bytes (NaN: one rank at least does not know them)."""
+    """The scores from sums over all ranks; `size` in bytes, NaN if some rank lacks it."""
     mean = loss / tokens if tokens else math.nan  # chats may be cut before their first answer
     return Scores(mean, loss / size / math.log(2) if size > 0 else None)

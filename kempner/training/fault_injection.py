@@ -31,13 +31,13 @@ VARIABLE = "KEMPNER_FAULTS"
 """Faults besides those of the configuration, separated by semicolons."""
 
 _SMALL_FILE = 64 * 1024
-"""Bytes that a file may still have when the disk is full: the output of a process is a file, too,
-and one that cannot print is a fault of its own."""
+"""Bytes that a file may still have when the disk is "full": printed output may go to a file, too,
+and must not fail."""
 
 
 def arm(config: Config, rank_link: RankLink) -> FaultInjector:
-    """What was asked to go wrong on this rank in this attempt; its fail points are set. To be
-    called before the ranks have met. Raises `UsageError` if the variable cannot be read."""
+    """The faults of this rank in this attempt, with their fail points set. Call it before the
+    rendezvous. Raises `UsageError` if the variable cannot be parsed."""
     texts = [text for text in os.environ.get(VARIABLE, "").split(";") if text.strip()]
     try:
         planned = parse_faults([*config.resilience.faults, *texts])
@@ -45,7 +45,7 @@ def arm(config: Config, rank_link: RankLink) -> FaultInjector:
         raise UsageError(f"{VARIABLE}: {error}") from error
     if rank_link.launch is not None:
         attempt = rank_link.launch.attempt.number
-    else:  # the one that rank 0 begins once all are there
+    else:  # the attempt that rank 0 will begin
         current = read_current(rank_link.run.attempts)
         attempt = 1 + (current.number if current else 0)
     if planned and rank_link.world.rank == 0:
@@ -60,19 +60,20 @@ class FaultInjector:
 
     def __init__(self, planned: Sequence[Fault], rank: int, attempt: int) -> None:
         self.planned = [fault.text for fault in planned]
-        """All that is asked for, of any rank."""
+        """The faults of all ranks."""
         self.armed = [f for f in planned if f.rank == rank and f.attempt == attempt]
         self._lock = threading.Lock()
 
     def set_fail_points(self) -> None:
-        """Make this process's saves pass by here, at the points for which a fault is planned."""
+        """Set the fail points of saves for which a fault is planned."""
         phases = {fault.phase for fault in self.armed}
         for point in FailPoint:
             handler = partial(self.maybe_inject, point) if point in phases else None
             set_fail_point(point, handler)
 
     def maybe_inject(self, phase: str, step: int | None = None) -> None:
-        """Whatever is due in this phase, or at this point of a save, of this step happens now."""
+        """Inject the faults that are due in this phase, or at this point of a save, of this
+        step."""
         for fault in self._due(
             ("kill", "stop", "hang", "spin", "strand", "crash", "oom", "hog"), phase, step
         ):
@@ -96,7 +97,7 @@ class FaultInjector:
 
     @contextmanager
     def during_step(self, step: int, model: nn.Module) -> Iterator[None]:
-        """The block is the forward and backward pass of a step."""
+        """Inject faults around a step's forward and backward pass, the block."""
         self.maybe_inject(Phase.STEP, step)
         started, hooks = time.monotonic(), []
         for fault in self._due(("nan", "spike"), Phase.STEP, step):
@@ -112,7 +113,7 @@ class FaultInjector:
 
     @contextmanager
     def during_save(self, step: int, settle: Callable[[], None]) -> Iterator[None]:
-        """The block starts a save; `settle` waits for its end."""
+        """Inject faults around a save, which the block starts; `settle` waits for its end."""
         if self._due(("disk_full",), Phase.SAVE, step):
             _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (_SMALL_FILE, hard))
@@ -124,7 +125,7 @@ class FaultInjector:
         self.maybe_inject(Phase.SAVE, step)
 
     def _due(self, kinds: Sequence[str], phase: str, step: int | None) -> list[Fault]:
-        """What is due, each said aloud; what happens once is over with that."""
+        """The faults that are due, which are logged; those that happen once are removed."""
         with self._lock:  # a save has threads of its own
             due = [f for f in self.armed if f.kind in kinds and f.covers(phase, step)]
             self.armed = [f for f in self.armed if f not in due or f.lasting]
@@ -139,7 +140,7 @@ def _hang() -> None:
 
 
 def _spin() -> None:
-    libc = ctypes.PyDLL(None)  # keeps the lock, which ctypes.CDLL gives up
+    libc = ctypes.PyDLL(None)  # keeps the GIL, which ctypes.CDLL releases
     while True:
         libc.sleep(1_000_000)  # a signal ends it
 

@@ -1,4 +1,4 @@
-"""Whether to make the final save before exiting: a pure choice, made anew after each action."""
+"""Decides about the final save before exiting: a pure function, called again after each action."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 EXIT_SECONDS = 2.0
-"""What is kept free at the end of a deadline, for the goodbye of the ranks and their exit."""
+"""Seconds before the deadline that are reserved for the final barrier and the exit."""
 
 BREATH = 1.0
-"""Seconds that the ranks pause at most before they look at the deadline again."""
+"""Most seconds that the ranks pause before they check the deadline again."""
 
 
 class Action(Enum):
@@ -43,12 +43,12 @@ class SaveTimes:
 
 @dataclass(frozen=True)
 class SaveSituation:
-    """Where the ranks stand. Seconds; None where there is no deadline, save or measurement.
+    """The situation of the ranks; times in seconds, None without a deadline, save or measurement.
 
-    `step` steps are done, `committed` is the step of the last commit, `warned_for` the time since
-    the stop was asked for, `seconds_left` what is left until the deadline, `next_try` in how many
-    seconds a save may be started, None if none is worth it any more, `suspicious` whether the last
-    step had a loss that no state should be kept after.
+    `step` is the last completed step, `committed` that of the last commit, `warned_for` the time
+    since the stop request, `seconds_left` the time until the deadline. A save may start in
+    `next_try` seconds; None if no further one makes sense. `suspicious`: the loss of the last step
+    is too bad to save the state.
     """
 
     step: int
@@ -63,9 +63,9 @@ class SaveSituation:
 
 @dataclass(frozen=True)
 class SaveDecision:
-    """`action`, and why; `patience` is how many seconds to WAIT or PAUSE at most, None for ever.
-    `lost` steps are not committed as things stand; `enough` is how many seconds of warning would
-    have saved them, None if that cannot be told."""
+    """The next `action`, and why; `patience` is the most seconds to WAIT or PAUSE, None without
+    limit. `lost` steps are not committed so far; a warning of `enough` seconds would have saved
+    them, None if unknown."""
 
     action: Action
     reason: str
@@ -77,9 +77,8 @@ class SaveDecision:
 def decide_final_save(now: SaveSituation) -> SaveDecision:
     """Wait while there is time; start the last save only if a save usually fits.
 
-    A save in flight is worth waiting for until the deadline: the last commit is not touched by it,
-    and nothing else can be saved meanwhile. So one slow save is no reason not to try. Before any
-    save was measured, one is tried.
+    Waiting for a save in flight until the deadline is always right: it does not touch the last
+    commit, and nothing else can be saved meanwhile. If no save was measured yet, one is tried.
     """
     time = time_to_spare(now.seconds_left)
     lost = now.step - (now.committed or 0)
@@ -97,7 +96,7 @@ def decide_final_save(now: SaveSituation) -> SaveDecision:
 
 
 def _save_or_pause(now: SaveSituation, time: float | None, pause: float, lost: int) -> SaveDecision:
-    """Of a state that is to be saved: whether there is `time`, and whether it is time."""
+    """Whether there is `time` for a save, and whether to `pause` first."""
     usual = now.save_times.usual if now.save_times else 0.0
     if pause > 0 and (time is None or pause + usual < time):
         return SaveDecision(Action.PAUSE, "a save has failed", lost, patience=min(pause, BREATH))
@@ -113,12 +112,12 @@ def _save_or_pause(now: SaveSituation, time: float | None, pause: float, lost: i
 
 
 def time_to_spare(seconds_left: float | None) -> float | None:
-    """What is left of a deadline when the exit's share is kept free; None without a deadline."""
+    """Seconds left without `EXIT_SECONDS`; None without a deadline."""
     return None if seconds_left is None else seconds_left - EXIT_SECONDS
 
 
 def tell_loss(move: SaveDecision) -> str:
-    """What ABANDON or DISCARD cost and what would have helped, for a person."""
+    """A sentence: what ABANDON or DISCARD cost, and what would have helped."""
     steps = "step is" if move.lost == 1 else f"{move.lost} steps are"
     if move.action is Action.DISCARD:
         advice = "the next start repeats them"
@@ -135,7 +134,7 @@ def _abandon(now: SaveSituation, reason: str) -> SaveDecision:
 
 
 def _enough(now: SaveSituation) -> float | None:
-    """From the request to the exit: what was spent so far, and what the saves still need."""
+    """Seconds from the request to the exit: the time so far, and what the saves still need."""
     in_flight, times = now.in_flight, now.save_times
     if times is None or (in_flight is not None and in_flight.age > times.long):
         return None

@@ -1,10 +1,9 @@
-"""Where the loops of this process belong, in which run and in which folder of it; and how the
-process ends: told to the supervisor, and as an exit status.
+"""The run and the folder of each loop of this process; and how the process ends: its message to the
+supervisor, and its exit status.
 
-A process may have several loops, as in cross-validation. The first that names no run directory is
-the run's own; the second has its checkpoints in `loops/2` of it, and so on, in the order of their
-calls: a program that is started again walks through those that are complete, and goes on in the one
-that is not.
+A process may have several loops, as in cross-validation. The first one without a run directory uses
+the run itself, the second one `loops/2` in it, and so on, in the order of their calls: a program
+that is started again passes the complete loops, and resumes the first one that is not.
 """
 
 from __future__ import annotations
@@ -34,19 +33,20 @@ from kempner.training.rank_link.shutdown import StopListener
 
 
 class LastWords:
-    """Tells the supervisor how this process ends: at its exit, or with the exception that ends it.
-    At once in the latter case: an interpreter that goes down waits for threads, and those may wait
-    for ranks that wait for this one."""
+    """Reports to the supervisor how this process ends: at its exit, or at once for an exception. An
+    interpreter that shuts down waits for threads, which may wait for ranks that wait for this
+    one."""
 
     def __init__(self, rank_link: RankLink) -> None:
         self.code: ExitCode | None = None
-        """How the loop ended, if it did; without that the exit status says more."""
+        """How the loop ended, if it did."""
         self.uncommitted: str | None = None
-        """How the loop was left without a commit, for a program that ends as if all were well."""
+        """How the loop was left without a commit, to print if the program then ends without an
+        error."""
         self._rank_link, self._earlier_hook = rank_link, sys.excepthook
         self._status = ExitCode.COMPLETED
-        """The exit status, where Python would leave with another: after an exception that is told
-        without its traceback, and after a loop that is not in the main thread."""
+        """The exit status if Python's would be wrong: after an exception that is printed without
+        its traceback, and after a loop outside of the main thread."""
         if threading.current_thread() is threading.main_thread():
             sys.excepthook = self._hook
         else:
@@ -55,7 +55,7 @@ class LastWords:
         atexit.register(self._say)
 
     def end_with(self, error: RunError) -> NoReturn:
-        """End this process where Python would not pass the exception on."""
+        """End this process with an error where Python would ignore the exception."""
         self._told(error)
         leave(error.code)
 
@@ -65,7 +65,7 @@ class LastWords:
         elif self.uncommitted is not None:
             say(f"kempner: {self.uncommitted}", sys.stderr)
         if self._status is not ExitCode.COMPLETED:
-            leave(self._status)  # or a run that was stopped would pass for one that is complete
+            leave(self._status)  # otherwise a stopped run would look complete
         ignore_from_now_on()
 
     def _hook(
@@ -75,7 +75,7 @@ class LastWords:
             self._earlier_hook(kind, error, trace)
 
     def _thread_hook(self, ended: threading.ExceptHookArgs) -> None:
-        """What a thread ends with that is not the main one goes no further than this."""
+        """Handle an exception that ends the loop's thread, if that is not the main one."""
         error = ended.exc_value
         if threading.get_ident() != self._thread or error is None:
             self._earlier_thread_hook(ended)
@@ -87,7 +87,7 @@ class LastWords:
                 self._earlier_thread_hook(ended)
 
     def _told(self, error: BaseException) -> bool:
-        """Tell the supervisor; whether there is nothing more to be told to the user."""
+        """Report to the supervisor; returns whether the user needs no traceback."""
         after_loop, self.code = self.code is ExitCode.COMPLETED, None
         self.uncommitted = None  # the exception says more
         code = _code_of(error, self._rank_link)
@@ -109,8 +109,8 @@ def _code_of(error: BaseException, rank_link: RankLink) -> ExitCode:
 
 @dataclass(frozen=True)
 class Home:
-    """`run` has the attempts and the ledger, `folder` what the loop is and its checkpoints. A loop
-    that names its folder has no `number`."""
+    """The place of a loop: `run` has attempts and ledger, `folder` the loop's identity and
+    checkpoints. A loop that names its folder has `number` 0."""
 
     run: RunDirectory
     folder: RunDirectory
@@ -118,7 +118,7 @@ class Home:
 
     @property
     def place(self) -> str:
-        """What the ledger calls the folder; empty for the run's own."""
+        """The folder in the ledger's form; empty for the run's own."""
         if self.folder == self.run:
             return ""
         path = self.folder.path
@@ -129,9 +129,8 @@ class Home:
         return self.folder.path.is_relative_to(self.run.path)
 
     def fence(self, ranks: Ranks, attempt: Attempt) -> Fence:
-        """What keeps attempts before this one from committing there. A folder that the program
-        names is no part of the supervisor's run: it has attempts of its own. Raises `UsageError`,
-        on all ranks alike, if it cannot be written."""
+        """The fence against earlier attempts. A folder outside of the supervisor's run has its own
+        attempts. Raises `UsageError`, on all ranks, if it cannot be written."""
         if self._within:
             return Fence(self.run.attempts, attempt)
         mine: Attempt | str = ""
@@ -148,7 +147,7 @@ class Home:
 
 @dataclass(frozen=True)
 class SupervisedProcess:
-    """The connection of this process, with what depends on it; it outlives a loop."""
+    """The connection of this process to its supervisor, which outlives a loop."""
 
     rank_link: RankLink
     shutdown: StopListener
@@ -161,9 +160,9 @@ class Loops:
     """The loops of this process so far."""
 
     count: int = 0
-    """Those that named no run directory."""
+    """Number of loops without a run directory."""
     chosen: Path | None = None
-    """The run of those, without a supervisor."""
+    """Their run, without a supervisor."""
     supervised: SupervisedProcess | None = None
     _claims: dict[Path, Ownership] = field(default_factory=dict)
     _completed: dict[Path, object] = field(default_factory=dict)
@@ -176,7 +175,7 @@ class Loops:
         program: RunIdentity,
         accepted: Collection[str],
     ) -> Home:
-        """Where the next loop belongs; `named` by the user, or by the order of the calls."""
+        """The home of the next loop: `named` by the user, or by the order of the calls."""
         if named is not None:
             folder = RunDirectory(named)
             apart = link.launch is not None and named.resolve() != link.run.path.resolve()
@@ -189,7 +188,7 @@ class Loops:
         return Home(run, run if self.count == 1 else RunDirectory(beside), self.count)
 
     def claim(self, ranks: Ranks, link: RankLink, section: SuperviseSection) -> Ownership:
-        """The run is this process's: as it is already, or taken now; raises as `take_run`."""
+        """Claim the run, unless this process has it already; raises as `take_run`."""
         where = link.run.path.resolve()
         found = self._claims.get(where)
         if found is None or found.users == 0:
@@ -202,8 +201,8 @@ class Loops:
         self._completed[home.folder.path.resolve()] = facts.get("steps")
 
     def refuse_completed(self, home: Home, facts: Mapping[str, object]) -> None:
-        """Raise `UsageError` if an earlier loop has completed this one's run, and it asks for no
-        more: it would be handed out the other one's result."""
+        """Raise `UsageError` if an earlier loop has completed this run with as many steps: this
+        loop would get the other one's result."""
         where, steps = home.folder.path.resolve(), facts.get("steps")
         if where in self._completed and self._completed[where] == steps:
             raise UsageError(
@@ -213,11 +212,10 @@ class Loops:
 
 
 LOOPS = Loops()
-"""Those of this process."""
 
 
 def forget_loops() -> None:
-    """From now on as in a process that has just begun, for what runs several programs in one."""
+    """Reset to the state of a new process, for a process that runs several programs."""
     LOOPS.__init__()  # type: ignore[misc]
 
 

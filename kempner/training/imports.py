@@ -1,8 +1,5 @@
-"""All that a rank imports until its first save: a fork server does it once for all ranks.
-
-Elsewhere much of this is imported where it is needed, so that a rank that starts by itself does not
-wait for what it may not need.
-"""
+"""All imports of a rank until its first save, which a fork server makes once for all ranks. Other
+modules import much of this only where needed, so that a rank without a fork server starts fast."""
 
 # ruff: noqa: F401
 import torch._dynamo

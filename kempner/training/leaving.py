@@ -1,10 +1,10 @@
-"""How a program leaves the loop over its steps: by `break` or `return`, or by an exception.
+"""Finds how a program leaves the loop over its steps: by `break` or `return`, or by an exception.
 
-Python closes a generator in the same way in either case. So the iterator looks, when it is dropped,
-at what the frame is doing that drops it. `break` and `return` compile to an instruction that drops
-the iterator of their loop; an exception drops it in the instruction that has raised, to which a
-traceback refers. An iterator that is dropped elsewhere was kept in a variable: the loop was left
-some time before, and the model may have changed since. Then nothing is to be committed.
+Python closes a generator in the same way in either case. So the iterator, when it is dropped, looks
+at the current instruction of the frame that drops it. `break` and `return` compile to an
+instruction that drops the loop's iterator; an exception drops it in the instruction that has
+raised, to which a traceback refers. An iterator that is dropped elsewhere was kept in a variable:
+the loop was left earlier, and the model may have changed since, so that nothing must be committed.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _DROPPING = {
     *("POP_TOP", "POP_ITER", "END_FOR", "FOR_ITER"),
     *("DELETE_FAST", "DELETE_NAME", "DELETE_GLOBAL", "STORE_FAST", "STORE_NAME", "STORE_GLOBAL"),
 }
-"""Instructions that drop an iterator, unless they raise; of CPython 3.11 to 3.14."""
+"""Instructions of CPython 3.11 to 3.14 that drop an iterator, unless they raise."""
 
 
 @dataclass
 class StepsEnd:
-    """How the steps come to be closed before their end."""
+    """How the steps were closed before their end."""
 
     by_hand: bool = False
-    """Whether by `break` or `return`, with nothing run since then."""
+    """Whether by `break` or `return`, without any code run since."""
 
 
 class Steps:
-    """The iterator over the steps of `make`, which it closes as soon as it is dropped."""
+    """An iterator over the steps of `make` that closes them as soon as it is dropped."""
 
     def __init__(self, make: Callable[[StepsEnd], Generator[object, None, None]]) -> None:
         self._leaving, self._process = StepsEnd(), os.getpid()
@@ -54,20 +54,20 @@ class Steps:
         return next(self._steps)
 
     def abandon(self) -> None:
-        """Leave the loop without a commit, unless it was left before."""
+        """Leave the loop without a commit, unless it was left already."""
         self._abandoned = True
-        if os.getpid() == self._process:  # else: a worker that was forked in the loop
+        if os.getpid() == self._process:  # else: a worker forked in the loop
             self._steps.close()
 
     def __del__(self) -> None:
-        if self._abandoned or os.getpid() != self._process:  # Python itself may be half gone
+        if self._abandoned or os.getpid() != self._process:  # Python may be shutting down
             return
         self._leaving.by_hand = _is_left_by_hand(sys._getframe().f_back, self._users)
         self._steps.close()
 
 
 def describe_uncommitted(step: int, steps: int) -> str:
-    """What becomes of a loop that is left after `step` of its `steps`, but not by hand."""
+    """A sentence about a loop that was left after `step` of `steps`, but not by hand."""
     return (
         f"the loop was left after step {step} of {steps} by an exception, or with its iterator "
         "kept in a variable; the steps since the newest checkpoint are made again at the next start"
@@ -82,13 +82,13 @@ def _abandon_open() -> None:
         steps.abandon()
 
 
-# While threads can still be started: what `atexit` calls comes too late for that, from 3.12 on.
+# Runs while threads can still be started; from Python 3.12 on, `atexit` is too late for that.
 threading._register_atexit(_abandon_open)  # type: ignore[attr-defined]
 
 
 def _users(frame: FrameType | None) -> frozenset[int]:
-    """The frames that a step goes through: of generators and iterators around the steps, such as a
-    progress bar, and the one that has their loop."""
+    """The frames that a step passes through: those of generators and iterators around the steps,
+    such as a progress bar, and the one with the loop."""
     users = set()
     while frame is not None:
         users.add(id(frame))
@@ -99,8 +99,8 @@ def _users(frame: FrameType | None) -> frozenset[int]:
 
 
 def _is_left_by_hand(frame: FrameType | None, users: frozenset[int]) -> bool:
-    """Whether `frame` drops the iterator of a loop in one of `users` by `break` or `return`. Where
-    a generator is closed that has the loop, what has dropped that generator counts."""
+    """Whether `frame` drops the iterator of a loop in one of `users` by `break` or `return`. If the
+    loop is in a generator that is being closed, the frame that drops the generator counts."""
     while frame is not None:
         instruction = dis.opname[frame.f_code.co_code[frame.f_lasti]]
         if instruction in _DROPPING and id(frame) in users and not _raises(frame):
@@ -112,7 +112,7 @@ def _is_left_by_hand(frame: FrameType | None, users: frozenset[int]) -> bool:
 
 
 def _raises(frame: FrameType) -> bool:
-    """Whether the present instruction of `frame` has raised."""
+    """Whether the current instruction of `frame` has raised."""
     references = gc.get_referrers(frame)
     return any(isinstance(o, TracebackType) and o.tb_lasti == frame.f_lasti for o in references)
 

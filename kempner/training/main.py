@@ -43,7 +43,7 @@ from kempner.training.rank_link.rank_link import RankLink
 from kempner.training.rank_link.shutdown import StopListener
 
 _NO_HOST_MEMORY = ("DefaultCPUAllocator", "not enough memory")
-"""What torch says when the host has none to give; it has no exception type for that."""
+"""torch's messages when host memory runs out; it has no exception type for that."""
 
 
 def describe_shortage(error: BaseException, progress: Progress) -> str | None:
@@ -81,11 +81,11 @@ _PEER_GONE = (
     "Timed out waiting",
     "Socket Timeout",
 )
-"""What Gloo and the store say when a peer is gone; they have no exception type for it."""
+"""Messages of Gloo and the store when a peer is gone; they have no exception type for that."""
 
 
 def main(config: Config, rank_link: RankLink, shutdown: StopListener) -> NoReturn:
-    """Run this process as one rank and end it; the exit code says how it went."""
+    """Run this process as one rank, and exit with the code for how it ended."""
     sentence = ""
     try:
         code = run_rank(config, rank_link, shutdown)
@@ -104,17 +104,16 @@ def main(config: Config, rank_link: RankLink, shutdown: StopListener) -> NoRetur
             logger().error("unexpected exception", exc_info=True)
     rank_link.leave(code, sentence)
     # Not sys.exit: a daemon thread in native code, Gloo's destructors or a loader worker that is
-    # stuck on storage could turn a clean end into an abort or a hang.
+    # stuck on storage could turn a clean exit into an abort or a hang.
     leave(code)
 
 
 def classify(error: BaseException, rank_link: RankLink) -> ExitCode:
-    """The exit code for an unexpected exception: a lost peer, storage that fails, or a crash of
-    this rank. What the supervisor has said takes precedence. The error decides where it has said
-    nothing yet, or there is no supervisor."""
+    """The exit code for an unexpected exception: a lost peer, failing storage, or a crash of this
+    rank. A lost peer reported by the supervisor takes precedence over the error itself."""
     told = rank_link.link is not None and rank_link.link.peer_lost is not None
     if isinstance(error, OSError) and error.filename is not None and error.errno in PASSING:
-        return ExitCode.STORAGE_UNAVAILABLE  # with a file: it is not about a connection
+        return ExitCode.STORAGE_UNAVAILABLE  # with a file name: not a network error
     lost = isinstance(error, torch.distributed.DistError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in _PEER_GONE)
     )
@@ -122,14 +121,14 @@ def classify(error: BaseException, rank_link: RankLink) -> ExitCode:
 
 
 def run_rank(config: Config, rank_link: RankLink, shutdown: StopListener) -> ExitCode:
-    """Connect, build, resume, train. Raises `RunError` for problems that a person can fix."""
+    """Connect, build, resume, train. Raises `RunError` for problems that the user can fix."""
     world, run, progress = rank_link.world, rank_link.run, rank_link.progress
     torch.set_num_threads(thread_count(config, world))
-    if config.train.deterministic:  # cuBLAS reads it with its first product
+    if config.train.deterministic:  # cuBLAS reads it at its first product
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if config.train.compile:
         keep_compiled(run.compiled)
-    # The same as use_deterministic_algorithms(), which imports the compiler to tell it, too.
+    # As use_deterministic_algorithms(), which would import the compiler, too.
     torch.set_deterministic_debug_mode("error" if config.train.deterministic else "default")
     faults = arm(config, rank_link)
     faults.maybe_inject(Phase.START)
@@ -182,8 +181,8 @@ def thread_count(config: Config, world: World) -> int:
 
 @dataclass
 class Ownership:
-    """The attempt that a rank belongs to, and the claim on the run of rank 0 without a supervisor:
-    with one, the supervisor holds it. `users` are the loops that use it at the same time."""
+    """The attempt of a rank, and rank 0's `lease` on the run if there is no supervisor to hold it.
+    `users` is the number of loops that use it at the same time."""
 
     attempt: Attempt
     lease: Lease | None = None
@@ -198,7 +197,7 @@ class Ownership:
 def take_run(
     run: RunDirectory, ranks: Ranks, launch: Launch | None, section: SuperviseSection
 ) -> Ownership:
-    """The supervisor's attempt, or one that rank 0 begins where there is no supervisor. Raises
+    """The supervisor's attempt, or one that rank 0 begins without a supervisor. Raises
     `UsageError`, on every rank, if another process owns the run, or it cannot be written."""
     if launch is not None:
         return Ownership(launch.attempt)
@@ -213,7 +212,7 @@ def take_run(
 
 
 def _begin(run: RunDirectory, world: World, section: SuperviseSection) -> Ownership | str:
-    """A new attempt of the run, which is ours now; otherwise why not, for the other ranks."""
+    """Own the run and begin an attempt; on failure, the reason for all ranks."""
     try:
         lease = Lease.acquire(run, section.lease, restart_count(os.environ))
     except UsageError as error:

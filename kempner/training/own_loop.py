@@ -35,17 +35,17 @@ from kempner.training.vote import (
 )
 
 IDLE_AT_MOST = 8
-"""Steps in a row in which no optimizer has stepped. `GradScaler` skips some when it begins."""
+"""Allowed steps in a row without an optimizer step. `GradScaler` skips some at the start."""
 
 _SAVE_PATIENCE = 60.0
-"""Seconds to wait at most for a save in flight, when an exception leaves the loop."""
+"""Most seconds to wait for a save in flight after an exception in the loop."""
 
 
 class OwnLoop:
-    """Where such a loop stands. Every method is called on every rank, in the same order."""
+    """The state of such a loop. Call every method on every rank, in the same order."""
 
     suspicious = False
-    """Always False: only the loop itself could judge its losses."""
+    """Always False: only the loop itself knows its losses."""
 
     def __init__(
         self, session: Session, checkpoints: Saver, train_state: TrainState | None
@@ -54,11 +54,11 @@ class OwnLoop:
         self.ranks, self.shutdown = session.ranks, session.shutdown
         self.vote_group = VoteGroup(session.ranks.votes)
         self.train_state = train_state or TrainState()
-        """How many steps are done."""
+        """The train state after the last step."""
         self.idle = 0
-        """In how many steps, up to the last, no optimizer has stepped on this rank."""
+        """Number of last steps in which no optimizer has stepped on this rank."""
         self.left_after: int | None = None
-        """The step after which this rank has left the loop without being asked to."""
+        """The step after which this rank has left the loop by itself."""
         self._ballot: Ballot | None = None
         self._recorder = recorder()
 
@@ -67,17 +67,18 @@ class OwnLoop:
 
     @property
     def voting(self) -> bool:
-        """Whether a step has begun that has not ended."""
+        """Whether a step is under way."""
         return self._ballot is not None
 
     def begin_step(self) -> None:
-        """Open the vote, which is under way while the step computes."""
+        """Open the vote, which runs while the step computes."""
         if self._recorder is not None:
             self._recorder.begin_step(self.train_state.step + 1, self.shutdown.should_shutdown)
         self._ballot = self.vote_group.open(self.vote())
 
     def end_step(self, step: int) -> VoteResult:
-        """`step` steps are done. Returns what all ranks are to do; the same on each."""
+        """Note that `step` steps are done; returns the result of the vote, the same on each
+        rank."""
         ballot = self._ballot or self.vote_group.open(self.vote())
         with self.session.progress.waiting("the vote"):
             agreed = ballot.close()
@@ -94,9 +95,9 @@ class OwnLoop:
         return agreed
 
     def part(self, step: int) -> VoteResult:
-        """This rank has left the loop with `step` steps done; what all ranks say to that. Raises
-        `UsageError` unless all have left after the same step."""
-        if self._ballot is not None:  # that of the step in which it has left
+        """Note that this rank has left the loop after `step` steps, and vote. Raises `UsageError`
+        unless all ranks have left after the same step."""
+        if self._ballot is not None:  # the vote of the step in which it has left
             self._ballot.close()
             self._ballot = None
         self.train_state = replace(self.train_state, step=step, cursor=step)
@@ -113,19 +114,19 @@ class OwnLoop:
             return self.vote_group.open(self.vote()).close()
 
     def agree(self) -> VoteResult:
-        """A vote between two steps, which raises as `end_step` where saves keep failing."""
+        """A vote between two steps; raises as `end_step` if saves keep failing."""
         agreed = self.ask()
         self._refuse_to_go_on_unsaved(agreed)
         return agreed
 
     def save_is_due(self, agreed: VoteResult, on_interval: bool) -> bool:
-        """Whether to save now: as the loop itself would, but for saves that have failed."""
+        """Whether to save now: on the loop's interval, or again after a failed save."""
         due = agreed.save_again if agreed.failed_saves else on_interval
         return due and not agreed.stop
 
     def save(self, agreed: VoteResult | None) -> None:
-        """Save the state as of this step; `agreed` is the last vote, of a loop that has one in
-        every step."""
+        """Save the state of this step; `agreed` is the last vote, for a loop that votes in every
+        step."""
         self.session.note_trackers()
         if self._recorder is not None:
             self._recorder.saved(self.train_state.step)
@@ -134,19 +135,19 @@ class OwnLoop:
             self.checkpoints.save(self.train_state, counted)
 
     def wait_for_save(self) -> None:
-        """Wait for the save in flight, a minute at most: an exception leaves the loop, or the
-        program ends."""
+        """Wait for the save in flight, at most a minute, after an exception or at the end of the
+        program."""
         left = time_to_spare(self.shutdown.seconds_left())
         patience = min(_SAVE_PATIENCE, _SAVE_PATIENCE if left is None else left)
         with self.session.progress.during(Phase.SAVE):
             try:
                 self.checkpoints.settle(patience)
-            except RuntimeError as error:  # of the peers that the exception in the loop is about
+            except RuntimeError as error:  # from the peers' loss that the loop's exception is about
                 logger().warning("the save in flight has failed", reason=str(error))
 
     def leave(self, agreed: VoteResult, steps: int | None = None) -> ExitCode:
-        """Commit what can be, and part from the other ranks; how the loop has ended. `steps` is how
-        many there are, where the program has left before the last."""
+        """Commit what can be committed, and leave the other ranks; returns how the loop ended.
+        `steps` is their total number, if the program has left before the last one."""
         self.session.progress.phase = Phase.SAVE
         if self._recorder is not None:
             self._recorder.left()
@@ -167,7 +168,7 @@ class OwnLoop:
 
 
 def describe_idleness(steps: int) -> str:
-    """Why steps in which nothing was trained are not counted."""
+    """The sentence for steps without an optimizer step."""
     said = "the first step" if steps == 1 else f"{steps} steps in a row"
     return (
         f"no optimizer has stepped in {said}: a step of survive(...) is one of the optimizer; "

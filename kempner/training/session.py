@@ -1,6 +1,6 @@
-"""A program's place in its run, whatever its training loop: found, claimed, reported and left.
+"""A program's session in a run, whatever its training loop: finds, claims and leaves the run.
 
-Whether it is the program that the run belongs to, rank 0 checks, and all ranks learn the result:
+Rank 0 checks whether the run belongs to this program, and all ranks get the result:
 
     standing = recognise(folder, ranks, this_program(ranks, facts), ...)  # refused or told
     standing.refuse_if_complete(step)  # when the newest checkpoint is loaded
@@ -71,8 +71,8 @@ _ANOTHER_RUN = "give it another run_dir"
 
 @dataclass(frozen=True)
 class RunComparison:
-    """What the run in `folder` was at its start before (None: it is new, or older than this is
-    kept), what it is now, and the differences; the same on all ranks."""
+    """The identity of the run in `folder` at its last start (None: a new run, or one without a
+    record), its identity now, and the differences; the same on all ranks."""
 
     folder: RunDirectory
     before: RunIdentity | None
@@ -80,9 +80,8 @@ class RunComparison:
     differences: tuple[Difference, ...] = field(default=())
 
     def refuse_if_complete(self, step: int) -> None:
-        """Raise `DataError` if the run is complete at `step` and was made by a program with other
-        facts. Differences that the user accepts change how a run goes on, and a complete run does
-        not go on."""
+        """Raise `DataError` if the run is complete at `step` and differs in accepted facts: these
+        change how a run continues, which a complete one does not."""
         accepted = [each for each in self.differences if each.verdict is Consequence.ACCEPTED]
         steps = self.now.facts.get("steps")
         if accepted and isinstance(steps, int) and step >= steps:
@@ -93,14 +92,13 @@ class RunComparison:
             )
 
     def keep(self, run: RunDirectory) -> None:
-        """Have the next start be compared with this one, and the run keep copies of the program; by
-        rank 0."""
+        """Store this identity for the next start, and copies of the program; on rank 0."""
         keep_copies(run, files_of_process(sys.argv, sys.modules, Path.cwd()))
         now = self.now if self.before is None else self.now.after(self.before)
         write = partial(write_identity, self.folder, now)
         try:
             storage_waits().retry(write, path=self.folder.identity)
-        except OSError as error:  # the next start is compared with an older one
+        except OSError as error:  # the next start is then compared with an older identity
             logger().warning("cannot keep what the run is", error=str(error))
 
 
@@ -111,16 +109,16 @@ def recognise(
     accepted: Collection[str],
     launched_as_before: bool,
 ) -> RunComparison:
-    """Compare this program with the one whose run it is, and say what differs, in a line each.
-    `launched_as_before` says that a supervisor has looked at its command. Raises `DataError`, on
-    all ranks alike, where the result would be another program's."""
+    """Compare this program with the one that the run belongs to, and print the differences.
+    `launched_as_before`: a supervisor has compared its command. Raises `DataError`, on all ranks,
+    if the result would be another program's."""
     standing = RunComparison(folder, None, program)
     if ranks.world.rank == 0:
         before = storage_waits().retry(partial(read_identity, folder), path=folder.identity)
         if before is not None and launched_as_before:
             program = replace(program, launched=before.launched)
             standing = RunComparison(folder, None, program)
-        # Without a checkpoint it begins anew, whatever was tried before.
+        # Without a checkpoint the run starts over, whatever was tried before.
         if before is not None and any(folder.checkpoints.glob("step-*")):
             found = compare(before, program, accepted)
             standing = RunComparison(folder, before, program, tuple(found))
@@ -135,12 +133,11 @@ def recognise(
 
 
 _HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
-"""What of an optimizer's groups is no setting, or says how it computes, and not what."""
+"""Keys of an optimizer's groups that are no settings, or do not affect the result."""
 
 
 def describe_optimizer(optimizer: Optimizer) -> dict[str, object]:
-    """What an optimizer is, for the facts of a run: its class, and the settings of its groups in
-    whatever order."""
+    """An optimizer as a fact of a run: its class, and the sorted settings of its groups."""
     groups = [
         {name: value for name, value in group.items() if name not in _HOW and _is_setting(value)}
         | {"parameters": sum(parameter.numel() for parameter in group["params"])}
@@ -156,7 +153,8 @@ def _is_setting(value: object) -> bool:
 
 
 def this_program(ranks: Ranks, facts: Mapping[str, object]) -> RunIdentity:
-    """What this process runs, with the `facts` of its loop; on rank 0 with its files."""
+    """The identity of this process's program, with the `facts` of its loop; on rank 0 with its
+    files."""
     told = {name: plain(value) for name, value in facts.items()}
     if ranks.world.rank != 0:
         return RunIdentity(facts=told)
@@ -169,15 +167,15 @@ def this_program(ranks: Ranks, facts: Mapping[str, object]) -> RunIdentity:
 
 
 class RunEntry:
-    """On the way into a run: this process traps the stop signals, and the supervisor knows of it.
+    """Enters a run: traps the stop signals, and connects to the supervisor.
 
-    `name` is what the user calls, for messages. At a prompt the signals are left alone until
-    `Session.trap_signals`. `run_dir` is the run directory; by default the supervisor's, or else
-    `runs/<script>`, or one beside that if it is another command's. The second loop of a process
-    that names none belongs into `loops/2` of that, and so on. `accept_changes` names differences
-    to the run as it was that are not to be refused. With a `listener` the signals are left to
-    what has made that. With an `output_dir` the run belongs to that folder of a trainer's results:
-    with another one it is another run. What follows, `meet` among it, belongs into `guard`.
+    `name` is the function that the user calls, for messages. At a prompt the signals are not
+    trapped before `Session.trap_signals`. `run_dir` is the run directory; by default the
+    supervisor's, or else `runs/<script>`, or one beside that if it is another command's. The second
+    loop of a process without a `run_dir` uses `loops/2` of that, and so on. `accept_changes` names
+    differences to the last start to accept. A given `listener` is in charge of the signals. An
+    `output_dir`, a trainer's output folder, is part of the run's identity. All that follows,
+    including `meet`, belongs in `guard`.
     """
 
     def __init__(
@@ -216,7 +214,7 @@ class RunEntry:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """If this ends with an exception, release the signals and the run."""
+        """If the block raises, release the signals and the run."""
         try:
             yield
         except BaseException:
@@ -233,13 +231,12 @@ class RunEntry:
         agree_on: Mapping[str, object],
         facts: Mapping[str, object] | None = None,
     ) -> Session:
-        """Join the other ranks, who must all know the same to `agree_on`, and take the run.
+        """Connect to the other ranks, check that all have the same `agree_on`, and claim the run.
 
-        `facts` are what the result depends on (rank 0's count): they are kept with the run, and
-        compared with those of its start before. Of "steps" more may be asked for than before.
-
-        Raises, on all ranks alike, `UsageError` where the ranks differ or another process owns the
-        run, and `DataError` where it is the run of another program or of other facts.
+        `facts` are what the result depends on (rank 0's count): they are stored with the run, and
+        compared with those of its last start; only "steps" may grow. Raises, on all ranks,
+        `UsageError` if the ranks differ or another process owns the run, and `DataError` if the run
+        is that of another program or of other facts.
         """
         ranks = self._join(device)
         with self.rank_link.progress.waiting("what the others are to do"):
@@ -266,7 +263,7 @@ class RunEntry:
         return session
 
     def _join(self, device: torch.device) -> Ranks:
-        """Meet the other ranks; from now on a stop is for all of them to agree on."""
+        """Connect to the other ranks; from now on they vote on a stop."""
         link, shutdown, terms = self.rank_link, self._shutdown, self._entered.terms
         link.progress.enter(Phase.LOAD)
         raise_open_file_limit()
@@ -281,7 +278,7 @@ class RunEntry:
 
 
 class Session:
-    """A rank's place in its run. When the loop is over, `end` and `give_back` must follow."""
+    """A rank's session in its run. After the loop, call `end` and `give_back`."""
 
     def __init__(
         self,
@@ -297,13 +294,13 @@ class Session:
         self._last_words, self._released = last_words, False
         self.ranks, self.shutdown = ranks, shutdown
         self.standing = RunComparison(home.folder, None, RunIdentity())
-        """What the run was before, and is now."""
+        """The comparison with the run's last start."""
         self.accepted: Collection[str] = ()
-        """Names of differences that the user accepts, for `CheckpointEngine.restore` as well."""
+        """Names of differences that the user accepts, also for `CheckpointEngine.restore`."""
 
     @cached_property
     def durations(self) -> Durations:
-        """How long the saves of this run took; rank 0 knows."""
+        """How long the saves of this run took; known to rank 0."""
         return self._history.durations
 
     @cached_property
@@ -335,8 +332,8 @@ class Session:
         )
 
     def tell_ready(self, step: int) -> None:
-        """Say that training goes on from `step`. Raises `DataError`, on all ranks alike, if nothing
-        is left to do of what was another run."""
+        """Report that training continues from `step`. Raises `DataError`, on all ranks, as
+        `RunComparison.refuse_if_complete`."""
         self.standing.refuse_if_complete(step)
         if self.ranks.world.rank == 0:
             self.standing.keep(self._home.run)
@@ -354,20 +351,20 @@ class Session:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """In this block this rank evaluates, or does other work than steps: however long that
-        takes, it is no hang, and the others may wait for it."""
+        """Mark the block as an evaluation, or other work than steps: it is never a hang, and other
+        ranks may wait for it."""
         with self.progress.during(Phase.EVAL):
             yield
 
     def note_trackers(self) -> None:
-        """Keep what the next start needs to go on with the same run of a tracker."""
+        """Record what the next start needs to resume the same run of a tracker."""
         launch = self._rank_link.launch
         if self.ranks.world.rank == 0 and launch is not None and launch.terms is not None:
             note_mlflow_run(RunDirectory(launch.terms.run).trackers)
 
     def end(self, code: ExitCode, words: str, complete: bool) -> None:
-        """Leave the other ranks; the supervisor is sent `code` when this process exits. `complete`
-        is whether nothing is left to do."""
+        """Leave the other ranks; the supervisor gets `code` when this process exits. `complete`: no
+        step is left."""
         self.say(f"{words}{self._which}")
         if complete:
             LOOPS.complete(self._home, self.standing.now.facts)
@@ -379,16 +376,15 @@ class Session:
             begin_next_loop()
 
     def leave_uncommitted(self, words: str) -> None:
-        """The loop is left by an exception, or was some time before; say so if the program goes
-        on all the same."""
+        """Print `words` at the exit, if the program ends without an error after leaving its loop
+        without a commit."""
         if self.ranks.world.rank == 0:
             self._last_words.uncommitted = words
 
     def give_back(self, code: ExitCode | None) -> None:
-        """Let go of the run and of what this process shares with whatever it does next. `code` is
-        how the loop has ended; None if by an exception."""
+        """Release the run and the signals. `code` is how the loop ended; None for an exception."""
         self.release()
-        # Whom the supervisor stops has nothing left to do, and is not to die of a signal now.
+        # A rank that the supervisor stops is about to exit, and must not die of a signal now.
         if code is None or code is ExitCode.COMPLETED or self._rank_link.launch is None:
             self.shutdown.uninstall()
             heed_for_children(False)
@@ -399,7 +395,7 @@ class Session:
             self._claim.release()
 
     def end_with(self, error: RunError) -> NoReturn:
-        """End this process with its sentence and its code, at once."""
+        """End this process at once, with the error's sentence and code."""
         self._last_words.end_with(error)
 
     @property
@@ -421,7 +417,7 @@ class Session:
 
     @property
     def _which(self) -> str:
-        """Which of the process's loops it is, for a sentence; empty for the first."""
+        """The number of the loop in its process, for a sentence; empty for the first."""
         return f" (loop {self._home.number})" if self._home.number > 1 else ""
 
     def say(self, words: str) -> None:
@@ -434,7 +430,7 @@ def at_prompt() -> bool:
 
 
 def _as_told(terms: LaunchTerms | None) -> SuperviseSection:
-    """The supervisor's timeouts; the defaults without a supervisor, where they are not used."""
+    """The supervisor's timeouts; without one the defaults, which are not used."""
     if terms is None:
         return SuperviseSection()
     return SuperviseSection(
@@ -443,8 +439,8 @@ def _as_told(terms: LaunchTerms | None) -> SuperviseSection:
 
 
 def _usual(name: str, script: str) -> Path:
-    """The default run directory: as `kempner supervise` would name it. Raises `UsageError` without
-    a script: another notebook's run would be taken for this one's."""
+    """The default run directory, named as by `kempner supervise`. Raises `UsageError` without a
+    script, since two notebooks would share a run."""
     stem = Path(script).stem
     if at_prompt() or stem in ("", "-c", "-"):
         raise UsageError(

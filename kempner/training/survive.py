@@ -3,13 +3,13 @@
     for step, batch in survive(model, optimizer, data=loader, steps=1000, save_every=50):
         ...
 
-Iterating resumes from the newest checkpoint, at its place in the data, votes in every step, saves,
-and stops all ranks after the same step. Under `kempner supervise -- COMMAND` the ranks also report
-to the supervisor.
+Iterating resumes from the newest checkpoint and its position in the data, votes in every step,
+saves, and stops all ranks after the same step. Under `kempner supervise -- COMMAND` the ranks also
+report to the supervisor.
 
-However the loop is left, what is done is committed: after the last step or `finish` the run is
-complete; after a `break` or a `return` it goes on at the next start. After an exception the newest
-checkpoint stays as it is, since the step under way is not whole.
+When the loop ends, completed steps are committed: after the last step or `finish` the run is
+complete; after a `break` or a `return` the next start resumes it. After an exception nothing is
+committed, since a step is incomplete, and the newest checkpoint stays.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ from kempner.training.vote import VoteResult
 from kempner.training.watch import HeldObjects, Watch
 
 NAME = "data"
-"""Under which a checkpoint holds the place."""
+"""The key of the position in the data in a checkpoint."""
 
 
 class Batches:
-    """What each step trains on: a batch, or a list of `accumulate` of them."""
+    """The data of each step: a batch, or a list of `accumulate` batches."""
 
     def __init__(self, supply: Supply, accumulate: int | None) -> None:
         self._supply, self._accumulate = supply, accumulate
         self._before: dict[str, Any] | None = None
         self._put_back = False
         self.epoch = 0
-        """The epoch that the last batch belonged to."""
+        """The epoch of the last batch."""
 
     def take(self) -> Any:
         self._before = self._supply.state_dict()
@@ -74,7 +74,7 @@ class Batches:
         return batch
 
     def put_back(self) -> None:
-        """The step that was begun is not made: its batches are those of the next start."""
+        """Return the batches of an unfinished step: the next start gets them again."""
         self._put_back = self._before is not None
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class LoopPlan:
-    """What a loop is to do: `steps`, and a save every `save_every` of them."""
+    """The plan of a loop: `steps`, with a save every `save_every` of them."""
 
     steps: int
     save_every: int
@@ -111,15 +111,15 @@ class Survivor(Generic[Step]):
     """The steps of a loop, to be iterated over once, on every rank.
 
     After a stop the state is committed, and iterating raises `SystemExit` with 75. A `break` or
-    `return` commits, too; the run goes on at the next start, unless `finish` was called.
+    `return` commits, too; the next start resumes the run, unless `finish` was called.
 
-    From the call of `survive` to the end of the loop, however it ends, the stop signals come here;
-    then they do again what they did before. In another thread than the main one Python traps no
-    signals, and only the supervisor's orders stop the loop.
+    From the call of `survive` to the end of the loop the stop signals are trapped; then they have
+    their earlier effect again. Outside of the main thread Python cannot trap signals, and only the
+    supervisor's orders stop the loop.
 
-    At a prompt (a notebook, IPython, `python -i`) they come here only while the loop runs. After a
-    Ctrl-C the state is committed, and iterating raises `KeyboardInterrupt`; a second one within two
-    seconds raises it at once. `run_dir` has no default there.
+    At a prompt (a notebook, IPython, `python -i`) they are trapped only while the loop runs. After
+    a Ctrl-C the state is committed, and iterating raises `KeyboardInterrupt`; a second one within
+    two seconds raises it at once. `run_dir` has no default there.
     """
 
     def __init__(
@@ -138,31 +138,28 @@ class Survivor(Generic[Step]):
         self._finished = session.ranks.broadcast(self._read_mark()) == self._done_before
         self._begun = False
         self._trained = 0
-        # Of every optimizer: another one may step other parts of the model.
+        # For every optimizer: another one may step other parts of the model.
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
 
     @property
     def train_state(self) -> TrainState:
-        """How many steps are done."""
+        """The train state after the last step."""
         return self._loop.train_state
 
     @property
     def epoch(self) -> int:
-        """The epoch of the data, counted from 0, that the last batch belonged to."""
+        """The epoch of the last batch, counted from 0."""
         return self._batches.epoch if self._batches is not None else 0
 
     def finish(self) -> None:
-        """The step under way is the last one: with it the run is complete.
-
-        On all ranks in the same step, by what all of them know. Leave the loop by `break`, or go
-        on: there is no other step.
-        """
+        """Make the current step the last one, which completes the run. Call it on all ranks in the
+        same step. Leave the loop by `break`, or continue: no other step follows."""
         self._finished = True
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """The block is no step, on one rank or on all: it may take its time, and what it draws
-        changes nothing that is drawn later."""
+        """Evaluate in this block, on one rank or on all: it is never a hang, and random numbers
+        drawn in it do not affect later ones."""
         devices = [self._session.ranks.device] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
         with (
             torch.random.fork_rng(devices=devices),
@@ -178,7 +175,7 @@ class Survivor(Generic[Step]):
         return cast("Iterator[Step]", Steps(self.run))
 
     def run(self, leaving: StepsEnd) -> Generator[object, None, None]:
-        """Make the steps, and part from the run however they end."""
+        """Yield the steps, and leave the run however they end."""
         if at_prompt():
             self._session.trap_signals()
         code: ExitCode | None = None
@@ -193,7 +190,7 @@ class Survivor(Generic[Step]):
             self._session.leave_uncommitted(words)
             raise
         finally:
-            self.checkpoints.release_staging()  # nothing waits for that once the hook is gone
+            self.checkpoints.release_staging()  # without the hook nothing waits for the copy
             self._hook.remove()
             if self._batches is not None:
                 self._batches.close()
@@ -220,7 +217,7 @@ class Survivor(Generic[Step]):
             last = step == steps or self._finished
             due = not last and loop.save_is_due(agreed, on_interval)
             look = self._watch.end_step(on_interval)
-            if unchecked:  # the optimizer has its state now
+            if unchecked:  # now the optimizer has its state
                 self.checkpoints.check_state()
                 unchecked = False
             elif look:
@@ -251,18 +248,18 @@ class Survivor(Generic[Step]):
 
     def _complete(self, agreed: VoteResult) -> ExitCode:
         loop = self._loop
-        # What follows the loop draws the same, whether or not this process has made any step.
+        # Code after the loop draws the same numbers, whether or not this process has made a step.
         self._session.seed_step(self._plan.seed, loop.train_state.step + 1)
         made = loop.train_state.step - self._done_before
-        # Before there is a checkpoint that says so: all ranks know then that nothing was done.
+        # Before a checkpoint says that these steps are done, though nothing was trained.
         if not agreed.stop and made and not self._done_before and loop.ask().idle >= made:
             raise UsageError(describe_idleness(made))
-        if self._finished:  # also where it was asked to stop in its last step
+        if self._finished:  # also after a stop request in the last step
             self._write_mark(loop.train_state.step)
         return loop.leave(agreed)
 
     def _leave(self) -> ExitCode:
-        """The program has left the loop by `break` or `return`: commit what is done."""
+        """Commit after the program has left the loop by `break` or `return`."""
         loop = self._loop
         step = loop.train_state.step
         if loop.voting and self._trained:
@@ -275,11 +272,11 @@ class Survivor(Generic[Step]):
             if step == self._plan.steps or self._finished:
                 return self._complete(agreed)
             return loop.leave(agreed, self._plan.steps)
-        except RunError as error:  # Python shows none that is raised here, and goes on
+        except RunError as error:  # Python would only print an exception here, and continue
             self._session.end_with(error)
 
     def _read_mark(self) -> int | None:
-        """The step after which the loop was finished before; rank 0 knows."""
+        """The step after which the loop was finished earlier; known to rank 0."""
         mark = self._session.run.finished
         if self._session.ranks.world.rank != 0 or not mark.exists():
             return None
@@ -287,7 +284,7 @@ class Survivor(Generic[Step]):
         return step if isinstance(step, int) and step else None
 
     def _write_mark(self, step: int) -> None:
-        """Before the step is committed: the mark of one that is not means nothing."""
+        """Write the mark before the step is committed: without the commit it has no effect."""
         if self._session.ranks.world.rank == 0 and step < self._plan.steps:
             mark, content = self._session.run.finished, json.dumps({"step": step}).encode()
             write = partial(replace_durable, mark, content, unique=str(os.getpid()))
@@ -345,24 +342,25 @@ def survive(
     per_rank: Mapping[str, object] | None = None,
     accept_changes: Collection[str] = (),
 ) -> Survivor[Any]:
-    """Iterate over this instead of `range(1, steps + 1)`: it yields the steps not done yet, each
-    with a batch of `data` where that is given, or with `accumulate` of them.
+    """Iterate over this instead of `range(1, steps + 1)`: it yields the remaining steps, each with
+    a batch of `data` if given, or with `accumulate` batches.
 
     Call it once on every rank, after `init_process_group`, when `model` and `optimizer` are final.
-    Both, and what else `state` (the same on all ranks) and `per_rank` name, are loaded from the
-    newest checkpoint: modules and optimizers, sharded or not; whatever has `state_dict` and
-    `load_state_dict`; dicts, lists, tensors and arrays, filled in place; generators of random
-    numbers. A run with `per_rank` goes on with as many ranks only. One checkpoint is saved every
-    `save_every` steps, and the last `keep_last` are kept. Each step seeds torch's generators by
-    `seed` (by default rank 0's of `torch.manual_seed`; the run keeps it), the step and the rank.
+    Both, and the objects in `state` (the same on all ranks) and `per_rank`, are loaded from the
+    newest checkpoint: modules and optimizers, sharded or not; anything with `state_dict` and
+    `load_state_dict`; dicts, lists, tensors and arrays, filled in place; random number generators.
+    A run with `per_rank` resumes only on the same number of ranks. A checkpoint is saved every
+    `save_every` steps, and the last `keep_last` are kept. Each step seeds torch's generators from
+    `seed` (by default rank 0's `torch.manual_seed`; stored with the run), the step and the rank.
 
-    `data` is a `DataLoader`, torchdata's `StatefulDataLoader`, a stream that has a state, or what
-    accelerate or Fabric has made of one. After its last batch it begins anew. A resumed run goes on
-    with the next sample, with any number of workers and, if the data have a length, of ranks.
+    `data` is a `DataLoader`, torchdata's `StatefulDataLoader`, a stream with a state, or one of
+    these prepared by accelerate or Fabric. After its last batch it starts over. A resumed run
+    continues with the next sample, on any number of workers and, if the data has a length, of
+    ranks.
 
     `run_dir` is by default the supervisor's, or else `runs/<script>`. `accept_changes` names what
-    may differ from the start before. Raises `UsageError`, also where the ranks disagree,
-    `DataError` or `CheckpointWriteError`, printed as a sentence. How it ends: see `Survivor`.
+    may differ from the last start. Raises `UsageError`, also if the ranks disagree, `DataError` or
+    `CheckpointWriteError`, printed as a sentence. How it ends: see `Survivor`.
     """
     todo = LoopRequest(steps, save_every, keep_last, seed, accumulate)
     given = HeldObjects(model, optimizer, state or {}, per_rank or {}, data)
@@ -390,7 +388,7 @@ def _enter(entry: RunEntry, todo: LoopRequest, given: HeldObjects) -> Survivor[A
 
 @dataclass(frozen=True)
 class LoopRequest:
-    """What a loop is to do, as it was asked for."""
+    """The arguments of a loop."""
 
     steps: int
     save_every: int
@@ -399,7 +397,7 @@ class LoopRequest:
     accumulate: int | None = None
 
     def check(self, has_data: bool) -> None:
-        """Raise `UsageError` if it cannot be done."""
+        """Raise `UsageError` if an argument is wrong."""
         least = {"steps": 1, "save_every": 1, "keep_last": 2, "seed": None, "accumulate": 1}
         for name, smallest in least.items():
             given = getattr(self, name)
@@ -413,7 +411,8 @@ class LoopRequest:
 
 
 def check_whole(caller: str, name: str, given: object, smallest: int | None) -> None:
-    """Raise `UsageError` if an argument of `caller` is no whole number, or less than `smallest`."""
+    """Raise `UsageError` if an argument of `caller` is not a whole number, or less than
+    `smallest`."""
     if isinstance(given, bool) or not isinstance(given, Integral):
         raise UsageError(f"{caller}({name}={given!r}): write a whole number")
     if smallest is not None and given < smallest:
@@ -421,7 +420,7 @@ def check_whole(caller: str, name: str, given: object, smallest: int | None) -> 
 
 
 def _facts(todo: LoopRequest, given: HeldObjects) -> tuple[dict[str, object], dict[str, object]]:
-    """What all ranks must agree on; and what the run is, as later starts are compared with it."""
+    """What all ranks must agree on, and the facts with which later starts are compared."""
     optimizer = describe_optimizer(given.optimizer)
     facts: dict[str, object] = {"steps": todo.steps, "optimizer": optimizer}
     if (seed := given_seed() if todo.seed is None else int(todo.seed)) is not None:
@@ -464,20 +463,20 @@ def _keep_name_free(given: HeldObjects) -> None:
 
 
 def _agreed_seed(session: Session, given: int | None) -> int:
-    """Rank 0's, of the run's start where the program names none."""
+    """Rank 0's seed; that of the run's first start if the program gives none."""
     mine = given if session.ranks.world.rank or given is not None else _seed_of_run(session)
     seed = session.ranks.broadcast(program_seed() if mine is None else int(mine))
-    assert isinstance(seed, int)  # rank 0 has told one
+    assert isinstance(seed, int)  # from rank 0
     return seed
 
 
 def _seed_of_run(session: Session) -> int | None:
-    """With which it began; None if there is nothing of it yet."""
+    """The seed with which the run began; None if it has no checkpoint."""
     folder = CheckpointFolder(session.run.checkpoints)
     step = newest(folder) if folder.path.exists() else None
     try:
         return None if step is None else read(folder.step(step), worked=True).identity.seed
-    except DataError:  # the restore tells of it, and sets it aside
+    except DataError:  # the restore reports it, and sets it aside
         return None
 
 
@@ -491,7 +490,7 @@ def _open_batches(session: Session, data: Any, todo: LoopRequest, seed: int) -> 
 
 
 def device_of(caller: str, model: nn.Module, optimizer: Optimizer) -> torch.device:
-    """Where the model is. Raises `UsageError` if these are not a model and its optimizer."""
+    """The model's device. Raises `UsageError` if these are not a model and its optimizer."""
     for name, given, kind in (("model", model, nn.Module), ("optimizer", optimizer, Optimizer)):
         if not isinstance(given, kind):
             home = "torch.nn.Module" if kind is nn.Module else "torch.optim.Optimizer"

@@ -1,7 +1,7 @@
 """The vote: once per step all ranks agree on stop, void and rollback; and on the final save.
 
-The ballot is an asynchronous all-reduce (MAX) of a handful of integers on a Gloo group of its own.
-It is under way while the step computes, so that reading it afterwards costs next to nothing.
+The ballot is an asynchronous all-reduce (MAX) of a few integers on its own Gloo group. It runs
+while the step computes, so that reading it afterwards costs almost nothing.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _NO_HURRY = _NEVER = -(1 << 62)
 
 @dataclass(frozen=True)
 class LoopExit:
-    """Ranks have left the loop, the first of them after step `first` and the last after `last`.
-    `left` is one of them, `stayed` one that has not, if there is any."""
+    """Ranks have left the loop, the first after step `first` and the last after `last`. `left` is
+    one of them, `stayed` one that has not left, if any."""
 
     left: int
     stayed: int | None
@@ -65,15 +65,17 @@ class LoopExit:
 class Vote:
     """The vote of one rank.
 
-    `stop` is the reason to stop after this step, NONE to continue; `void` that this rank has no
-    data for the step and that the step must therefore not count, `diverged` that the loss has
-    diverged and that the run must go back, `failed_saves` how many saves failed in a row,
-    `unsaved_for` for how many seconds none has worked (infinite where no time heals it),
-    `save_again` that it is time for another try, `seconds_left` what is left, when the vote opens,
-    until the process is killed; None is for ever. `superseded` is that a newer attempt owns the
-    run. In a loop of the user's own `idle` is in how many steps, up to the last, no optimizer has
-    stepped, and `left_after` the step after which the rank has left the loop of its own accord: it
-    makes no other.
+    Attributes:
+        stop: Reason to stop after this step; NONE to continue.
+        void: This rank has no data for the step, which must not count.
+        diverged: The loss has diverged; the run must roll back.
+        failed_saves: Number of failed saves in a row.
+        unsaved_for: Seconds since the last successful save; infinite if waiting cannot help.
+        save_again: It is time to retry a failed save.
+        seconds_left: Until the process is killed, as the vote opens; None without a limit.
+        superseded: A newer attempt owns the run.
+        idle: In a user's own loop, number of last steps without an optimizer step.
+        left_after: In a user's own loop, the step after which the rank has left it by itself.
     """
 
     stop: StopReason = StopReason.NONE
@@ -97,7 +99,7 @@ class Vote:
         void: bool = False,
         diverged: bool = False,
     ) -> Vote:
-        """What a rank wants that was asked to stop by `request`, if any, and whose saves failed."""
+        """The vote of a rank with a stop `request`, if any, and these failures of saves."""
         if request is None and not failures.count:
             return Vote(void=void, diverged=diverged, superseded=superseded)
         now = time.monotonic()
@@ -113,7 +115,7 @@ class Vote:
         )
 
     def encode(self, rank: int) -> list[int]:
-        """Of `rank`, as integers of which the greatest wins: fewer milliseconds left give more."""
+        """The vote as integers, of which the greatest over all ranks wins."""
         hurry = _NO_HURRY if self.seconds_left is None else -round(1000 * self.seconds_left)
         unsaved = -_NO_HURRY if math.isinf(self.unsaved_for) else round(1000 * self.unsaved_for)
         flags = (self.stop, self.void, not self.void, self.diverged, self.superseded)
@@ -125,9 +127,9 @@ class Vote:
 
 @dataclass(frozen=True)
 class VoteResult(Vote):
-    """What all ranks do: for each entry the most urgent value that any rank voted for. `all_void`
-    is whether no rank at all has data for the step. `idle` is the least of any rank, `parting` the
-    ranks that have left the loop, if any has."""
+    """The result for all ranks: for each field the most urgent vote. `all_void`: no rank has data
+    for the step. `idle` is the smallest of all ranks, `parting` describes ranks that have left the
+    loop, if any."""
 
     all_void: bool = False
     parting: LoopExit | None = None
@@ -141,8 +143,7 @@ class Ballot:
     work: dist.Work | None
 
     def close(self) -> VoteResult:
-        """Wait for the last vote and return what all ranks do, the same on every rank. May be
-        called again."""
+        """Wait for all votes; returns the result, the same on every rank. May be called again."""
         if self.work is not None:
             self.work.wait()
         stop, void, loaded, diverged, superseded, save_again, *votes = self.votes.tolist()
@@ -164,7 +165,7 @@ class Ballot:
 
 
 class VoteGroup:
-    """The ranks, as voters on their own group."""
+    """The ranks as voters, on their own process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._rank = group, dist.get_rank(group)
@@ -177,16 +178,14 @@ class VoteGroup:
 
 
 LAST_TRIES = 2
-"""Tries to write the last checkpoint, but where storage fails: then there are more, see `next_try`.
-"""
+"""Attempts to write the last checkpoint; more if storage fails, see `next_try`."""
 
 
 Saver: TypeAlias = CheckpointEngine | FolderCheckpoints
-"""What saves a loop's state."""
 
 
 class StoppableLoop(Protocol):
-    """What is about to leave: a loop of ours, or of the user's."""
+    """A loop that is about to end: kempner's or the user's."""
 
     ranks: Ranks
     shutdown: StopListener
@@ -211,8 +210,8 @@ class StoppableLoop(Protocol):
 def finish(
     run: StoppableLoop, agreed: VoteResult, steps: int | None = None
 ) -> tuple[ExitCode, str]:
-    """Commit, and say how it ended in log and ledger; the exit code, and the same in words. `steps`
-    is how many there are, where a program has left its loop before the last of them. Raises
+    """Commit, and record the end in log and ledger; returns the exit code and a sentence. `steps`
+    is the total number, if a program has left its loop before the last one. Raises
     `CheckpointWriteError` if the state cannot be committed."""
     step = run.train_state.step
     last, known_by_now = commit_last_step(run)
@@ -237,7 +236,7 @@ def finish(
 
 
 def _say_how_it_ends(run: StoppableLoop, event: Completed | Left | Stopped) -> None:
-    """In the log of every rank, and once in the ledger."""
+    """Write the event to the log of every rank, and once to the ledger."""
     logger().info(event.name, **event.to_fields())
     run.record(event)
 
@@ -245,9 +244,9 @@ def _say_how_it_ends(run: StoppableLoop, event: Completed | Left | Stopped) -> N
 def refuse_to_go_on_unsaved(
     checkpoints: Saver, agreed: VoteResult, max_failures: int, patience: float
 ) -> None:
-    """Raise `CheckpointWriteError`, on all ranks alike, when saves keep failing. At least
-    `max_failures` must have failed, and none worked for `patience` seconds, unless it was not
-    storage that failed. `SupersededError`, a subclass, when a newer attempt owns the run."""
+    """Raise `CheckpointWriteError`, on all ranks, if `max_failures` saves have failed in a row and,
+    if storage is the reason, none has succeeded for `patience` seconds. Raises `SupersededError`, a
+    subclass, if a newer attempt owns the run."""
     if agreed.superseded:
         checkpoints.join()
     if agreed.failed_saves >= max_failures and agreed.unsaved_for >= patience:
@@ -267,7 +266,7 @@ def commit_last_step(run: StoppableLoop) -> tuple[SaveDecision, StopReason]:
 
 
 def unwritten(run: StoppableLoop) -> CheckpointWriteError:
-    """What to raise where the last step cannot be committed."""
+    """The error to raise if the last step cannot be committed."""
     why = run.checkpoints.failures.reason or "another rank knows why"
     return CheckpointWriteError(
         f"the checkpoint of step {run.train_state.step} could not be written; the last good one is "
@@ -276,11 +275,11 @@ def unwritten(run: StoppableLoop) -> CheckpointWriteError:
 
 
 def secure_last_step(run: StoppableLoop) -> tuple[SaveDecision, StopReason]:
-    """Bring the state of the last step to disk, move by move.
+    """Commit the state of the last step, one decision at a time.
 
-    Returns the move that ends it, and the reason of the stop as far as the ranks know it by then:
-    a signal comes first, and what Slurm says about it a moment later. Raises `SupersededError`, on
-    all ranks alike, if a newer attempt owns the run.
+    Returns the final decision, and the reason of the stop as known by then: a signal comes first,
+    Slurm's explanation a moment later. Raises `SupersededError`, on all ranks, if a newer attempt
+    owns the run.
     """
     tries_left = LAST_TRIES
     while True:
@@ -298,7 +297,7 @@ def secure_last_step(run: StoppableLoop) -> tuple[SaveDecision, StopReason]:
 
 
 def agree_on_next_decision(run: StoppableLoop, tries_left: int) -> tuple[SaveDecision, VoteResult]:
-    """Rank 0's choice, with the deadline that is nearest on any rank; and the vote before it."""
+    """Rank 0's decision, by the nearest deadline of all ranks; and the vote before it."""
     agreed = run.vote_group.open(run.vote()).close()
     if agreed.superseded:
         run.checkpoints.join()
@@ -322,9 +321,9 @@ def agree_on_next_decision(run: StoppableLoop, tries_left: int) -> tuple[SaveDec
 
 
 def next_try(run: StoppableLoop, agreed: VoteResult, tries_left: int) -> float | None:
-    """Seconds until the next save may be started; None if none is worth it any more. There are
-    `tries_left` at least. A save that storage refused may be tried again as long as there is time,
-    or, if that is not known, for `resilience.patience` seconds."""
+    """Seconds until the next save may start; None if no further one makes sense. At least
+    `tries_left` are allowed. A save that failed because of storage may be retried while there is
+    time or, without a deadline, for `resilience.patience` seconds."""
     refused = agreed.failed_saves > 0 and not math.isinf(agreed.unsaved_for)
     patient = agreed.seconds_left is not None or agreed.unsaved_for < storage_waits().patience
     if tries_left <= 0 and not (refused and patient):

@@ -1,4 +1,4 @@
-"""Notices what a loop changes and no checkpoint would hold, among all objects that Python knows of.
+"""Finds objects that a loop changes and no checkpoint holds, among all objects of the process.
 
     watch = Watch(everything, given)
     everything = watch.held_with(everything)
@@ -6,12 +6,12 @@
     watch.begin(seed)                      # the loop begins
     watch.begin_step(); watch.stepped(optimizer); watch.end_step()
 
-What it finds is a `UsageError` of the next look at the state: after the first step, by the first
-save, or with a later save. Each step costs it a few comparisons.
+A finding is raised as `UsageError` at the next check of the state: after the first step, at the
+first save, or at a later one. Each step costs a few comparisons.
 
-The global generators of random numbers are held, and gradients where an optimizer has not stepped
-since, as in an accumulation over several steps of the loop, or where they are found not to be
-zeroed before the next backward pass.
+Also holds the global random number generators, and gradients if an optimizer has not stepped since,
+as when accumulating over several steps of the loop, or if they are not zeroed before the next
+backward pass.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ _IN_TORCH = (
     data.WeightedRandomSampler,
     data.DistributedSampler,
 )
-"""Samplers that begin anew with each iterator."""
+"""Samplers that start over with each iterator."""
 
 _SAMPLES = 1000
-"""What has more entries has data, and none of the objects that are looked for."""
+"""Larger containers hold data, and are not searched."""
 
 
 @dataclass
 class LiveObjects:
-    """What there is of each kind."""
+    """The living objects of each kind."""
 
     optimizers: list[Optimizer] = field(default_factory=list)
     schedulers: list[Any] = field(default_factory=list)
@@ -68,7 +68,7 @@ class LiveObjects:
 
 
 def find_living() -> LiveObjects:
-    """Look at all objects once: tens of milliseconds."""
+    """Scan all objects of the process, which takes tens of milliseconds."""
     found, kinds = LiveObjects(), dict[type, list[Any] | None]()
     for thing in gc.get_objects():
         kind = type(thing)
@@ -88,7 +88,7 @@ def _place_of(kind: type, found: LiveObjects) -> list[Any] | None:
         return found.modules
     if issubclass(kind, _BaseDataLoaderIter):
         return found.iterators
-    # Those of timm and others are no LRScheduler.
+    # Schedulers of timm and others are not subclasses of LRScheduler.
     methods = all(callable(getattr(kind, name, None)) for name in ("step", "state_dict"))
     if issubclass(kind, LRScheduler) or (methods and kind.__name__.endswith("Scheduler")):
         return found.schedulers
@@ -115,7 +115,7 @@ def _parts(thing: object) -> Iterator[object]:
 
 
 def restarts_order(iterator: Any) -> bool:
-    """Whether a resumed run would begin it anew, at the first sample of its order."""
+    """Whether a resumed run would restart this iterator at the first sample of its order."""
     sampler = iterator._index_sampler
     while type(sampler) in _IN_TORCH:
         inner = getattr(sampler, "sampler", None)
@@ -126,7 +126,7 @@ def restarts_order(iterator: Any) -> bool:
 
 
 def variable_of(thing: object) -> str | None:
-    """What the program calls it, if a variable of a function that is under way refers to it."""
+    """The program's name of an object, if a variable of an active function refers to it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith("kempner."):
@@ -140,9 +140,8 @@ def variable_of(thing: object) -> str | None:
 
 @dataclass(frozen=True)
 class HeldObjects:
-    """What the program has given to be held, with all that is within it. `watches_data` is whether
-    a loader that is read from step to step counts, of which the program may know the place by
-    itself."""
+    """The objects that the program has registered. `watches_data`: report a loader that is read
+    from step to step; False if the program may restore its position itself."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -157,7 +156,7 @@ class HeldObjects:
 
 
 class UnheldObjects:
-    """Objects that are not held, and whether the loop changes them."""
+    """Objects that no checkpoint holds, and whether the loop changes them."""
 
     def __init__(self, given: HeldObjects) -> None:
         self._given = given
@@ -167,7 +166,7 @@ class UnheldObjects:
         self._held = {key: one for key, one in held.items() if not isinstance(one, plain)}
         modules = [thing for thing in held.values() if isinstance(thing, nn.Module)]
         self._tensors = {id(tensor) for module in modules for tensor in module.parameters()}
-        # FSDP puts others in the place of theirs.
+        # FSDP replaces their parameters.
         self._modules = {id(part) for module in modules for part in module.modules()}
         self._before: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._optimizers: dict[int, tuple[weakref.ref[Optimizer], int, bool]] = {}
@@ -240,7 +239,7 @@ class UnheldObjects:
                 self._iterators[id(iterator)] = entry
 
     def _read_on(self) -> str | None:
-        """Whether an iterator of a loader goes on from one step to the next."""
+        """A finding if a loader's iterator is read from one step to the next."""
         for key, (reference, read) in self._iterators.items():
             iterator = reference()
             if iterator is None or iterator._num_yielded == read:
@@ -255,7 +254,7 @@ class UnheldObjects:
         return None
 
     def _matters(self, optimizer: Optimizer) -> bool:
-        """Whether it has anything to lose."""
+        """Whether the optimizer has state, or trains parameters, that no checkpoint holds."""
         if any(is_optimizer_of(one, optimizer) for one in self._given.optimizers):
             return False
         trained = [p for group in optimizer.param_groups for p in group["params"]]
@@ -273,14 +272,14 @@ def _unregistered(thing: object, does: str) -> str:
 
 
 def _mark(counting: Any) -> object:
-    """What of a scheduler or a scaler of gradients changes when it is used."""
+    """The part of a scheduler or gradient scaler that changes with use."""
     if (epoch := getattr(counting, "last_epoch", None)) is not None:
         return epoch
     return repr(counting.state_dict())
 
 
 def _largest_with(module: nn.Module, held: Collection[int]) -> nn.Module:
-    """The largest of the modules that no checkpoint holds which has this one as a part."""
+    """The largest module around this one that no checkpoint holds."""
     whole = [
         other
         for other in find_living().modules
@@ -291,11 +290,11 @@ def _largest_with(module: nn.Module, held: Collection[int]) -> nn.Module:
 
 
 GRADIENTS = "kept.gradients"
-"""Under which they are held: no name that a program could register."""
+"""Their key in a checkpoint; no program can register such a name."""
 
 
 class KeptGradients:
-    """The gradients of what `optimizers` train; `names` are those of their parameters."""
+    """The gradients of the parameters of `optimizers`; `names` are the parameters' names."""
 
     def __init__(self, optimizers: Sequence[Optimizer], names: ParameterNames) -> None:
         self._optimizers, self._names = optimizers, names
@@ -304,11 +303,11 @@ class KeptGradients:
         self._saved: dict[str, Tensor] = {}
 
     def held(self) -> Held:
-        """How a checkpoint holds them; earlier ones do not."""
+        """Their entry in a checkpoint; earlier checkpoints have none."""
         return Held(self._give, self._take, automatic=True, anew=self._refuse_others)
 
     def begin(self) -> None:
-        """Put back those that were saved."""
+        """Restore the saved gradients."""
         named = {name: parameter for parameter, name in self._names.known.items()}
         for name, saved in self._saved.items():
             parameter = named[name]
@@ -325,12 +324,12 @@ class KeptGradients:
         self._stepped.add(id(optimizer.param_groups))
 
     def end_step(self) -> None:
-        """Look whether gradients that were there before have been added to."""
+        """Check whether a backward pass has added to existing gradients."""
         for probe in self._probes:
             probe.end_step()
 
     def stop_looking(self) -> None:
-        """What the first steps did not do, later ones do not."""
+        """End the checks: later steps do as the first ones."""
         for probe in self._probes:
             probe.close()
 
@@ -358,15 +357,16 @@ class KeptGradients:
 
 
 class _Probe:
-    """Watches one parameter of an optimizer: does a backward pass add to what a step has left?"""
+    """Finds by one parameter of an optimizer whether a backward pass adds to gradients that a step
+    has left."""
 
     def __init__(self, optimizer: Optimizer, parameter: Tensor) -> None:
         self.optimizer, self._parameter = optimizer, parameter
         self.adds, self.decided = False, False
-        """Whether one has, and whether any could have."""
+        """Whether one has added, and whether any could have."""
         self._left: Tensor | None = None
         self._hook: RemovableHandle | None = None
-        if not is_sharded(parameter):  # else another tensor is differentiated
+        if not is_sharded(parameter):  # otherwise another tensor is differentiated
             self._hook = parameter.register_hook(self._before_adding)  # type: ignore[no-untyped-call]
 
     @classmethod
@@ -376,7 +376,7 @@ class _Probe:
         return None if smallest is None else cls(optimizer, smallest)
 
     def begin(self) -> None:
-        """What is there now was left by the step before."""
+        """Note the gradient that the last step has left."""
         self._left = self._parameter.grad
 
     def end_step(self) -> None:
@@ -400,7 +400,7 @@ class _Probe:
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    """A gradient of which this rank has the `local` part."""
+    """A gradient with this rank's `local` part."""
     if not is_sharded(parameter):
         return local
     from torch.distributed.tensor import DTensor
@@ -419,8 +419,9 @@ GENERATORS = "random.generators"
 
 
 class GlobalGenerators:
-    """Those of `random` and NumPy; with `torchs` those of torch, too, where no step seeds them.
-    They come back as the loop begins: what a program draws before it, it draws at each start."""
+    """The global generators of `random` and NumPy; with `torchs` also torch's, if no step seeds
+    them. They are restored as the loop begins: numbers drawn before it are the same at each
+    start."""
 
     def __init__(self, torchs: bool = False) -> None:
         self._torchs = torchs
@@ -428,15 +429,16 @@ class GlobalGenerators:
         self._anew: tuple[int, int] | None = None
 
     def held(self) -> Held:
-        """How a checkpoint holds them; earlier ones do not."""
+        """Their entry in a checkpoint; earlier checkpoints have none."""
         return Held(self._give, self._take, automatic=True, anew=self._draw_anew)
 
     def begin(self, seed: int) -> bool:
-        """Continue their sequences; whether they begin anew, since the number of ranks differs."""
+        """Continue their sequences; returns whether they get new seeds instead, since the number of
+        ranks differs."""
         if self._saved is not None:
             random.setstate(self._saved["random"])
             np.random.set_state(self._saved["numpy"])
-            if self._torchs and "torch" in self._saved:  # not where `survive` has saved
+            if self._torchs and "torch" in self._saved:  # missing in checkpoints of `survive`
                 torch.set_rng_state(self._saved["torch"])
                 if self._saved["cuda"] is not None and torch.cuda.is_available():
                     torch.cuda.set_rng_state(self._saved["cuda"])
@@ -466,14 +468,14 @@ class GlobalGenerators:
 
 
 LOOKS = 3
-"""Steps from the start of a loop, at least, after which it is looked at what they have done."""
+"""Least number of steps that are checked from the start of a loop."""
 
 _SMALL, _FEW = 1 << 16, 64
-"""Elements of the tensors, and how many of them, that must stay as they were loaded."""
+"""Most elements of a tensor, and most tensors, that are checked to stay as they were loaded."""
 
 
 class Watch:
-    """Of one loop, on every rank."""
+    """The watch of one loop, on every rank."""
 
     def __init__(self, everything: RegisteredState, given: HeldObjects) -> None:
         self._given, self._model = given, plainly_named(everything.model)
@@ -495,12 +497,12 @@ class Watch:
         return replace(everything, registered=registered)
 
     def restored(self) -> None:
-        """The state is as the newest checkpoint has it, or at its beginning."""
+        """Note the state after the restore, or at the beginning of the run."""
         self._loaded = _digests(self._model)
 
     def begin(self, seed: int, first_rank: bool) -> bool:
-        """The loop begins; whether NumPy's and `random`'s numbers begin anew with it."""
-        if first_rank:  # the others may have been given its weights since
+        """Begin the loop; returns whether NumPy's and `random`'s generators get new seeds."""
+        if first_rank:  # other ranks may have received its weights since
             now = _digests(self._model)
             changed = [n for n, digest in self._loaded.items() if now.get(n, digest) != digest]
             self._early = changed[0] if changed else None
@@ -516,8 +518,8 @@ class Watch:
         self._strangers.stepped(optimizer, self._steps)
 
     def end_step(self, save: bool) -> bool:
-        """A step is done, which perhaps a `save` follows; whether the ranks are to `look` together.
-        The same on all ranks."""
+        """End a step, possibly before a `save`; returns whether to `look`, the same on all
+        ranks."""
         self._steps += 1
         if not self._looking:
             return False
@@ -541,7 +543,7 @@ class Watch:
 
 
 def _digests(model: nn.Module) -> dict[str, int]:
-    """Of the first of its small tensors."""
+    """Digests of the first small tensors of a model."""
     small: dict[str, int] = {}
     for name, tensor in model.state_dict().items():
         if len(small) >= _FEW:

@@ -1,12 +1,12 @@
 """The manifest: a checkpoint exists if and only if this file exists and is intact.
 
-`manifest.json` says where the run stood and lists every other file of the checkpoint. Small files
-carry one xxh3_128 of their bytes. A data file names its rank's sidecar (`sums-<rank>.json`), which
-holds an xxh3_64 for each of the file's blocks, so that a reader can check the range that it needs.
+`manifest.json` has the train state, which is all of a run's state outside of tensors, and lists
+every other file of the checkpoint: a small file with the xxh3_128 of its bytes, a data file with
+its rank's sidecar (`sums-<rank>.json`), which holds an xxh3_64 for each block, so that a reader can
+verify just the range that it needs.
 
-The manifest is stored in one canonical form (sorted keys, two spaces, a final newline) and carries
-a checksum of itself, so that any flipped bit in it shows. The train state in it is all of a run's
-state that is not in a tensor.
+The manifest is stored in one canonical form (sorted keys, two spaces, a final newline) and contains
+a checksum of itself, which detects any flipped bit.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from kempner.run.process.retry import read_filled, storage_waits
 
 @dataclass(frozen=True)
 class Rollback:
-    """The loss diverged, last at step `at`; the run rolled back to step `to`. The samples [`start`,
-    `end`) of the endless order, from that checkpoint to the trouble, are left out from then on."""
+    """At step `at` the run was found to have diverged, and rolled back to step `to`. The samples at
+    positions [`start`, `end`) of the endless order, from that checkpoint on, are skipped since."""
 
     at: int
     to: int
@@ -39,9 +39,9 @@ class Rollback:
 
 @dataclass(frozen=True)
 class TrainState:
-    """Where the run stands. `step` steps are done, `cursor` is the next position in the endless
-    order of samples, `tokens` counts what was trained on. `losses` are those of the last sound
-    steps, the newest last, with which new ones are compared; `rollbacks` are all of the run so
+    """The state of a run outside of tensors: `step` completed steps, `cursor`, the next position in
+    the endless order of samples, and `tokens` trained on. `losses` are those of the last normal
+    steps, the newest last, with which new ones are compared; `rollbacks` lists all rollbacks so
     far."""
 
     step: int = 0
@@ -52,8 +52,8 @@ class TrainState:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
-        """Back from what `dataclasses.asdict` gave; other fields are passed over. Raises `KeyError`
-        or `TypeError` where they are of something else."""
+        """The inverse of `dataclasses.asdict`; ignores other fields. Raises `KeyError` or
+        `TypeError` if fields are missing or wrong."""
         return cls(
             step=fields["step"],
             cursor=fields["cursor"],
@@ -64,13 +64,16 @@ class TrainState:
 
 
 FORMAT: Final = 1
+NO_ATTEMPT: Final = 0
+"""The attempt in the names and the manifest of what belongs to no attempt of the run: an import."""
 BLOCK_BYTES: Final = 1 << 20
 _SIDECAR = re.compile(r"sums-(\d{5,})\.json")
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file: its length in bytes, and either its whole checksum or the sidecar with its sums."""
+    """One file: its length in bytes, and either the checksum of the whole (`xxh3_128`) or the name
+    of the sidecar with its block checksums (`sums`)."""
 
     bytes: int
     xxh3_128: str | None = None
@@ -79,7 +82,8 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class FileSums:
-    """What a sidecar says of one data file: length, and an xxh3_64 of every block, in order."""
+    """The entry of a data file in a sidecar: its length, and an xxh3_64 of every block, in
+    order."""
 
     bytes: int
     blocks: tuple[str, ...]
@@ -87,9 +91,9 @@ class FileSums:
 
 @dataclass(frozen=True)
 class Origin:
-    """What made a checkpoint, beside what must fit. `config_hash` is the digest of the whole
-    configuration, `host` what bit-identity depends on (device, threads, processor), `versions` the
-    software. Empty where it is not known."""
+    """The origin of a checkpoint, which need not fit at a resume: `config_hash`, the digest of the
+    whole configuration, `host`, what bit-identity depends on (device, threads, processor), and
+    software `versions`. Empty where unknown."""
 
     config_hash: str = ""
     host: Mapping[str, Any] = field(default_factory=dict)
@@ -97,13 +101,23 @@ class Origin:
 
 
 @dataclass(frozen=True)
+class Base:
+    """The checkpoint in the same folder that has the weights beside which an adapter is trained:
+    its step, and the digest of its data."""
+
+    step: int
+    digest: str
+
+
+@dataclass(frozen=True)
 class Identity:
     """What must fit between a checkpoint and the run that resumes from it.
 
-    `world` is the number of ranks, `mesh` their device mesh by dimension, `data_fingerprint` and
-    `seed` fix the order of the samples, `model` is the resolved model section, `optimizer` the name
-    of the one whose state is saved. Of an imported checkpoint little of it is known: what is None
-    or empty is compared with nothing.
+    `world` is the number of ranks, `mesh` their device mesh by dimension; `data_fingerprint` and
+    `seed` determine the order of the samples; `model` is the resolved model section, `optimizer`
+    the name of the saved optimizer. An imported checkpoint has few of these: fields that are None
+    or empty are not compared. A checkpoint with an `adapter` (`Adapter.fixed`)
+    holds that and its optimizer's state only; the model's own weights are in `base`.
     """
 
     world: int
@@ -113,11 +127,26 @@ class Identity:
     model: Mapping[str, Any]
     optimizer: str | None = "adamw"
     origin: Origin = Origin()
+    adapter: Mapping[str, Any] | None = None
+    base: Base | None = None
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """Back from what `to_fields` gave. Raises `KeyError` or `TypeError` for something else."""
+        base = fields.get("base")
+        known = {"origin": Origin(**fields["origin"]), "base": base and Base(**base)}
+        return cls(**{**fields, **known})
+
+    def to_fields(self) -> dict[str, Any]:
+        """Plain JSON; of what most checkpoints lack, only what is set."""
+        absent = {name for name in ("adapter", "base") if getattr(self, name) is None}
+        return {name: value for name, value in asdict(self).items() if name not in absent}
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a checkpoint but its tensors; `created` is Unix time in seconds."""
+    """Everything about a checkpoint except its tensors. `attempt` is the number of the attempt that
+    saved it, `created` is Unix time in seconds."""
 
     train_state: TrainState
     identity: Identity
@@ -135,7 +164,7 @@ def encode(manifest: Manifest) -> bytes:
     fields: dict[str, Any] = {
         "format": FORMAT,
         **asdict(manifest.train_state),
-        "identity": asdict(manifest.identity),
+        "identity": manifest.identity.to_fields(),
         "attempt": manifest.attempt,
         "created": manifest.created,
         "files": listed,
@@ -144,7 +173,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(content: bytes, where: Path) -> Manifest:
-    """Read a manifest back. Raises `DataError`, naming `where`, unless every byte is as written."""
+    """Parse a manifest. Raises `DataError`, naming `where`, unless every byte is as written."""
     try:
         fields = json.loads(content)
         checksum = fields.pop("checksum")
@@ -156,17 +185,13 @@ def decode(content: bytes, where: Path) -> Manifest:
             )
         return Manifest(
             train_state=TrainState.from_fields(fields),
-            identity=_identity(fields["identity"]),
+            identity=Identity.from_fields(fields["identity"]),
             attempt=fields["attempt"],
             created=fields["created"],
             files={_within(name): FileEntry(**e) for name, e in fields["files"].items()},
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{where} is damaged: it is not a manifest ({error})") from error
-
-
-def _identity(fields: Mapping[str, Any]) -> Identity:
-    return Identity(**{**fields, "origin": Origin(**fields["origin"])})
 
 
 def _within(name: str) -> str:
@@ -177,9 +202,8 @@ def _within(name: str) -> str:
 
 
 def read(checkpoint: Path, worked: bool = False) -> Manifest:
-    """The manifest of a checkpoint folder; `worked` is whether it is known to be there. Raises
-    `DataError` if it is absent or damaged, and as `StorageWaits.retry` where it cannot be read
-    now."""
+    """The manifest of a checkpoint folder. Raises `DataError` if it is missing or damaged, and as
+    `StorageWaits.retry`, for which `worked` means that it is known to exist."""
     path = checkpoint / MANIFEST
     try:
         return decode(storage_waits().retry(partial(read_filled, path), worked), path)
@@ -188,8 +212,14 @@ def read(checkpoint: Path, worked: bool = False) -> Manifest:
 
 
 def digest(manifest: Manifest) -> str:
-    """What tells a checkpoint from every other one, wherever it is renamed to."""
+    """A digest that identifies a checkpoint, also after it was renamed."""
     return whole_sum(encode(manifest))
+
+
+def data_digest(manifest: Manifest) -> str:
+    """What tells a checkpoint's tensors from others, whenever and by whatever they were written."""
+    sums = {name: e.xxh3_128 for name, e in manifest.files.items() if _SIDECAR.fullmatch(name)}
+    return whole_sum(_canonical(sums))
 
 
 def sidecar_name(rank: int) -> str:
@@ -197,19 +227,19 @@ def sidecar_name(rank: int) -> str:
 
 
 def rank_of(name: str, entry: FileEntry) -> int | None:
-    """The rank that wrote a file of a checkpoint; None for what belongs to all of them."""
+    """The rank that wrote a file of a checkpoint; None for a file of all ranks."""
     match = _SIDECAR.fullmatch(entry.sums or name)
     return int(match[1]) if match else None
 
 
 def encode_sidecar(files: Mapping[str, FileSums]) -> bytes:
-    """The canonical bytes of a sidecar: file name to length and block sums."""
+    """The canonical bytes of a sidecar: length and block checksums by file name."""
     listed = {name: {"bytes": s.bytes, "blocks": list(s.blocks)} for name, s in files.items()}
     return _canonical({"format": FORMAT, "block_bytes": BLOCK_BYTES, "files": listed})
 
 
 def decode_sidecar(content: bytes, where: Path) -> tuple[int, dict[str, FileSums]]:
-    """The block size in bytes, and file name to sums. Raises `DataError` for anything else."""
+    """The block size in bytes, and the checksums by file name. Raises `DataError` if damaged."""
     try:
         fields = json.loads(content)
         files = {
@@ -235,7 +265,7 @@ def whole_sum(content: bytes | memoryview) -> str:
 
 
 def entry_of(content: bytes | memoryview) -> FileEntry:
-    """What a manifest says of a small file."""
+    """The manifest's entry of a small file."""
     return FileEntry(len(content), xxh3_128=whole_sum(content))
 
 

@@ -132,17 +132,20 @@ def load_model(
     checkpoint: Path, manifest: Manifest, shape: Shape, dtype: str, device: torch.device
 ) -> Transformer:
     """The model with the weights of a checkpoint. Raises `DataError` if it is damaged."""
-    from kempner.checkpoint.tensors.load import fill, open_contents
+    from kempner.checkpoint.convert.tensor_copy import Source
     from kempner.model.sharding import build_to_load, compute_dtype
+    from kempner.model.spec.adapter import Adapter
 
-    model = build_to_load(shape, compute_dtype(dtype, device), device)
-    contents = open_contents(checkpoint, manifest)
-    table = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    record = manifest.identity.adapter
+    adapter = None if record is None else Adapter.recorded(record)
+    model = build_to_load(shape, compute_dtype(dtype, device), device, adapter)
+    source = Source.open(checkpoint)
+    table = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
     for key, tensor in table.items():
-        saved = contents.tensors.get(key)
+        saved = source.tensors.get(key)
         if saved is None or tuple(saved.shape) != tuple(tensor.shape):
             raise DataError(f"{checkpoint} does not contain {key} as its own description says")
-    fill(table, checkpoint, manifest, contents)
+    source.fill(table)
     return model
 
 
@@ -317,8 +320,8 @@ def _eval(
     max_batches: MaxBatchesOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print loss, perplexity and, where the tokens tell, bits per byte of a run's checkpoint on
-    held-out data; on a GPU if there is one.
+    """Print loss, perplexity and, if the data allows it, bits per byte of a run's checkpoint on
+    held-out data. Uses a GPU if there is one.
 
     As the run itself does every `eval.interval` steps: the same data, in the same batches.
     """

@@ -1,8 +1,8 @@
 """Chooses the network interface for Gloo and NCCL.
 
-Decided on each node by its own ranks: interfaces are named differently on different nodes. Gloo
-would otherwise bind to whatever address the host's name resolves to, which on most clusters is the
-management network.
+Each node's ranks choose for themselves, since interfaces are named differently on different nodes.
+Gloo would otherwise bind to the address to which the host's name resolves, which on most clusters
+is on the management network.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import psutil
 INFINIBAND = 32
 """ARPHRD_INFINIBAND of linux/if_arp.h, as /sys/class/net/*/type shows it."""
 
-# Names of the compute fabric by custom; an interface that is bonded or plays InfiniBand in a
-# virtual machine has Ethernet's type.
+# Customary names of the compute fabric: bonded interfaces, and those that emulate InfiniBand in a
+# virtual machine, have Ethernet's type.
 _NAMES = (re.compile(r"ib[ps]?\d"), re.compile(r"hsn\d"), re.compile(r"bond\d"))
 _NO_FABRIC = len(_NAMES) + 1
 
@@ -35,8 +35,8 @@ class InterfaceNetwork(Enum):
 
 @dataclass(frozen=True)
 class Interface:
-    """An interface of this node: `kind` is the number in its sysfs `type`, `address` its first IPv4
-    address with the length of its prefix (`10.10.0.11/24`), empty if it has none."""
+    """An interface of this node: `kind` is its sysfs `type`, `address` its first IPv4 address with
+    the prefix length (`10.10.0.11/24`), empty if it has none, and `ip` the address alone."""
 
     name: str
     kind: int
@@ -60,8 +60,8 @@ class Interface:
 
 @dataclass(frozen=True)
 class InterfaceChoice:
-    """The interface to bind to, None to leave it to Gloo; `reason` says why, `warning` is a
-    sentence for the log, empty if all is well."""
+    """The interface to bind to (None: leave it to Gloo), the `reason`, and a `warning` for the log,
+    or empty."""
 
     interface: Interface | None
     reason: str
@@ -72,7 +72,7 @@ class InterfaceChoice:
             return {}
         wanted = {"GLOO_SOCKET_IFNAME": self.interface.name}
         if self.interface.network is not InterfaceNetwork.LOOPBACK:
-            # NCCL takes a name for the beginning of one: `=` asks for this interface alone.
+            # NCCL takes a name as a prefix; `=` means exactly this interface.
             wanted["NCCL_SOCKET_IFNAME"] = f"={self.interface.name}"
         return {name: value for name, value in wanted.items() if name not in environ}
 
@@ -85,11 +85,11 @@ def choose(
     environ: Mapping[str, str],
     route_address: str,
 ) -> InterfaceChoice:
-    """The interface for this node's ranks. What the user exported, one name or several with commas
-    between, wins over `configured` (the key distributed.interface), and that over what is found:
-    loopback if all ranks are here, the fabric, and at last the interface that has `route_address`,
-    the local address from which this node reaches the master (empty if unknown). Raises
-    `ValueError` with a sentence if the wanted interface cannot be used here."""
+    """The interface for this node's ranks. In order of precedence: the exported GLOO_SOCKET_IFNAME
+    (one name or a comma-separated list), `configured` (the key distributed.interface), the loopback
+    if all ranks are on this node, the compute fabric, and the interface with `route_address`, the
+    local address from which this node reaches the master (empty if unknown). Raises `ValueError`
+    with a sentence if an exported or configured interface cannot be used."""
     if exported := environ.get("GLOO_SOCKET_IFNAME"):
         usable = (name for name in exported.split(",") if _usable(interfaces, name))
         found = named(interfaces, next(usable, exported), "GLOO_SOCKET_IFNAME")
@@ -108,8 +108,8 @@ def choose(
 
 
 def named(interfaces: Sequence[Interface], wanted: str, source: str) -> Interface:
-    """The interface that a person means: `ip` shows a virtual one as `ib0@if8`. Raises `ValueError`
-    with a sentence, in which `source` says who wants it, if it cannot be used."""
+    """The interface of this name; as `ip` shows it, too, such as `ib0@if8`. Raises `ValueError`
+    with a sentence that names the `source` if it cannot be used."""
     if (found := _usable(interfaces, wanted)) is not None:
         return found
     name = _name(wanted)
@@ -120,8 +120,8 @@ def named(interfaces: Sequence[Interface], wanted: str, source: str) -> Interfac
 
 
 def nodes_off_network(bound: Mapping[str, Interface | None]) -> list[str]:
-    """The nodes that are not on the network that most of them are on; none if all agree. `bound`
-    maps a node's name to what its ranks are bound to. Names may differ between nodes."""
+    """The nodes whose ranks use another network than most; empty if all agree. `bound` has each
+    node's interface, whose names may differ."""
     other = InterfaceNetwork.OTHER
     networks = {node: other if i is None else i.network for node, i in bound.items()}
     if len(set(networks.values())) < 2:
@@ -131,9 +131,10 @@ def nodes_off_network(bound: Mapping[str, Interface | None]) -> list[str]:
 
 
 def common_address(bound: Mapping[str, Interface | None], nodes: Sequence[str]) -> str:
-    """Where all `nodes` reach the first of them, on the network that their ranks use. `bound` is as
-    for `nodes_off_network`, as far as it is known. Empty, so that the node's name is used, if the
-    first is not known, some use another network, or there are no others."""
+    """The address at which all `nodes` reach the first, on the network that their ranks use.
+    `bound` as in `nodes_off_network`, possibly incomplete. Empty, so that the node's name is used,
+    if the first node's interface is unknown, if some use another network, or if there is one node
+    only."""
     known = {node: bound[node] for node in nodes if node in bound}
     first = known.get(nodes[0])
     if first is None or len(nodes) == 1 or nodes_off_network(known):
@@ -142,8 +143,7 @@ def common_address(bound: Mapping[str, Interface | None], nodes: Sequence[str]) 
 
 
 def disagreement(bound: Mapping[str, Interface | None]) -> str:
-    """One sentence if some nodes (`bound` as above) are on the fabric and others are not, else
-    nothing."""
+    """A sentence if some nodes (`bound` as above) use the fabric and others do not, else empty."""
     odd = nodes_off_network(bound)
     if not odd:
         return ""
@@ -179,7 +179,7 @@ def _routed(interfaces: Sequence[Interface], route_address: str) -> InterfaceCho
 
 
 def _place(interface: Interface) -> int:
-    """How likely an interface leads to the fabric; the smaller the better."""
+    """Rank of an interface as a candidate for the fabric; lower is better."""
     if interface.kind == INFINIBAND:
         return 0
     matches = (place for place, name in enumerate(_NAMES, 1) if name.match(interface.name))
@@ -187,7 +187,7 @@ def _place(interface: Interface) -> int:
 
 
 def _order(interface: Interface) -> tuple[int, bool, int, str]:
-    """By likelihood; then a parent before its VLANs and partitions, ib2 before ib10."""
+    """Sort key: by `_place`, then a parent before its VLANs and partitions, ib2 before ib10."""
     digits = re.findall(r"\d+", interface.name)
     return (
         _place(interface),
@@ -215,7 +215,7 @@ def read_interfaces(sysfs: Path = _SYSFS) -> list[Interface]:
         try:
             kind = int((entry / "type").read_text())
             state = (entry / "operstate").read_text().strip()
-        except (FileNotFoundError, NotADirectoryError):  # a file, or an interface that just left
+        except (FileNotFoundError, NotADirectoryError):  # a file, or a removed interface
             continue
         # A loopback's state is "unknown"; an interface without a carrier is not up.
         up = state in ("up", "unknown")
@@ -224,7 +224,7 @@ def read_interfaces(sysfs: Path = _SYSFS) -> list[Interface]:
 
 
 def route_address(host: str) -> str:
-    """The local IPv4 address from which packets to `host` leave; empty if there is no way."""
+    """The local IPv4 address from which packets to `host` leave; empty if there is no route."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # sends nothing: the kernel only looks up the route

@@ -1,10 +1,9 @@
-"""Where the ranks of a launch meet: what the user exports, or a port of rank 0's node.
+"""The rendezvous address of a launch: as exported by the user, or a port of rank 0's node.
 
-All ranks compute the same short list of ports. On the first that is free on its node rank 0 answers
-every connection with one line, which names the launch and the store's port; the others try the
-ports in turn until one says that line. Whatever else listens there, another run's beacon or a
-service that never says a word, costs a few seconds, not the attempt.
-"""
+All ranks compute the same short list of ports. On the first one that is free, rank 0 answers every
+connection with a line that names the launch and the store's port (the beacon); the others try the
+ports in turn until one answers with that line. Another service on one of the ports, such as another
+run's beacon, costs a few seconds, not the attempt."""
 
 from __future__ import annotations
 
@@ -23,26 +22,26 @@ from types import MappingProxyType
 from kempner.cluster.network.interfaces import Interface, common_address
 
 FIRST, LAST = 15_000, 32_000
-"""Below Linux's ephemeral range, so that no outgoing connection takes the port in between."""
+"""Below Linux's ephemeral range, so that no outgoing connection takes the port meanwhile."""
 
 _TRIES = 8
 
 
 def job_salt(environ: Mapping[str, str], attempt: str = "") -> str:
-    """What tells this launch from every other on the same nodes: job, step, requeue, attempt. The
-    same for all its ranks. `attempt` is whatever the launcher says (its nonce, say)."""
+    """A text that identifies this launch among all on the same nodes (job, step, restart, attempt),
+    the same for all its ranks. `attempt` is given by the launcher, such as its nonce."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     return ":".join([*(environ.get(name, "") for name in names), attempt])
 
 
 def candidates(salt: str) -> list[int]:
-    """Different ports to try in this order, the same wherever the salt is."""
+    """Ports to try in this order, derived from the salt."""
     return random.Random(os.fsencode(salt)).sample(range(FIRST, LAST), _TRIES)
 
 
 def claim(ports: Sequence[int]) -> socket.socket:
-    """A socket that listens on the first free one of `ports`, on all addresses, and stays bound: no
-    other process can take the port before its use. Raises `OSError` if all are taken."""
+    """Listen on the first free one of `ports`, on all addresses. The socket stays bound, so that no
+    other process can take the port. Raises `OSError` if all are taken."""
     for port in ports:
         try:
             return _listen(port)
@@ -56,8 +55,8 @@ def claim(ports: Sequence[int]) -> socket.socket:
 
 
 def free_port(address: str, salt: str) -> int:
-    """A port on `address` that no process listens on. The search begins at a place derived from
-    `salt`: two runs look at different ports. Raises `OSError` if none is free."""
+    """A free port on `address`. Ports are tried in an order derived from `salt`, so that two runs
+    try different ones. Raises `OSError` if none is free."""
     for port in random.Random(os.fsencode(salt)).sample(range(FIRST, LAST), LAST - FIRST):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             try:
@@ -69,7 +68,7 @@ def free_port(address: str, salt: str) -> int:
 
 
 def _listen(port: int) -> socket.socket:
-    """On IPv4 and IPv6 where the machine has both; a port in TIME_WAIT is no obstacle."""
+    """Listen on IPv4 and, if available, IPv6; a port in TIME_WAIT can be used."""
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
@@ -82,14 +81,14 @@ def _listen(port: int) -> socket.socket:
 _ANSWER = 5.0
 """Seconds to wait for an answer on one port; a port without a listener refuses at once."""
 _PAUSE = 0.1
-"""Seconds between rounds over the ports while rank 0 is not there yet."""
+"""Seconds between rounds over the ports until rank 0 answers."""
 _LONGEST = 128
 """Bytes of an answer."""
 
 
 def announce(salt: str, port: int) -> None:
-    """Tell other ranks of this launch, as long as this process lives, that the store is on `port`.
-    Raises `OSError` if all ports of the launch are taken."""
+    """Run the beacon in a thread: tell other ranks that the store is on `port`. Raises `OSError` if
+    all ports of the launch are taken."""
     listener = claim(candidates(salt))
     threading.Thread(
         target=_answer, args=(listener, _line(salt, port)), name="beacon", daemon=True
@@ -97,7 +96,7 @@ def announce(salt: str, port: int) -> None:
 
 
 def find(address: str, salt: str, timeout: float) -> int:
-    """The port of the launch's store on the host `address`, once rank 0 says it. Raises
+    """Wait for rank 0's beacon on the host `address`; the port of the launch's store. Raises
     `TimeoutError`."""
     end = time.monotonic() + timeout
     ports = candidates(salt)
@@ -120,12 +119,12 @@ def _answer(listener: socket.socket, line: bytes) -> None:
             with connection:
                 connection.settimeout(_ANSWER)
                 connection.sendall(line)
-        except (ConnectionError, TimeoutError):  # this caller hung up; the next one may not
+        except (ConnectionError, TimeoutError):  # this caller hung up
             continue
 
 
 def _ask(address: str, port: int, salt: str) -> int | None:
-    """The store's port, if this port is the launch's beacon."""
+    """The store's port, if the launch's beacon answers on `port`, else None."""
     try:
         with socket.create_connection((address, port), _ANSWER) as connection:
             said = connection.makefile("rb").readline(_LONGEST)
@@ -142,31 +141,31 @@ def _line(salt: str, port: int) -> bytes:
 
 
 _GIVEN_PORT = "KEMPNER_MASTER_PORT"
-"""Is in the environment of a rank whose user has chosen the port: MASTER_PORT is always there."""
+"""Set in a rank's environment if the user has chosen the port; MASTER_PORT is always set."""
 
 _HERE = ("localhost", "localhost.localdomain", "ip6-localhost")
 
 
 @dataclass(frozen=True)
 class ExportedMaster:
-    """What the user says; None where the choice is left to kempner. `warning` is a sentence about
-    what is ignored, empty if nothing is."""
+    """The exported MASTER_ADDR and MASTER_PORT; None if kempner chooses. `warning` is a sentence
+    about an ignored address, or empty."""
 
     address: str | None = None
     port: int | None = None
     warning: str = ""
 
     def variables(self) -> dict[str, str]:
-        """What tells a rank of our own that the port is the user's choice."""
+        """The variables that tell a rank that the user has chosen the port."""
         return {} if self.port is None else {_GIVEN_PORT: str(self.port)}
 
 
 def exported_master(environ: Mapping[str, str], nodes: Sequence[str]) -> ExportedMaster:
-    """What a user has exported for ranks on these nodes, of which the first has rank 0. An address
-    that cannot be rank 0's is ignored: that of another node, as after a restart without the one
-    that was named, and of "this machine" where there are several, as from a login shell. What
-    torchrun has set for its own ranks is not the user's word. Raises `ValueError` with a sentence
-    if the port is none."""
+    """The address and port that the user exported, for ranks on these nodes, the first of which has
+    rank 0. Ignored are the address of another node than the first (as after a restart without that
+    one) and, on several nodes, loopback addresses (as from a login shell), and variables that
+    torchrun has set for its ranks. Raises `ValueError` with a sentence if MASTER_PORT is no valid
+    port."""
     if "TORCHELASTIC_RUN_ID" in environ:
         return ExportedMaster()
     port = _port(environ.get("MASTER_PORT", ""))
@@ -183,22 +182,22 @@ def choose_master(
     salt: str,
     bound: Mapping[str, Interface | None] = MappingProxyType({}),
 ) -> tuple[str, int]:
-    """Address and port for ranks on these nodes, the first of which has rank 0. `bound` is what the
-    ranks of nodes will bind to, as far as it is known: the address is on the network that all of
-    them use, and else the name of the first. Raises `ValueError` as `exported_master`, `OSError` if
-    no port is free."""
-    said = exported_master(environ, nodes)
-    address = said.address or common_address(bound, nodes) or nodes[0]
-    return address, said.port or free_port("", salt=salt)
+    """The rendezvous address and port for ranks on these nodes, the first of which has rank 0.
+    `bound` has the interfaces that ranks will use, by node, where known: the address is on the
+    network that all of them use, else it is the name of the first node. Raises `ValueError` as
+    `exported_master`, and `OSError` if no port is free."""
+    exported = exported_master(environ, nodes)
+    address = exported.address or common_address(bound, nodes) or nodes[0]
+    return address, exported.port or free_port("", salt=salt)
 
 
 def given_port(environ: Mapping[str, str]) -> int | None:
-    """The port that the user has chosen, in a rank that a supervisor has started."""
+    """The port that the user has chosen, in a rank that a supervisor started; else None."""
     return _port(environ.get(_GIVEN_PORT, ""))
 
 
 def _why_not(address: str, nodes: Sequence[str]) -> str:
-    """Why ranks on these nodes cannot meet there; empty if they may."""
+    """Why the rendezvous of ranks on these nodes cannot be at `address`; empty if it can."""
     if len(nodes) > 1 and _is_loopback(address):
         return f"the ranks are on {len(nodes)} nodes"
     names = (address, address.partition(".")[0])  # with or without its domain

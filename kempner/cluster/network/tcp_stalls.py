@@ -19,31 +19,31 @@ _RETRIES = 2
 """Unsuccessful retransmissions that count as a stall; a single loss is common."""
 
 ANSWER = 1.0
-"""Seconds that a host gets to answer a call: its kernel does that, however busy its processes."""
-
+"""Seconds for a host to answer a connection attempt, which its kernel does however busy its
+processes are."""
 _ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
-"""What shows that the host is alive, whether or not a process listens there."""
+"""Results that show that the host is alive, whether or not a process listens there."""
 
 
 def dead_connections() -> list[tuple[str, str]]:
-    """Near and far address of each connection that delivers nothing, by what is known or tried.
-    What was sent tells where something was; a call tells where nothing is under way. Raises
-    `OSError` or `psutil.Error` if the kernel does not show the connections."""
+    """Local and remote address of each connection that delivers nothing: those with unacknowledged
+    data, and idle ones whose host does not answer a new connection attempt. Raises `OSError` or
+    `psutil.Error` if the kernel does not show the connections."""
     return sorted({*stalled_connections(), *unanswered_calls()})
 
 
 def stalled_connections(tables: tuple[Path, ...] = _TABLES) -> list[tuple[str, str]]:
-    """Near and far address of each TCP connection whose data the other side does not acknowledge.
-    Of all processes of this network namespace; no privilege is needed. Raises `OSError` if the
-    kernel does not show them."""
+    """Local and remote address of each TCP connection whose data is not acknowledged, of all
+    processes in this network namespace; needs no privileges. Raises `OSError` if the kernel does
+    not show them."""
     return [ends for table in tables for ends in _stalled(table.read_text())]
 
 
 def unanswered_calls(patience: float = ANSWER) -> list[tuple[str, str]]:
-    """Near and far address of each host that this process is connected to, and that is silent now.
-    Calls only where this process had called before, from the same address to the same port: a
-    firewall let that pass. Takes `patience` seconds if one of them does not answer. Raises
-    `psutil.Error` if the kernel does not show the connections."""
+    """Local and remote address of each connection of this process whose host does not answer now.
+    Connects only from the same address to the same port as an existing outgoing connection, which a
+    firewall has let pass. Takes `patience` seconds if a host does not answer. Raises `psutil.Error`
+    if the kernel does not show the connections."""
     connections = psutil.Process().net_connections(kind="tcp")
     own = {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
     called = {
@@ -80,17 +80,18 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def _call(caller: socket.socket, near: str, far: str, port: int) -> int:
-    """EINPROGRESS, or what is known at once."""
+    """Start to connect; EINPROGRESS, or the error number."""
     caller.setblocking(False)
     try:
         caller.bind((near, 0))
-    except OSError as error:  # the address is gone, with its interface
+    except OSError as error:  # the interface of this address is gone
         return error.errno or errno.EADDRNOTAVAIL
     return caller.connect_ex((far, port))
 
 
 def _stalled(table: str) -> Iterator[tuple[str, str]]:
-    """From the text of a table (proc(5)): `retrnsmt` counts the timeouts since the last answer."""
+    """Stalled connections in the text of a table (proc(5)); `retrnsmt` counts timeouts since the
+    last acknowledgement."""
     for line in table.splitlines()[1:]:
         _, near, far, _, _, _, retransmits, *_ = line.split()
         if int(retransmits, 16) >= _RETRIES:
@@ -98,7 +99,7 @@ def _stalled(table: str) -> Iterator[tuple[str, str]]:
 
 
 def _address(end: str) -> str:
-    """The address of `HEX:PORT`, in words of four bytes in this host's order."""
+    """The address in `HEX:PORT`, which consists of four-byte words in host order."""
     digits = end.partition(":")[0]
     words = [int(digits[at : at + 8], 16) for at in range(0, len(digits), 8)]
     packed = struct.pack(f"={len(words)}I", *words)
@@ -108,6 +109,6 @@ def _address(end: str) -> str:
 
 
 def _plain(address: str) -> str:
-    """Without what IPv6 wraps around an IPv4 address."""
+    """The address, converted to IPv4 if it is an IPv4-mapped IPv6 address."""
     parsed = ip_address(address)
     return str(getattr(parsed, "ipv4_mapped", None) or parsed)

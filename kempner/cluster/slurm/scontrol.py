@@ -424,20 +424,19 @@ class RequeueDecision:
 
 
 _SCRIPT_DIED = ("JobLaunchFailure", "NonZeroExitCode", "RaisedSignal")
-"""What Slurm says of a job whose batch script was killed, the last with the signal behind it. It
-gives no reason for a job that was cancelled."""
+"""Slurm's reasons for a job whose batch script was killed, the last followed by the signal. A
+cancelled job has no reason."""
 
 
 def decide_orphan_requeue(
     job: JobState, restarts: int, superseded: bool, fruitless: bool = False
 ) -> RequeueDecision:
-    """Whether a rank or an agent that outlives the supervisor puts the job back: only one that
-    runs, or that ends because its batch script, the supervisor, was killed, or at its time limit.
+    """Requeue, from a rank or an agent that outlives the supervisor, only a job that runs, that is
+    at its time limit, or that ends because its batch script was killed; never a cancelled one.
 
-    To requeue one that was cancelled would bring it back to life. `restarts` is how often it was
-    when this process was started: one on a node that was cut off may outlive its launch, and must
-    leave the next one alone. `superseded` is whether the run has a newer attempt, `fruitless`
-    whether the supervisor was lost before, and nothing saved since.
+    `restarts` is the job's restart count when this process was started: one on a node that was cut
+    off may outlive its launch, and must not touch the next one. `superseded`: the run has a newer
+    attempt; `fruitless`: the supervisor was lost before, and nothing was saved since.
     """
     if superseded:
         return RequeueDecision(False, "the run has a newer attempt: it continues there")

@@ -61,7 +61,9 @@ class Shard(StrictRecord):
     unproven_cuts: Count = 0
     """Places in long documents where a token may differ from those of the whole document."""
     truncated: Count = 0  # documents of chats that were longer than a row
-    left_out: Count = 0  # documents of chats without an answer in the length of a row
+    left_out: Count = (
+        0  # of chats without an answer in the length of a row, of pairs that are longer
+    )
     bytes: Count  # size of the file, header included
     checksum: Checksum  # xxh3_128 of the tokens as they are on disk
     source: ShardSource
@@ -263,6 +265,8 @@ def check_compatible(train: Index, held_out: Index, seq_len: int) -> str | None:
             f"its documents end with token {held_out.eot}, those of the training data with "
             f"{train.eot}: prepare it with the same --eot"
         )
+    if held_out.kind == "preferences" != train.kind:
+        return "it holds preferences: prepare text, or chats with --chats"
     if refusal := _other_rows(held_out, seq_len):
         return refusal
     if held_out.tokens <= seq_len:
@@ -295,6 +299,11 @@ def vocabulary(config: Config, index: Index) -> int:
 
 def check_samples(config: Config, index: Index) -> None:
     """Raise `DataError` if a model cannot be trained on this data as configured."""
+    if index.kind == "preferences":
+        raise DataError(
+            f"data.dataset_path={config.data.dataset_path} holds preferences, of which the loss of "
+            "a next token learns the rejected answers, too: prepare chats with --chats"
+        )
     if index.kind != "text" and config.model.factory is not None:
         raise DataError(
             f"data.dataset_path={config.data.dataset_path} holds {index.kind}, which "

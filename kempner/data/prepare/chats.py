@@ -5,6 +5,7 @@
 | `messages`; `conversations` (role/content, or from/value as ShareGPT has it) | every answer   |
 | `prompt` and `completion`, lists of messages | the answers in the completion                  |
 | `prompt` and `completion`, texts             | the completion, and the token that ends it     |
+| `chosen` and `rejected`, of preferences      | what comes behind the prompt, of both          |
 
 `tools` and `chat_template_kwargs` go to the template. Tokens and what is learned of them are as
 TRL's `SFTTrainer` has them, with `assistant_only_loss` or, for texts, `completion_only_loss`.
@@ -31,7 +32,7 @@ from kempner.data.files.chat_template import ChatTemplate, Message
 from kempner.data.files.token_file import BEGINS, LEARNED
 
 CHAT_KEYS = (
-    *("messages", "conversations", "prompt", "completion"),
+    *("messages", "conversations", "prompt", "completion", "chosen", "rejected"),
     *("tools", "chat_template_kwargs"),
 )
 _SHAREGPT = {
@@ -155,18 +156,14 @@ def documents_of(chat: Chat | PlainPair, template: ChatTemplate) -> list[Documen
 
 
 def _plain(pair: PlainPair, template: ChatTemplate) -> Document:
-    end, whole = template.end, pair.prompt + pair.completion
-    if end and not pair.completion.endswith(end):
-        whole += end
-    ids = template.plain_ids(whole)
+    ids = template.plain_ids(pair.prompt + _ended(pair.completion, template))
     return _behind(ids, template.plain_ids(pair.prompt))
 
 
 def _behind(ids: Ids, before: Ids) -> Document:
     """What comes behind the tokens that both have in common is learned: a token may hold the end of
     the one and the beginning of the other."""
-    pairs = enumerate(zip(ids, before, strict=False))
-    common = next((at for at, (a, b) in pairs if a != b), min(len(ids), len(before)))
+    common = _common(ids, before)
     return Document(ids, [at >= common for at in range(len(ids))])
 
 
@@ -179,6 +176,68 @@ def _marked(chat: Chat, template: ChatTemplate) -> Document:
     )
     behind = _behind(ids, question).learned
     return Document(ids, [a and b for a, b in zip(learned, behind, strict=True)])
+
+
+def pair_of(record: Mapping[str, Any], template: ChatTemplate) -> list[Document]:
+    """The chosen and the rejected document of a line's object, as TRL's `DPOTrainer` has them: with
+    `prompt`, or with what both have in common in front. What follows the tokens that both have in
+    common with the prompt is learned. Raises `ValueError`, a clause, if that is no pair."""
+    record = {key: value for key, value in record.items() if value is not None}
+    for key in ("chosen", "rejected"):
+        if key not in record:
+            raise ValueError(f'the object has no "{key}" (it has: {", ".join(record) or "none"})')
+    chosen, rejected = record["chosen"], record["rejected"]
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        question, answered = _pair_of_texts(record.get("prompt"), chosen, rejected, template)
+    else:
+        question, answered = _pair_of_chats(record, template)
+    common = min(_common(question, ids) for ids in answered)
+    documents = [Document(ids, [at >= common for at in range(len(ids))]) for ids in answered]
+    if not all(any(document.learned) for document in documents):
+        raise ValueError("one of both answers has no token of its own behind the prompt")
+    return documents
+
+
+def _pair_of_texts(
+    prompt: Any, chosen: str, rejected: str, template: ChatTemplate
+) -> tuple[Ids, list[Ids]]:
+    if prompt is None:
+        at = _common(chosen, rejected)
+        at -= at > 0 and chosen[at - 1] == " "  # it goes with the word behind it
+        prompt, chosen, rejected = chosen[:at], chosen[at:], rejected[at:]
+    if not isinstance(prompt, str):
+        raise ValueError("its chosen is a text, and its prompt is not")
+    texts = [prompt + _ended(each, template) for each in (chosen, rejected)]
+    return template.plain_ids(prompt), [template.plain_ids(each) for each in texts]
+
+
+def _pair_of_chats(record: Mapping[str, Any], template: ChatTemplate) -> tuple[Ids, list[Ids]]:
+    sides = []
+    for key in ("chosen", "rejected"):
+        value = record[key]
+        sides.append(_messages([value] if isinstance(value, dict) else value, key))
+    before = next((key for key in ("prompt", "messages", "conversations") if key in record), None)
+    if before is not None:
+        prompt = _messages(record[before], before)
+    else:
+        at = _common(*sides)
+        prompt, sides = sides[0][:at], [side[at:] for side in sides]
+        if not prompt or not all(sides):
+            raise ValueError("chosen and rejected do not begin alike and end in other answers")
+    known: dict[str, Any] = {"tools": _tools(record), "options": _options(record)}
+    answered = [template.ids([*prompt, *side], **known) for side in sides]
+    return template.ids(prompt, ask=True, **known), answered
+
+
+def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many items both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _ended(text: str, template: ChatTemplate) -> str:
+    end = template.end
+    return text if not end or text.endswith(end) else text + end
 
 
 def _by_prefix(chat: Chat, template: ChatTemplate) -> list[Document]:

@@ -239,5 +239,5 @@ def _finish(recipe: Recipe, shards: Sequence[Shard]) -> Index:
 
 def _nothing_learned(shards: Sequence[Shard]) -> str:
     if any(shard.left_out for shard in shards):
-        return "no chat has an answer within --seq-len tokens"
+        return "no chat has an answer, and no pair both of them, within --seq-len tokens"
     return "there is no chat in these files"

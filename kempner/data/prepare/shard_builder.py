@@ -24,7 +24,7 @@ from kempner.data.files.index import (
     TokenizerIdentity,
 )
 from kempner.data.files.token_file import TokenWriter, verify_shard
-from kempner.data.prepare.chats import CHAT_KEYS, Document, documents_of, read_chat
+from kempner.data.prepare.chats import CHAT_KEYS, Document, documents_of, pair_of, read_chat
 from kempner.data.prepare.documents import (
     BadLine,
     Parts,
@@ -54,9 +54,12 @@ class ChatRecipe:
     seq_len: int
     template: ChatTemplate
 
-    def documents(self, record: dict[str, Any]) -> list[Document]:
-        """Raises `ValueError`, a clause, if nothing can be learned from an object."""
-        return documents_of(read_chat(record), self.template)
+    def documents(self, record: dict[str, Any]) -> list[list[Document]]:
+        """Those of an object, in groups that stay together in a row. Raises `ValueError`, a clause,
+        if nothing can be learned from it."""
+        if self.kind == "preferences":
+            return [pair_of(record, self.template)]
+        return [[document] for document in documents_of(read_chat(record), self.template)]
 
 
 @dataclass(frozen=True)
@@ -252,7 +255,7 @@ def _opened_chats(
     origin: UnitOrigin,
     tally: Tally,
     progress: Callable[[int], None],
-) -> Iterator[Iterator[list[Document]]]:
+) -> Iterator[Iterator[list[list[Document]]]]:
     """The documents of each chat of a piece; see `_opened`."""
     if piece.file.format == "parquet":
         with origin.opened(piece):
@@ -263,16 +266,19 @@ def _opened_chats(
 
 
 def _add_chats(
-    chats: Iterator[list[Document]], rows: RowWriter, seq_len: int, made: _Counts
+    chats: Iterator[list[list[Document]]], rows: RowWriter, seq_len: int, made: _Counts
 ) -> None:
-    for document in (each for documents in chats for each in documents):
-        made.truncated += len(document.ids) > seq_len
-        tokens = document.cut(seq_len)
-        if tokens is None:
-            made.left_out += 1
+    """A document that is longer than a row is truncated; a pair has to fit as it is."""
+    for group in (each for groups in chats for each in groups):
+        longer = sum(len(document.ids) for document in group) > seq_len
+        tokens = [document.cut(seq_len) for document in group]
+        whole = [each for each in tokens if each is not None]
+        if len(whole) < len(group) or (longer and len(group) > 1):
+            made.left_out += len(group)
         else:
-            rows.add(tokens)
-            made.full += 1
+            rows.add(np.concatenate(whole))
+            made.full += len(group)
+        made.truncated += longer and len(group) == 1
 
 
 @dataclass

@@ -176,7 +176,7 @@ class MicroBatch(NamedTuple):
     Attributes:
         inputs: the tokens of the rows.
         targets: the inputs one token later; IGNORE throughout the rows that are padding, and in
-            chats where the next token is not learned, or begins another document.
+            chats where the next token is not learned, as the first one of a document never is.
         documents: int32, [micro_batch_size, seq_len], of chats: the number of each token's
             document in its row, from 0, by which it attends to its own document only; None of text.
             Of preferences the documents 2k and 2k + 1 of a row are the chosen and the rejected
@@ -359,7 +359,7 @@ def _to_micro_batch(
     targets[[row == PADDING for row in rows]] = IGNORE
     if not flagged:
         return MicroBatch(inputs, targets)
-    targets.numpy()[tokens[:, 1:] & (LEARNED | BEGINS) != LEARNED] = IGNORE
+    targets.numpy()[tokens[:, 1:] & LEARNED == 0] = IGNORE
     documents = torch.empty(shape, dtype=torch.int32, pin_memory=pin_memory)
     np.cumsum(tokens[:, :-1] & BEGINS != 0, axis=1, dtype=np.int32, out=documents.numpy())
     return MicroBatch(inputs, targets, documents.sub_(1))

@@ -146,7 +146,7 @@ def _ask(
     def ask_slurm() -> None:
         try:
             asking.set_result(_ask_slurm(examination))
-        except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller
             asking.set_exception(error)
 
     # Not a pool: Python joins a pool's threads at exit, even after a Ctrl-C.

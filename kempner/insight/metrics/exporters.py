@@ -167,7 +167,7 @@ def prometheus_text(run: str, values: dict[str, float], given_up: bool) -> str:
 
 
 def split_set(name: str) -> tuple[str, str]:
-    """`eval/loss` and `code` for `eval/code/loss`; no set for any other name."""
+    """Split `eval/code/loss` into `eval/loss` and the set `code`; other names have no set."""
     parts = name.split("/")
     return (f"{parts[0]}/{parts[2]}", parts[1]) if len(parts) == 3 else (name, "")
 

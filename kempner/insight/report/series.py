@@ -113,7 +113,7 @@ def collect(lines: Iterable[bytes]) -> tuple[StepSeries, Evaluations]:
 
 
 def _losses(entry: Mapping[str, Any]) -> dict[str, float]:
-    """Of a line about an evaluation: the loss of each held-out set."""
+    """The loss of each held-out set in a line about an evaluation."""
     sets = entry.get("eval_sets")
     found: dict[str, Any] = {"": entry.get("eval_loss")}
     for name, numbers in sets.items() if isinstance(sets, dict) else ():

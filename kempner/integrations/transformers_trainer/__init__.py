@@ -1,1 +1,1 @@
-"""What `kempner.integrations.transformers` is made of."""
+"""The parts of `kempner.integrations.transformers`."""

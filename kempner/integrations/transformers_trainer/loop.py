@@ -1,10 +1,9 @@
-"""The run of one Trainer: its checkpoints, its place in the data, and what it goes on from; and
-what of its settings cannot be resumed exactly, and is refused (docs/trainer.md lists the same).
+"""The run of one Trainer: its checkpoints, its place in the data, and its resume; and the settings
+that cannot be resumed exactly, which are refused (listed in docs/trainer.md, too).
 
-A checkpoint is written where the Trainer writes one, or, for a stop, directly after a step. What
-the Trainer would still have done after that step (evaluate, judge the best, save, end the epoch)
-is noted in it as due, and done after the resume, before the next step.
-"""
+A checkpoint is written when the Trainer writes one or, for a stop, directly after a step. What the
+Trainer would still have done after that step (evaluate, update the best checkpoint, save, end the
+epoch) is noted as due, and done after the resume, before the next step."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ from kempner.integrations.transformers_trainer.state import (
     TrainerPlace,
     TrainerProgress,
     callback_states,
-    give_back,
-    held_by,
+    extra_state,
+    restore_extra_state,
     steps_to_go,
 )
 from kempner.run.output.logs import logger
@@ -46,19 +45,19 @@ from kempner.training.vote import VoteResult
 
 class Outputs:
     """Links in `folder` to the checkpoints that kempner has committed, each at `committed(step)`.
-    Only where `writes`, on rank 0, are they made and removed."""
+    Only changed if `writes`, on rank 0."""
 
     def __init__(self, folder: Path, committed: Callable[[int], Path], writes: bool) -> None:
         self._folder, self._committed, self._writes = folder, committed, writes
         self.kept: set[int] = set()
-        """The steps of the checkpoints that the Trainer itself has asked for."""
+        """The steps of the checkpoints that the Trainer itself requested."""
 
     def link_to(self, step: int) -> str:
-        """The name by which the Trainer knows the checkpoint of `step`."""
+        """The path under which the Trainer knows the checkpoint of `step`."""
         return str(self._folder / f"{PREFIX_CHECKPOINT_DIR}-{step}")
 
     def link(self, steps: Iterable[int]) -> None:
-        """Have the links lead to these commits, where people and the Trainer look for them."""
+        """Create the links to these commits, at the places where the Trainer writes its own."""
         if not self._writes:
             return
         for step in steps:
@@ -81,8 +80,8 @@ class Outputs:
                     link.unlink(missing_ok=True)
 
     def best_checkpoint(self, state: Any, before: str | None) -> str | None:
-        """What the Trainer alone would call its best checkpoint. That is the one of the best step
-        if it has asked for it, else still `before`."""
+        """The best checkpoint as the Trainer alone would name it: that of the best step if the
+        Trainer requested it, else still `before`."""
         best = state.best_global_step
         return self.link_to(best) if best and best in self.kept else before
 
@@ -95,9 +94,9 @@ class Outputs:
 
 @dataclass(frozen=True)
 class PreviousRun:
-    """The checkpoint that a run goes on from: `source` is what the Trainer wrote, on `ranks` ranks,
-    of which there are `ranks_now`; `progress` stands beside it, but in a run of before there was
-    any."""
+    """The checkpoint from which a run resumes: `source` is the Trainer's own, written on `ranks`
+    ranks (there are `ranks_now`); `progress` is kempner's addition, None in a run of an earlier
+    version."""
 
     source: Path
     step: int
@@ -120,8 +119,8 @@ class PreviousRun:
         return TrainerPlace.of_step(self.step, self.ranks, grid, self.ranks_now)
 
     def plan(self, values: tuple[Any, ...], grid: Grid, arguments: Any) -> tuple[Any, ...]:
-        """The Trainer's `set_initial_training_values`, where a step takes more or fewer samples
-        than before: how many epochs and steps there are then in all."""
+        """The `values` of the Trainer's `set_initial_training_values`, with the total epochs and
+        steps corrected if a step takes more or fewer samples than before."""
         place = self.place(grid)
         if place.per_step == grid.per_step or grid.samples is None:
             return values
@@ -134,8 +133,8 @@ class PreviousRun:
 
 
 class Generators:
-    """The generators of random numbers, as they were when the checkpoint was written. Those of
-    another number of ranks are seeded anew, by the step."""
+    """Restores the random generators from the checkpoint; for another number of ranks they are
+    seeded by the step."""
 
     def __init__(self, trainer: Any, before: PreviousRun) -> None:
         self._trainer, self._before = trainer, before
@@ -143,7 +142,7 @@ class Generators:
         self._resumed = False
 
     def load(self) -> None:
-        """Load them, or those that `keep` has kept."""
+        """Load them, or the states that `keep` has stored."""
         before = self._before
         if self._kept is not None:
             self._trainer.load_generators(self._kept.name)
@@ -153,27 +152,28 @@ class Generators:
             self._trainer.load_generators(str(before.source))
 
     def keep(self) -> None:
-        """As they are now they are to be loaded from here on."""
+        """Store the present states, for `load` to restore from now on."""
         kept = TemporaryDirectory(prefix="kempner-generators-")
         self._trainer._save_rng_state(kept.name)
         self._kept = kept
 
     def resume(self) -> None:
-        """Load them, the first time that the next step asks for it."""
+        """Load them, at the first call only."""
         if not self._resumed:
             self.load()
             self._resumed = True
 
 
-def bring_back(trainer: Any, before: PreviousRun, generators: Generators) -> None:
-    """When the Trainer is about to train: make up what it had yet to do at the checkpoint."""
+def restore_trainer(trainer: Any, before: PreviousRun, generators: Generators) -> None:
+    """Restore the Trainer's state before it trains, and do the work that was due at the
+    checkpoint."""
     progress = before.progress or TrainerProgress(logged=before.step, first_step=before.step)
     if progress.loss is not None:
         trainer._tr_loss = progress.loss.to(trainer._tr_loss)
     trainer._total_loss_scalar = progress.total_loss
     trainer._globalstep_last_logged = progress.logged
     trainer._initial_global_step = progress.first_step
-    give_back(trainer, progress.held)
+    restore_extra_state(trainer, progress.held)
     due, control = progress.due, trainer.control
     control.should_training_stop = due.ends or trainer.state.global_step >= trainer.state.max_steps
     if not due.anything:
@@ -189,7 +189,7 @@ def bring_back(trainer: Any, before: PreviousRun, generators: Generators) -> Non
 
 
 def _finish_step(trainer: Any, progress: TrainerProgress) -> None:
-    """Log, evaluate and save as the control says, as if the step had just been made."""
+    """Log, evaluate and save as `control` says, as at the end of a step."""
     trainer._maybe_log_save_evaluate(
         trainer._tr_loss,
         progress.due.grad_norm,
@@ -211,8 +211,8 @@ _STATE = "trainer_state.json"
 
 @dataclass
 class StepEnd:
-    """What is known of the end of the last step. A stop has cut off `evaluate` and `save`; `forced`
-    is that the next save is kempner's own wish."""
+    """The end of the last step. `evaluate` and `save` are work that a stop has cut off; `forced`:
+    the next save is requested by kempner, not by the Trainer."""
 
     evaluate: bool = False
     save: bool = False
@@ -224,17 +224,17 @@ class StepEnd:
 
 
 class TrainerRun:
-    """What `trainer` asks in its loop, on every rank in the same order."""
+    """The run of `trainer`, which calls its methods on every rank in the same order."""
 
     def __init__(self, trainer: Any, session: Session) -> None:
         self._trainer, self.session = trainer, session
         self.agreed = VoteResult()
-        """What the ranks have agreed on in their last vote."""
+        """The result of the ranks' last vote."""
         self.writing_to: Path | None = None
-        """The folder that becomes the next checkpoint, while it is written."""
+        """The folder of the checkpoint that is being written, if any."""
         self.step_end = StepEnd()
         self.code: ExitCode | None = None
-        """How the loop has ended."""
+        """The exit code with which the loop has ended; None before."""
         arguments, world = trainer.args, session.ranks.world
         seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
         self._checkpoints = FolderCheckpoints(
@@ -248,7 +248,7 @@ class TrainerRun:
         self.data = DataPlace(world, arguments.gradient_accumulation_steps, seed)
 
     def restore(self) -> Path | None:
-        """The newest checkpoint that verifies, to be loaded by the Trainer; None if there is none.
+        """The newest checkpoint that verifies, for the Trainer to load; None if there is none.
         Raises `DataError`."""
         found = self._checkpoints.restore()
         self.loop = OwnLoop(self.session, self._checkpoints, found[0] if found else None)
@@ -262,19 +262,20 @@ class TrainerRun:
         if self.before.progress is not None:
             self._outputs.kept = set(self.before.progress.kept)
         self._outputs.link({step, *self._outputs.kept})
-        self.session.ranks.broadcast(None)  # no rank looks for a link before it is there
+        self.session.ranks.broadcast(None)  # no rank looks for a link before it exists
         return self.before.source
 
     def plan(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What `set_initial_training_values` of the Trainer gives, from where the run goes on."""
+        """The Trainer's initial training values, corrected for the place from which the run
+        resumes."""
         self.data.cut(micro_batches=values[5])
         if self.before is None:
             return values
         return self.before.plan(values, self.data.grid, self._trainer.args)
 
     def begin(self, epochs: int, micro_batches: int) -> tuple[int, int]:
-        """The epoch and the micro batches in it after which the data go on; as the Trainer would
-        say of a checkpoint that is none of kempner's."""
+        """The epoch and the number of its micro batches that are done; the arguments are the
+        Trainer's, which count for a checkpoint that is not kempner's."""
         grid = self.data.grid
         place = TrainerPlace(
             epochs, micro_batches * grid.batch, grid.per_step, self.data.world.size
@@ -283,26 +284,26 @@ class TrainerRun:
             place = self.before.place(grid)
         leg = self.data.continue_at(place, self.load_generators)
         if self.before is not None:
-            self._say_what_changed(place)
+            self._report_changes(place)
         return place.epoch, leg.done
 
     def load_generators(self) -> None:
-        """Training goes on: its random numbers are those that come next; once."""
+        """Restore the random generators when training continues; once."""
         if self.generators is not None:
             self.generators.resume()
 
-    def bring_back(self) -> Any:
-        """Training is about to begin: the Trainer is where it was; its control after that."""
+    def begin_training(self) -> Any:
+        """Restore the Trainer's state before its first step; its control afterwards."""
         trainer, data = self._trainer, self.data
         self.loop.begin()
         if self.before is not None and self.generators is not None:
-            bring_back(trainer, self.before, self.generators)
+            restore_trainer(trainer, self.before, self.generators)
             data.leave_epoch(trainer.control.should_epoch_stop)
         self.step_end = StepEnd()
         return trainer.control
 
     def save(self) -> None:
-        """Have the Trainer write a checkpoint, and commit it; once for a step."""
+        """Have the Trainer write a checkpoint, and commit it, once per step."""
         step, state = self.loop.train_state.step, self._trainer.state
         if not self.step_end.forced:
             self._outputs.kept.add(step)
@@ -318,8 +319,8 @@ class TrainerRun:
         )
 
     def leave(self) -> None:
-        """Commit what can be, and part from the other ranks. Raises `SystemExit` if the run is to
-        be started again."""
+        """Make the final save and leave the other ranks. Raises `SystemExit` if the run is to be
+        restarted."""
         self.code = self.loop.leave(self.agreed)
         self._outputs.remove_old()
         if self.code is not ExitCode.COMPLETED:
@@ -337,7 +338,8 @@ class TrainerRun:
             self.writing_to, arguments.save_total_limit = None, limit
 
     def _name_best(self, path: Path, before: str | None) -> None:
-        """The Trainer's state names the best checkpoint by its path, which is a link's here."""
+        """Correct the path of the best checkpoint in the Trainer's state, which is that of a
+        link."""
         state = self._trainer.state
         best, written = self._outputs.best_checkpoint(state, before), state.best_model_checkpoint
         state.best_model_checkpoint = best
@@ -359,7 +361,7 @@ class TrainerRun:
             seconds=seconds + (earlier.seconds if earlier else 0.0),
             kept=tuple(sorted(self._outputs.kept)),
             callbacks=callback_states(trainer),
-            held=held_by(trainer),
+            held=extra_state(trainer),
         )
 
     def _due(self) -> DueWork:
@@ -375,18 +377,18 @@ class TrainerRun:
         )
 
     def _epoch_is_over(self) -> bool:
-        """Whether the next step is one of the next epoch, as far as the data go."""
+        """Whether the next step belongs to the next epoch."""
         control = self._trainer.control
         ended = self.step_end.ends_epoch and not control.should_training_stop
         return self.data.epoch_is_over or control.should_epoch_stop or ended
 
     def _keep(self) -> Keep:
-        """As many as `save_total_limit` says, two at least, and those that may be the best."""
+        """The number in `save_total_limit`, at least two, and those that may be the best."""
         limit = self._trainer.args.save_total_limit
         last = sys.maxsize if limit is None else max(2, limit)
         return Keep(last=last, pinned=self._outputs.pinned(self._trainer.state))
 
-    def _say_what_changed(self, place: TrainerPlace) -> None:
+    def _report_changes(self, place: TrainerPlace) -> None:
         ranks, per_step = self.data.world.size, self.data.grid.per_step
         if place.ranks != ranks:
             self.session.say(
@@ -411,7 +413,7 @@ LIMITS = {
     "FSDP": "its checkpoints were not tried under kempner; train without it, or write the loop "
     "with survive",
 }
-"""Settings that are refused; why, and what to do instead."""
+"""Settings that are refused, with the reason and what to do instead."""
 
 
 def refuse_inexact(trainer: Any) -> None:

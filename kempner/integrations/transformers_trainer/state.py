@@ -1,12 +1,12 @@
-"""The place of a Trainer in its data, counted in samples, so that any number of ranks finds it;
-and what else its loop knows, one file a rank beside the Trainer's own checkpoint.
+"""The place of a Trainer in its data, counted in samples, so that any number of ranks can resume
+from it; and other state of its loop, in a file per rank beside the Trainer's own checkpoint.
 
-An epoch has one order of its samples, whatever the ranks: each micro batch of the world takes the
-next samples of it. Accelerate deals them out to the ranks; what comes first is decided here.
+An epoch has one order of samples, independent of the number of ranks: each micro batch of the world
+takes the next samples in it. Accelerate distributes them to the ranks.
 
-In this process the loop fetches one micro batch ahead of what it trains on. So its augmentation or
-masking draws before the state of the generators that a checkpoint holds, and those that follow draw
-after it. In a loader's workers each micro batch draws from generators that its number seeds.
+If samples are fetched in the rank's process, the loop fetches one micro batch ahead. Its
+augmentation or masking draws random numbers before the generators' state is saved, and later micro
+batches after it. In a loader's workers each micro batch draws from generators seeded by its number.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kempner.run.process.exit_codes import UsageError
 
 @dataclass(frozen=True)
 class _FetchedBatch:
-    """The micro batch that had been fetched ahead."""
+    """The micro batch that was prefetched at the checkpoint."""
 
     number: int
     before_fetch: dict[str, Any]
@@ -45,19 +45,20 @@ class _FetchedBatch:
 
 
 class FetchObserver:
-    """Told of each micro batch that is about to be fetched, and the end, counted from 1."""
+    """Called before each fetch of a micro batch, and at the end, with its number from 1; restores
+    the generators around the prefetched one."""
 
     def __init__(self) -> None:
         self.before_fetch: dict[str, Any] | None = None
-        """The generators before the last one was fetched."""
+        """The generators' states before the last fetch."""
         self._continued: _FetchedBatch | None = None
         self._ahead: _FetchedBatch | None = None
 
     def continue_after(
         self, micro_batches: int, before_fetch: dict[str, Any], resume: Callable[[], None]
     ) -> None:
-        """The next epoch trains on `micro_batches`; the one after them was fetched ahead, and
-        `resume` follows that."""
+        """Resume after `micro_batches` of the next epoch: the one after them was prefetched, and
+        `resume` is called after fetching it."""
         self._continued = _FetchedBatch(micro_batches + 1, before_fetch, resume)
 
     def begin(self) -> None:
@@ -74,7 +75,7 @@ class FetchObserver:
 
 
 class WorkerDraws:
-    """What seeds the workers of a loader, each micro batch anew; `rank` draws unlike the others."""
+    """Seeds the workers of a loader for each micro batch, differently on each `rank`."""
 
     def __init__(self, loader: Any, seed: int, rank: int) -> None:
         self._collate, self._prepare = loader.collate_fn, loader.worker_init_fn
@@ -83,18 +84,18 @@ class WorkerDraws:
         loader.collate_fn, loader.worker_init_fn = self.collate, self.prepare
 
     def begin(self, epoch: int, micro_batches: int) -> None:
-        """Workers that start now fetch what comes after `micro_batches` of an epoch."""
+        """Set the place for workers that start now: after `micro_batches` of an epoch."""
         self._epoch, self._number = epoch, micro_batches
 
     def prepare(self, worker: int) -> None:
-        """In a worker that starts: its first micro batch comes next."""
+        """Called in a worker at its start, before its first micro batch."""
         if self._prepare is not None:
             self._prepare(worker)
         self._number += worker
         self._seed_all()
 
     def collate(self, samples: Any) -> Any:
-        """In a worker: the last part of a micro batch; the one after it comes next."""
+        """Called in a worker at the end of a micro batch; seeds for its next one."""
         batch = self._collate(samples)
         self._number += self._workers
         self._seed_all()
@@ -109,7 +110,7 @@ class WorkerDraws:
 
 
 def _generators() -> dict[str, Any]:
-    """Python's, NumPy's and torch's on the CPU, as a file of weights only takes them."""
+    """The states of Python's, NumPy's and torch's CPU generators, loadable with `weights_only`."""
     name, keys, *rest = np.random.get_state()
     numpy = (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest)
     return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
@@ -124,12 +125,10 @@ def _set_generators(states: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class TrainerPlace:
-    """`samples` of epoch `epoch` are done, over all ranks; a step takes `per_step` of them.
-
-    `ranks` is how many there were, and `order` the state of the generator from which this epoch's
-    order is drawn, where it must be known. `draws` are the generators before the micro batch was
-    fetched that comes next, where it was fetched in this process.
-    """
+    """A place in the data: `samples` of epoch `epoch` are done, over all ranks, with `per_step`
+    samples per step, on `ranks` ranks. `order` is the state of the generator from which the epoch's
+    order is drawn, if it is needed. `draws` are the generators' states before the fetch of the next
+    micro batch, if this process fetches it."""
 
     epoch: int = 0
     samples: int = 0
@@ -140,8 +139,8 @@ class TrainerPlace:
 
     @classmethod
     def of_step(cls, step: int, ranks: int, grid: Grid, ranks_now: int) -> TrainerPlace:
-        """Where a run stood after `step` steps on `ranks` ranks, of which nothing else is known.
-        `grid` is how `ranks_now` ranks cut the data."""
+        """The place after `step` steps on `ranks` ranks, for a checkpoint without one. `grid` is
+        that of the present `ranks_now` ranks."""
         batch = grid.batch * ranks // ranks_now
         micro_batches = grid.micro_batches
         if grid.samples is not None:
@@ -153,8 +152,8 @@ class TrainerPlace:
 
 @dataclass(frozen=True)
 class Grid:
-    """How an epoch of `samples` (None if unknown) is cut: a micro batch of the world takes `batch`,
-    and `accumulation` of them make a step; an epoch has `micro_batches`."""
+    """The division of an epoch of `samples` (None if unknown) into `micro_batches` of `batch`
+    samples over all ranks, of which `accumulation` make a step."""
 
     samples: int | None
     batch: int
@@ -164,7 +163,7 @@ class Grid:
 
     @property
     def per_step(self) -> int:
-        """The samples of a step, over all ranks."""
+        """Samples per step, over all ranks."""
         return self.batch * self.accumulation
 
     @property
@@ -174,9 +173,9 @@ class Grid:
 
 @dataclass(frozen=True)
 class Leg:
-    """The rest of an epoch from `start` samples on, as the Trainer's loop counts it. It counts
-    `done` of `micro_batches` as made, whole steps. Where `start` is none of this world's boundaries
-    the samples between the two are left out of its count."""
+    """The rest of an epoch from sample `start`, as the Trainer's loop counts it: `done` of
+    `micro_batches`, a multiple of whole steps, are made. If `start` is not on a step boundary of
+    this world, the samples in between are not counted."""
 
     start: int
     done: int
@@ -193,7 +192,7 @@ class Leg:
         return cls(place.samples, done, done + left, steps + math.ceil(left / grid.accumulation))
 
     def samples(self, made: int, grid: Grid) -> int:
-        """How many samples of the epoch are done after `made` micro batches."""
+        """The number of samples of the epoch that are done after `made` micro batches."""
         return self.start + (made - self.done) * grid.batch
 
 
@@ -203,32 +202,34 @@ def steps_to_go(place: TrainerPlace, grid: Grid, epochs: float) -> int:
         return 0
     leg = Leg.after(place, grid)
     rest = leg.updates - leg.done // grid.accumulation
-    if epochs < place.epoch + 1:  # the end is within this epoch
-        assert grid.samples is not None  # only an epoch of known length has a part
+    if epochs < place.epoch + 1:  # training ends within this epoch
+        assert grid.samples is not None  # fractional epochs need a known length
         part = (epochs - place.epoch) * grid.samples - place.samples
         return min(rest, max(0, math.ceil(part / grid.per_step)))
     return rest + math.ceil((epochs - place.epoch - 1) * grid.updates)
 
 
 class PlacedSampler(Sampler[int]):
-    """The indices of `inner`; `continue_at` has the next iteration go on within an epoch."""
+    """The indices of the sampler `inner`; after `continue_at` the next iteration resumes within an
+    epoch."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.draws = FetchObserver()
         self.batch = 0
-        """The samples of a micro batch of the world, where this process fetches them; else 0."""
+        """Samples of a micro batch over all ranks, if this process fetches them; else 0."""
         self._drawn_from: torch.Tensor | None = None
         self._left_out = range(0)
         self._order: torch.Tensor | None = None
 
     def continue_at(self, place: TrainerPlace, skipped: int) -> None:
-        """Leave out the samples up to `place`; the loop itself skips the first `skipped`."""
+        """Leave out the samples up to `place`, of which the loop itself skips the first
+        `skipped`."""
         self._left_out, self._order = range(skipped, place.samples), place.order
 
     def order(self, begun: bool) -> torch.Tensor | None:
-        """The generator's state from which the order of this epoch was drawn, or is to be; None
-        where the sampler seeds its generator for each epoch."""
+        """The generator's state from which this epoch's order was or will be drawn; None if the
+        sampler seeds its generator for each epoch."""
         if isinstance(self.inner, SeedableRandomSampler):
             return None
         if begun:
@@ -250,7 +251,7 @@ class PlacedSampler(Sampler[int]):
                     self.draws.fetch(given // self.batch)
                 yield index
         if self.batch:
-            self.draws.fetch(given // self.batch + 1)  # what is left, or nothing
+            self.draws.fetch(given // self.batch + 1)  # the incomplete last one, or the end
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -272,8 +273,8 @@ class PlacedSampler(Sampler[int]):
 
 
 class DataPlace:
-    """Where training stands in the data, step by step. `take` and `cut` come first, then
-    `continue_at` in a run that was begun before."""
+    """Tracks the place of training in the data. Call `take` and `cut` first, then `continue_at` in
+    a resumed run."""
 
     def __init__(self, world: World, accumulation: int, seed: int) -> None:
         self.world, self._seed = world, seed
@@ -281,14 +282,14 @@ class DataPlace:
         self._loader: Any = None
         self._worker_draws: WorkerDraws | None = None
         self.grid = Grid(None, 1, accumulation, 1)
-        """How an epoch is cut."""
+        """The division of an epoch."""
         self._epoch, self._made = 0, 0
         self._leg, self._continued = Leg(0, 0, 1, 1), False
         self.left_epoch: int | None = None
-        """The epoch of which nothing more is to be seen."""
+        """The epoch whose rest is skipped, if any."""
 
     def take(self, loader: Any) -> None:
-        """Training reads this loader, whose order of samples comes from our sampler now."""
+        """Set the training loader, and wrap its sampler so that it can resume within an epoch."""
         self._loader = loader
         batches: Any = getattr(loader, "batch_sampler", None)
         batches = getattr(batches, "batch_sampler", batches)
@@ -311,9 +312,10 @@ class DataPlace:
             self._worker_draws = WorkerDraws(reader, self._seed, self.world.rank)
 
     def continue_at(self, place: TrainerPlace, resume: Callable[[], None]) -> Leg:
-        """Go on from `place`; what is left of its epoch. `resume` brings the generators of random
-        numbers back, where it is called after the micro batch that had been fetched ahead. Raises
-        `UsageError`, on all ranks alike, if this loader finds it on as many ranks only."""
+        """Resume from `place`; the rest of its epoch. `resume` restores the random generators, and
+        is called after the fetch of the prefetched micro batch, if there was one. Raises
+        `UsageError`, on all ranks alike, if this loader can resume only on the same number of
+        ranks."""
         ranks, per_step = self.world.size, self.grid.per_step
         moved = (place.ranks, place.per_step) != (ranks, per_step)
         if moved and (why := _why_bound(self._sampler)):
@@ -330,7 +332,7 @@ class DataPlace:
         return self._leg
 
     def begin_epoch(self, epoch: int) -> Leg:
-        """`epoch` begins, or goes on; how it is counted."""
+        """Begin or continue `epoch`; the counts for the Trainer's loop."""
         if not self._continued or epoch != self._epoch:
             self._epoch, self._made = epoch, 0
             self._leg = Leg(0, 0, self.grid.micro_batches, self.grid.updates)
@@ -340,7 +342,7 @@ class DataPlace:
         return self._leg
 
     def leave_epoch(self, left: bool) -> None:
-        """If `left`, the epoch that was to be continued is not."""
+        """If `left`, skip the rest of the epoch that was to be continued."""
         if left and self._leg.start > 0:
             self.left_epoch = self._epoch
 
@@ -349,11 +351,11 @@ class DataPlace:
 
     @property
     def epoch_is_over(self) -> bool:
-        """Whether the last step was the last of its epoch."""
+        """Whether the last step was the last one of its epoch."""
         return self._made >= self._leg.micro_batches
 
     def place(self, epoch_is_over: bool) -> TrainerPlace:
-        """Where training stands; at the start of the next epoch, if this one is over."""
+        """The present place; the start of the next epoch if this one is over."""
         epoch, samples = self._epoch + 1, 0
         if not epoch_is_over:
             epoch, samples = self._epoch, self._leg.samples(self._made, self.grid)
@@ -365,14 +367,14 @@ class DataPlace:
 
 
 def _is_bound_to_ranks(loader: Any, sampler: Any) -> bool:
-    """Whether what the sampler yields is one rank's share, or no single sample."""
+    """Whether the sampler yields only one rank's share, or yields no single samples."""
     if isinstance(loader.dataset, IterableDataset) or isinstance(loader, DataLoaderDispatcher):
         return True
     return sampler is None or hasattr(sampler, "num_replicas")
 
 
 def _why_bound(sampler: PlacedSampler | None) -> str:
-    """Why another number of ranks would see other samples; empty if it would not."""
+    """Why another number of ranks would get other samples; empty if it would not."""
     if sampler is None:
         return "its loader's order depends on the ranks"
     if hasattr(sampler.inner, "repeat_count"):
@@ -386,7 +388,7 @@ def _divide(samples: int, batch: int, drop_last: bool) -> int:
     return samples // batch if drop_last else math.ceil(samples / batch)
 
 
-HELD = (
+EXTRA_STATE = (
     "_step",
     "_buffered_inputs",
     "_metrics",
@@ -395,14 +397,13 @@ HELD = (
     "_entropy_window_stats",
     "_last_world_entropy",
 )
-"""Attributes of TRL's trainers that live across steps and are in no checkpoint of theirs."""
+"""Attributes of TRL's trainers that persist across steps but are not in their checkpoints."""
 
 
 @dataclass(frozen=True)
 class DueWork:
-    """What the Trainer had yet to do after the step of a checkpoint, in its order; `ends` is
-    whether a callback had ended the training, and `grad_norm` and `learning_rate` are for the log.
-    """
+    """The work that the Trainer had not done yet after the step of a checkpoint, in its order.
+    `ends`: a callback had ended the training; `grad_norm` and `learning_rate` are for the log."""
 
     evaluate: bool = False
     save: bool = False
@@ -418,13 +419,12 @@ class DueWork:
 
 @dataclass(frozen=True)
 class TrainerProgress:
-    """What a rank's loop knows beside the Trainer's state.
+    """State of a rank's loop besides the Trainer's own.
 
-    `loss` is the sum of the losses since the last log, which was after step `logged`; `total_loss`
-    that of those before. `first_step` is where the run began, `seconds` how long it has trained,
-    `kept` the steps that the Trainer itself saved. `callbacks` are the states of its callbacks, by
-    class and in order; `held` is what a trainer of TRL holds.
-    """
+    `loss` is the sum of the losses since the last log, after step `logged`, and `total_loss` of
+    those before. `first_step` is the run's first step, `seconds` its training time, `kept` the
+    steps that the Trainer itself saved. `callbacks` are the states of its callbacks, with their
+    class, in order; `held` is the extra state of TRL's trainers."""
 
     place: TrainerPlace | None = None
     due: DueWork = DueWork()
@@ -438,18 +438,18 @@ class TrainerProgress:
     held: dict[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path, rank: int) -> None:
-        assert self.place is not None  # only one of before there were any has none
+        assert self.place is not None  # only checkpoints of earlier versions have none
         nested = {"place": vars(self.place), "due": vars(self.due)}
         torch.save(vars(self) | nested, _file(folder, rank))
 
     @classmethod
     def load(cls, folder: Path, rank: int, ranks: int) -> TrainerProgress | None:
-        """This rank's of a checkpoint, or of other ranks than before what is true of them all. None
-        if the checkpoint is of before there were any."""
+        """This rank's progress in a checkpoint, or for another number of ranks rank 0's with the
+        mean loss. None for a checkpoint of an earlier version."""
         if not _file(folder, 0).exists():
             return None
         first = cls._read(folder, 0)
-        assert first.place is not None  # none is written without
+        assert first.place is not None  # every saved one has a place
         if first.place.ranks == ranks:
             return first if rank == 0 else cls._read(folder, rank)
         all_of_them = [cls._read(folder, old) for old in range(first.place.ranks)]
@@ -464,12 +464,12 @@ class TrainerProgress:
 
 
 def callback_states(trainer: Trainer) -> tuple[tuple[str, dict[str, Any]], ...]:
-    """Of the callbacks that have a state, each with its class, in order."""
+    """The states of the callbacks that have one, each with its class name, in order."""
     return tuple((type(each).__name__, each.state()) for each in _stateful(trainer))
 
 
 def restore_callbacks(trainer: Trainer, states: tuple[tuple[str, dict[str, Any]], ...]) -> None:
-    """Give each callback what the one of its class, first to first, had."""
+    """Restore each callback from the next state of its class."""
     left = list(states)
     for callback in _stateful(trainer):
         mine = next(
@@ -480,11 +480,11 @@ def restore_callbacks(trainer: Trainer, states: tuple[tuple[str, dict[str, Any]]
                 setattr(callback, name, value)
 
 
-def held_by(trainer: Trainer) -> dict[str, Any]:
-    return {name: _plain(getattr(trainer, name)) for name in HELD if hasattr(trainer, name)}
+def extra_state(trainer: Trainer) -> dict[str, Any]:
+    return {name: _plain(getattr(trainer, name)) for name in EXTRA_STATE if hasattr(trainer, name)}
 
 
-def give_back(trainer: Trainer, held: dict[str, Any]) -> None:
+def restore_extra_state(trainer: Trainer, held: dict[str, Any]) -> None:
     known = {name: held[name] for name in held if hasattr(trainer, name)}
     _refill(vars(trainer), send_to_device(known, trainer.args.device))
 
@@ -496,7 +496,7 @@ def _stateful(trainer: Trainer) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Without the classes that a file of weights only does not take."""
+    """Convert to types that `torch.load(weights_only=True)` accepts."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | deque):
@@ -505,7 +505,7 @@ def _plain(value: Any) -> Any:
 
 
 def _refill(into: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Set what is in `values`; dicts stay the objects that they are."""
+    """Update `into` with `values`, recursively: nested dicts keep their identity."""
     for key, value in values.items():
         if isinstance(value, dict) and isinstance(into.get(key), dict):
             _refill(into[key], value)

@@ -53,7 +53,7 @@ class _Outlet(Writer[_Chunk]):
         """Write as soon as possible; as a rule this returns when the data is written, or fewer than
         `ahead` bytes wait."""
         self.puts += 1
-        if sys.is_finalizing():  # no threads any more: what would block is lost
+        if sys.is_finalizing():  # no threads any more: a blocked write is dropped
             if _takes_some(descriptor):
                 self._show(_Chunk(descriptor, data, self._dropped))
             return
@@ -111,7 +111,7 @@ def _write_some(descriptor: int, data: memoryview) -> int:
 
 
 _outlets: dict[tuple[int, int], _Outlet] = {}
-_finding = threading.RLock()
+_outlets_lock = threading.RLock()
 
 
 def _outlet(descriptor: int) -> _Outlet:
@@ -121,18 +121,18 @@ def _outlet(descriptor: int) -> _Outlet:
         key = found.st_dev, found.st_ino
     except OSError:
         key = -1, descriptor
-    with _finding:
+    with _outlets_lock:
         if key not in _outlets:
             _outlets[key] = _Outlet()
         return _outlets[key]
 
 
-def _forget_who_finds() -> None:
-    global _finding
-    _finding = threading.RLock()
+def _renew_lock() -> None:
+    global _outlets_lock
+    _outlets_lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_forget_who_finds)
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 class _Raw(io.RawIOBase):

@@ -100,7 +100,7 @@ _SECRET_VALUE = re.compile(
 """What tokens of Hugging Face, GitHub, GitLab, OpenAI, Slack and AWS look like."""
 
 _TOKEN_STARTS = (b"hf_", b"ghp_", b"gho_", b"github_pat_", b"glpat-", b"sk-", b"xox", b"AKIA")
-"""What a text has in it that has such a token."""
+"""Prefixes of tokens: a text without any of them has no token."""
 
 _IN_ADDRESS = re.compile(r"(?<=://)([^/@:\s]*):([^/@\s]+)(?=@)")
 """`user:password` in a URL."""

@@ -280,7 +280,7 @@ class KeptOutput(Writer[None]):
         with self._changed:
             new, skipped = self._new, self._skipped
             self._new, self._skipped = bytearray(), 0
-        if skipped:  # what there is from before is older than the tail
+        if skipped:  # all earlier bytes are older than the tail
             self._left_out += skipped + len(self._rest)
             self._rest.clear()
         self._rest += new

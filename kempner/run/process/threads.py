@@ -134,7 +134,7 @@ def unless(stop: Callable[[], bool], work: Callable[[], T], name: str) -> T | No
     def do() -> None:
         try:
             results.append(work())
-        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
             errors.append(error)
         finally:
             done.set()

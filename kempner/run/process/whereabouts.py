@@ -164,8 +164,8 @@ def thread_states(pid: int | str, proc: Path = Path("/proc"), name: str = "") ->
 
 
 def start_ticks(pid: int | str, proc: Path = Path("/proc")) -> int | None:
-    """When a process began, in clock ticks since the boot (proc(5), field 22); None if it is not
-    there any more."""
+    """The start time of a process in clock ticks since boot (proc(5), field 22); None if it has
+    ended."""
     try:
         stat = (proc / str(pid) / "stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

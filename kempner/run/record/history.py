@@ -202,8 +202,8 @@ class RunHistory:
         return {at for _, at in longest.values()}
 
     def _failures_that_count(self, places: Sequence[int]) -> set[int]:
-        """Those since the last progress, on which a restart depends; and the last ones of each
-        error on each node, which may make it suspect."""
+        """The failures since the last progress, which decide about a restart, and the last ones of
+        each error on each node, which may make the node suspect."""
         ends = (self._places[kind][-1:] for kind in _PROGRESS if kind in self._places)
         progress = max(chain.from_iterable(ends), default=-1)
         found = defaultdict[tuple[str, str], deque[int]](lambda: deque(maxlen=ALIKE))

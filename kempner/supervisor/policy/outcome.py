@@ -121,10 +121,11 @@ def _why_a_peer_is_lost(exits: Sequence[RankExit]) -> str:
     others."""
     left = [e.rank for e in exits if e.code == ExitCode.COMPLETED]
     lost = next((e for e in exits if e.code == ExitCode.PEERS_LOST), None)
+    error = f": {lost.raised}" if lost is not None and lost.raised else ""
     if not left or lost is None:
-        return "every rank lost a peer; cause unknown"
+        first = f", rank {lost.rank} first{error}" if lost is not None and error else ""
+        return f"every rank lost a peer{first or '; cause unknown'}"
     more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-    error = f": {lost.raised}" if lost.raised else ""
     return f"rank {left[0]}{more} left with 0 while rank {lost.rank} waited for it{error}"
 
 

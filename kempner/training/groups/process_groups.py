@@ -47,12 +47,10 @@ _LAST_WORD = timedelta(seconds=30)
 def meet(
     world: World, address: str, salt: str, timeout: timedelta, given: int | None = None
 ) -> TCPStore:
-    """This launch's store, hosted by rank 0 on the host `address`; blocks until it is there.
-
-    `salt` must be the same on all ranks of a launch and differ from every other launch's; `given`
-    is the port if that is the user's choice. Raises `PeersLostError` after `timeout`, `OSError` on
-    rank 0 if all its ports are taken.
-    """
+    """Connect to this launch's store, which rank 0 hosts on `address`; blocks until it exists.
+    `salt` must be the same on all ranks of a launch and unique to it; `given` is the user's port,
+    if set. Raises `PeersLostError` after `timeout`, `OSError` on rank 0 if all its ports are
+    taken."""
     if world.rank > 0:
         try:
             port = given or find(address, salt, timeout.total_seconds())
@@ -78,8 +76,8 @@ def meet(
 
 
 def agree_on_network(store: Store, world: World, node: str, chosen: Interface | None) -> None:
-    """Make sure that all nodes bind to the same network, before a group hangs over it. Raises
-    `UsageError`, with the interface of every node, on all ranks alike."""
+    """Check that all nodes use the same network, on which a group would otherwise hang. Raises
+    `UsageError`, with the interface of every node, on all ranks."""
     keys = [f"kempner/network/{rank}" for rank in range(world.size)]
     told = {"node": node, "interface": None if chosen is None else asdict(chosen)}
     store.set(keys[world.rank], json.dumps(told))
@@ -94,22 +92,22 @@ def agree_on_network(store: Store, world: World, node: str, chosen: Interface | 
     if not sentence:
         return
     store.set(f"{keys[world.rank]}/told", "")
-    if world.rank == 0:  # the store goes with this rank, so the others read it first
+    if world.rank == 0:  # the store ends with this rank, so the others must read it first
         store.wait([f"{key}/told" for key in keys], _LAST_WORD)
     raise UsageError(sentence)
 
 
 _FAREWELL = timedelta(seconds=30)
 _LONGEST_EVALUATION = timedelta(days=7)
-"""Other ranks wait for it in the vote, if one rank makes it alone; what hangs is found by others.
-"""
+"""Timeout of votes: if one rank evaluates alone, the others wait for it in the vote. Hangs are
+detected elsewhere."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's connections: one mesh to train on, and Gloo groups to vote and to save on. `mesh`
-    has the dimensions of `degrees`. `store` is the rendezvous, hosted by rank 0; None where another
-    process hosts it, as torchrun does."""
+    """This rank's process groups: a mesh to train on, and Gloo groups for votes and saves. `mesh`
+    has the dimensions of `degrees`. `store` is the rendezvous, hosted by rank 0; None if another
+    process hosts it, as with torchrun."""
 
     world: World
     device: torch.device
@@ -121,7 +119,7 @@ class Ranks:
 
     @property
     def data_rank(self) -> int:
-        """Which part of each global batch this rank takes; that of all ranks of a tensor group."""
+        """The index of this rank's part of each global batch; equal within a tensor group."""
         return self.degrees.data_rank(self.world.rank)
 
     def broadcast(self, value: object) -> object:
@@ -136,15 +134,15 @@ class Ranks:
             say(words)
 
     def agree_on(self, facts: Mapping[str, object]) -> None:
-        """Make sure that all ranks know the same `facts`, on which every rank's steps depend.
-        Raises `UsageError`, on all ranks alike, that names each difference and who has what."""
+        """Check that all ranks have the same `facts`, on which their steps depend. Raises
+        `UsageError`, on all ranks, with each difference and the ranks' values."""
         told: list[dict[str, object]] = [{} for _ in range(self.world.size)]
         dist.all_gather_object(told, {**facts, "host": platform.node()}, group=self.votes)
         if differing := describe_disagreement(told):
             raise UsageError(differing)
 
     def final_barrier(self) -> None:
-        """Wait for each other; rank 0, without whose store the others could fail, leaves last."""
+        """Wait for all ranks; rank 0 leaves last, since it hosts the store."""
         dist.barrier(group=self.votes)
         if self.store is None or self.world.size == 1:
             return
@@ -155,13 +153,13 @@ class Ranks:
 
 
 def describe_disagreement(told: Sequence[Mapping[str, object]]) -> str:
-    """What the ranks were told differently, by rank; empty if nothing. "host" is where each is."""
+    """The facts that differ, with the ranks; empty if none. "host" is each rank's host."""
     names = dict.fromkeys(name for facts in told for name in facts if name != "host")
     return "; ".join(said for name in names if (said := _disagreement(name, told)))
 
 
 def _disagreement(name: str, told: Sequence[Mapping[str, object]]) -> str:
-    """The values of a fact, each with its ranks; the fewest first, as those are probably wrong."""
+    """The values of a fact, each with its ranks, the rarest first, which is probably wrong."""
     holders: dict[str, list[int]] = {}
     for rank, facts in enumerate(told):
         holders.setdefault(str(facts.get(name, "no such fact")), []).append(rank)
@@ -180,13 +178,13 @@ def _holders(ranks: Sequence[int], told: Sequence[Mapping[str, object]]) -> str:
 
 
 def add_variables(config: Config) -> None:
-    """Add what is configured for NCCL and CUDA to the environment, before either is used."""
+    """Add the configured variables of NCCL and CUDA to the environment, before either is used."""
     os.environ |= config.distributed.environment(os.environ)
 
 
 def choose_device(world: World) -> torch.device:
-    """The GPU of this local rank (or the only visible one), or the CPU. Before CUDA is used for the
-    first time. Raises `UsageError` if the node has fewer GPUs than ranks."""
+    """The GPU of this local rank (or the only visible one), or the CPU. Call it before CUDA is
+    first used. Raises `UsageError` if the node has fewer GPUs than ranks."""
     if (own := own_part(os.environ, world.local_rank)) is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = own
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -203,9 +201,8 @@ def choose_device(world: World) -> torch.device:
 
 
 def connect(world: World, config: Config) -> Ranks:
-    """Meet the other ranks. Blocks until all are there, or `distributed.timeout` is over. Raises
-    `UsageError` if the network cannot be used as configured, on a node or between nodes, or the
-    ranks cannot be divided as `parallelism` says."""
+    """Connect to the other ranks, within `distributed.timeout`. Raises `UsageError` if the network
+    cannot be used as configured, or the ranks cannot be divided as in `parallelism`."""
     degrees = resolve_mesh(config, world.size)
     address = _master_address(world)
     choice = _bind(world, config.distributed, address)
@@ -233,8 +230,8 @@ def connect(world: World, config: Config) -> Ranks:
 
 
 def adopt(world: World, device: torch.device, section: DistributedSection) -> Ranks:
-    """The connections of a rank whose program has met the others itself, or is alone. Raises
-    `UsageError` if it has not, or the network cannot be used as configured."""
+    """The process groups of a rank whose program has called `init_process_group`, or is alone.
+    Raises `UsageError` otherwise, or if the network cannot be used as configured."""
     if not dist.is_initialized():
         if world.size > 1:
             raise UsageError(
@@ -243,8 +240,8 @@ def adopt(world: World, device: torch.device, section: DistributedSection) -> Ra
             )
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     world = as_in_group(world)
-    os.environ |= section.environment(os.environ)  # no launcher of kempner's may have done so
-    if world.size > 1:  # the program's own groups may be NCCL's, and Gloo has not been told yet
+    os.environ |= section.environment(os.environ)  # perhaps no launcher of kempner has done so
+    if world.size > 1:  # the program's own groups may be NCCL's, and Gloo not configured yet
         _bind(world, section, os.environ.get("MASTER_ADDR", ""))
     timeout = timedelta(seconds=section.timeout)
     degrees = MeshDegrees(shard=world.size)
@@ -252,7 +249,7 @@ def adopt(world: World, device: torch.device, section: DistributedSection) -> Ra
 
 
 def as_in_group(world: World) -> World:
-    """The place of a rank whose program has made the process group, with or without a launcher."""
+    """The world of a rank whose program has made the process group, with or without a launcher."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if world.size > 1 or size == 1:
         return world
@@ -265,8 +262,8 @@ def as_in_group(world: World) -> World:
 
 
 def open_votes(world: World) -> dist.ProcessGroup:
-    """A group to vote on, of a program that has made the process group and nothing of kempner's.
-    Raises `UsageError` if the network cannot be used."""
+    """A group for votes, in a program with its own process group and no other of kempner's. Raises
+    `UsageError` if the network cannot be used."""
     if world.size > 1:
         _bind(world, DistributedSection(), os.environ.get("MASTER_ADDR", ""))
     return _gloo_group(_LONGEST_EVALUATION)
@@ -295,7 +292,7 @@ def _group(
 
 
 def _refuse_spread_tensor_groups(ranks: Ranks) -> None:
-    """Raise `UsageError`, on all ranks alike, where a tensor group is not on one node."""
+    """Raise `UsageError`, on all ranks, if a tensor group spans nodes."""
     if ranks.degrees.tensor == 1:
         return
     hosts = [""] * ranks.world.size
@@ -304,7 +301,7 @@ def _refuse_spread_tensor_groups(ranks: Ranks) -> None:
 
 
 def _master_address(world: World) -> str:
-    """Rank 0's host: the first of the step, which need not be the first of the job."""
+    """Rank 0's host: the first node of the step, which need not be the first of the job."""
     if world.size == 1:
         return "localhost"
     if world.launcher == "srun":
@@ -333,7 +330,7 @@ def _rendezvous(world: World, address: str, timeout: timedelta) -> Store:
         of_srun = world.launcher == "srun"  # an agent sets MASTER_PORT, the user's or not
         port = _exported_master().port if of_srun else given_port(os.environ)
         store = meet(world, address, salt, timeout, port)
-        # For whatever else reads torch's variables, and instead of a login shell's.
+        # For other code that reads torch's variables; replaces those of a login shell.
         os.environ |= world.environment()
         os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(store.port)}
         return store
@@ -353,7 +350,7 @@ def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:
 
 
 def _bind(world: World, section: DistributedSection, address: str) -> InterfaceChoice:
-    """Have process groups use this node's interface from now on; `address` is the master's."""
+    """Make process groups use this node's interface; `address` is the master's."""
     try:
         choice = network_of_rank(os.environ, world, section.interface, address)
     except ValueError as error:
@@ -369,17 +366,17 @@ def _leave_key(rank: int) -> str:
 
 
 SIZE = 256
-"""Rows of the matrices: enough to use every part of a GPU that multiplies, a moment on a CPU."""
+"""Rows of the matrices: enough for all multipliers of a GPU, and fast on a CPU."""
 
 
 class UnfitDeviceError(UnfitNodeError):
-    """The device computes something else than what is right."""
+    """The device computes wrong results."""
 
 
 def check_device(device: torch.device, node: str) -> None:
-    """Multiply matrices of small integers on `device`, which is exact in float32 and in TF32.
-    Products of numbers up to 7 sum up to less than 2^24, so that no order of addition rounds.
-    Raises `UnfitDeviceError`; whatever the device itself raises passes through."""
+    """Multiply matrices of small integers on `device`, which is exact in float32 and in TF32. The
+    sums stay below 2^24, so that no order of addition rounds. Raises `UnfitDeviceError`; errors of
+    the device itself pass through."""
     rows, columns = torch.arange(SIZE).unsqueeze(1), torch.arange(SIZE).unsqueeze(0)
     left, right = (3 * rows + 5 * columns) % 8, (7 * rows + columns * columns) % 8
     expected = left.to(torch.float64) @ right.to(torch.float64)

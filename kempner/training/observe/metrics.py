@@ -27,8 +27,8 @@ from kempner.training.observe.progress_bar import Display
 
 @dataclass(frozen=True)
 class Scores:
-    """What a held-out set came to: mean loss in nats per token, and in bits per byte of its text,
-    None if the number of bytes is not known."""
+    """Scores of a held-out set: mean loss in nats per token, and in bits per byte of its text, None
+    if the number of bytes is unknown."""
 
     loss: float
     bits_per_byte: float | None = None
@@ -38,7 +38,7 @@ class Scores:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     def known(self) -> dict[str, float | None]:
-        """By the names of metrics.jsonl, as JSON has them."""
+        """The scores by their names in metrics.jsonl; None for NaN and infinity."""
         bits = {} if self.bits_per_byte is None else {"bits_per_byte": _finite(self.bits_per_byte)}
         return {"loss": _finite(self.loss), "perplexity": _finite(self.perplexity), **bits}
 
@@ -161,7 +161,7 @@ class StepMetrics:
         self._display.step(train_state.step, made.loss, speed)
 
     def evaluated(self, train_state: TrainState, scores: Mapping[str, Scores]) -> None:
-        """The held-out sets came to this; the one without a name is eval.dataset_path's."""
+        """Log the scores of the held-out sets; the unnamed set is that of eval.dataset_path."""
         losses = {f"{name or 'held-out'} loss": one.loss for name, one in scores.items()}
         self._losses |= losses
         if self._rank == 0:

@@ -1,7 +1,5 @@
-"""Traces steps of this rank: those in the configuration, and those asked for by `kempner profile`.
-
-A step that is not traced costs one comparison: the thread that trains reads no file.
-"""
+"""Traces steps of this rank, from the configuration or requested by `kempner profile`. An untraced
+step costs one comparison: the training thread reads no file."""
 
 from __future__ import annotations
 
@@ -21,13 +19,13 @@ from kempner.run.record.profile_request import ProfileAnswer, ProfileMail, Profi
 from kempner.run.record.run_dir import RunDirectory
 
 LOOK_EVERY = 2.0
-"""Seconds between two looks for a request, by a thread that may hang as long as storage does."""
+"""Seconds between two looks for a request, by a thread that may hang with storage."""
 
 LAST_WAIT = 2.0
-"""Seconds at the end in which a trace may still be written."""
+"""Seconds to wait at the end for a trace to be written."""
 
 LONGEST = 20
-"""Steps in a trace: more fill gigabytes, and no viewer opens them."""
+"""Most steps in a trace: more take gigabytes, and no viewer opens them."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +38,15 @@ class Span:
 
 
 def due(section: ProfilingSection, rank: int, step: int) -> Span | None:
-    """The trace that the configuration wants to begin with this step."""
+    """The configured trace that begins with this step."""
     if rank in section.ranks and step in section.steps:
         return Span(step, step + min(section.length, LONGEST) - 1)
     return None
 
 
 class Profiler:
-    """Traces a rank. Call `begin` before each step, `end` after it, and `close` at the end. What
-    goes wrong with a trace is told, and is no concern of the training."""
+    """Traces a rank. Call `begin` before each step, `end` after it, and `close` at the end. Errors
+    of a trace are logged, and do not affect training."""
 
     def __init__(
         self, section: ProfilingSection, run: RunDirectory, attempt: int, rank: int, gpu: bool
@@ -57,9 +55,9 @@ class Profiler:
         self._mail = ProfileMail(run.attempt(attempt), rank)
         self._asked: ProfileRequest | None = None
         self.begins_at = self._next_after(0)
-        """The step with which a trace may be due: before it `begin` is of no use."""
+        """The first step with which a trace may begin: `begin` need not be called before it."""
         self.tracing = False
-        """Whether a trace is being made: only then is `end` of use."""
+        """Whether a trace is active: `end` need be called only then."""
         self._span: Span | None = None
         self._trace: Any = None
         self._writer: threading.Thread | None = None
@@ -91,14 +89,14 @@ class Profiler:
         except RuntimeError as error:
             self._tell(span, error=_lost(span, error))
             return
-        # Storage may hang, and no step waits for a trace.
+        # In a thread: storage may hang, and no step must wait for a trace.
         self._writer = threading.Thread(
             target=self._finish, args=(span, trace), name="profile-writer", daemon=True
         )
         self._writer.start()
 
     def close(self) -> None:
-        """No more requests; a trace that has not ended, or cannot be written now, is given up."""
+        """End; an unfinished trace, or one that cannot be written now, is dropped."""
         self._over.set()
         if self._writer is not None:
             self._writer.join(LAST_WAIT)
@@ -127,7 +125,7 @@ class Profiler:
             self._tell(self._span, error=f"no trace can be made: {error}")
 
     def _finish(self, span: Span, trace: Any) -> None:
-        """Write a trace that has ended, and tell of it; on a thread of its own."""
+        """Write a finished trace and report it; runs in its own thread."""
         try:
             files = self._write(span, trace)
         except (OSError, RuntimeError) as error:
@@ -157,7 +155,7 @@ class Profiler:
         return self._gpu and self._section.memory
 
     def _prune(self, folder: Path, new: Collection[Path]) -> None:
-        """Without the oldest traces of this rank."""
+        """Delete the oldest traces of this rank."""
         mine = sorted(folder.glob(f"step-*-rank-{self._rank:05d}.json.gz"), key=_age)
         for old in mine[: -self._section.keep]:
             if old not in new:
@@ -168,7 +166,7 @@ class Profiler:
         if error:
             logger().warning(error)
         if span.request is not None:
-            with suppress(OSError):  # `kempner profile` then reports that no answer came
+            with suppress(OSError):  # `kempner profile` then reports a missing answer
                 self._mail.answer(ProfileAnswer(span.request.id, tuple(files), error))
 
     def _look(self) -> None:

@@ -14,23 +14,23 @@ from rich.table import Table
 from kempner.run.output.console import can_rewrite, erase_line, say
 
 PLAIN_EVERY = 5.0
-"""Seconds between plain lines: a log file should tell the story, not every word of it."""
+"""Least seconds between plain lines, to keep log files short."""
 
 SHORTEST_BAR = 10
-"""Columns below which a bar says nothing."""
+"""Columns below which a bar is left out."""
 
 REFRESHED = 4
-"""Times a second that the bar is drawn."""
+"""Redraws of the bar per second."""
 
 REMEMBERED = 200
-"""Steps by which the time to go is estimated."""
+"""Steps by which the remaining time is estimated."""
 
 PAUSED = 600.0
-"""Seconds between two steps after which the pace before says nothing about the pace now."""
+"""Seconds between two steps after which earlier steps no longer count for the estimate."""
 
 
 class Display:
-    """Shows the progress of a run; this one shows nothing, for all ranks but the first."""
+    """Shows the progress of a run; this base class shows nothing, for ranks other than 0."""
 
     def step(self, step: int, loss: float, tokens_per_second: float) -> None: ...
 
@@ -41,7 +41,8 @@ class Display:
 
 @dataclass(frozen=True)
 class BarState:
-    """What the bar shows: the last step, its loss, tokens per second, seconds to go if known."""
+    """What the bar shows: the last step, its loss, tokens per second, and seconds `left` if
+    known."""
 
     step: int
     steps: int
@@ -58,7 +59,7 @@ class BarState:
 
 @dataclass(frozen=True)
 class BarRow:
-    """A line of the display: text, a bar of `bar` columns (0: none), text."""
+    """A line: text, a bar of `bar` columns (0: none), text."""
 
     before: str
     bar: int
@@ -66,8 +67,8 @@ class BarRow:
 
 
 def arrange(place: BarState, columns: int) -> BarRow:
-    """What of it fits into a line. Step and time to go are kept the longest; then the loss, the
-    speed and the bar, in this order."""
+    """The parts that fit into a line. If it is too short, first the bar is dropped, then the speed,
+    the loss, and the remaining time."""
     step, loss, speed, left = place.parts()
     for words in ((f"{loss} {speed}", left), (loss, left), (left,), ()):
         after = " ".join(words)
@@ -78,22 +79,22 @@ def arrange(place: BarState, columns: int) -> BarRow:
 
 
 def describe_time(seconds: float) -> str:
-    """As in "0:01:52" or, from a day on, "2 d 3 h"."""
+    """As "0:01:52", or from a day on "2 d 3 h"."""
     whole = int(seconds)
     days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
     return f"{days} d {hours} h" if days else f"{hours}:{minutes:02}:{whole % 60:02}"
 
 
 class TimeLeft:
-    """How long the rest takes, by the last steps: the first ones are slow."""
+    """Estimates the remaining time by the last steps, since the first ones are slow."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._seen: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)
 
     def left(self, step: int, now: float) -> float | None:
-        """Seconds to go after `step`, which was made at `now`; None while that is not known. What
-        was before a pause, or a rollback, does not count."""
+        """Seconds left after `step`, which ended at `now`; None if unknown. Steps before a pause or
+        a rollback do not count."""
         if self._seen and (step <= self._seen[-1][1] or now - self._seen[-1][0] > PAUSED):
             self._seen.clear()
         self._seen.append((now, step))
@@ -104,14 +105,14 @@ class TimeLeft:
 
 
 class SteadyConsole(Console):
-    """Never hides the cursor: a process that is killed cannot show it again."""
+    """Never hides the cursor, since a killed process cannot show it again."""
 
     def show_cursor(self, show: bool = True) -> bool:
         return False
 
 
 class Bar(Display):
-    """One line at the bottom of a terminal: step, bar, loss, tokens per second, time to go."""
+    """One line at the bottom of a terminal: step, bar, loss, tokens per second, time left."""
 
     def __init__(self, done: int, steps: int) -> None:
         erase_line()

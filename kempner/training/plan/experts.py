@@ -1,8 +1,7 @@
-"""How much memory a mixture of experts needs on a rank, by how its experts are spread: arithmetic.
+"""Memory of a mixture of experts on a rank, by the degree of expert parallelism (EP).
 
-Tensor parallelism cuts a matrix; only expert parallelism (EP) takes whole experts from a rank. With
-EP ranks that each hold another part of the experts, a rank has `experts / EP` of each layer. The
-parameters of a Hugging Face model are counted on the meta device, which takes no memory.
+With EP ranks that share the experts, a rank has `experts / EP` of each layer. The parameters of a
+Hugging Face model are counted on the meta device, which takes no memory.
 """
 
 from __future__ import annotations
@@ -16,21 +15,20 @@ from kempner.model.spec.memory import USED
 from kempner.run.process.exit_codes import UsageError
 
 WEIGHT_BYTES = 2
-"""Of a parameter in bfloat16."""
+"""Bytes of a parameter in bfloat16."""
 
 TRAINING_BYTES = 16
-"""Of a parameter that AdamW trains: weight, gradient and two moments in float32. Weight and
-gradient in bfloat16 beside float32 master weights and moments are as much."""
+"""Bytes of a parameter that AdamW trains: weight, gradient and two moments in float32; or weight
+and gradient in bfloat16 with float32 master weights and moments."""
 
 GATHERED_LAYERS = 2
-"""Layers that are whole at a time where the state is sharded: one in use, one on its way."""
+"""Layers that are gathered at a time if the state is sharded: one in use, one prefetched."""
 
 
 @dataclass(frozen=True)
 class ExpertModel:
-    """A mixture-of-experts model; `experts` is their number in a layer. `expert_parameters` are
-    those of all experts in all layers together, `other_parameters` all others, shared experts
-    included."""
+    """A mixture-of-experts model with `experts` in each layer. `expert_parameters` counts those of
+    all experts in all layers, `other_parameters` all others, including shared experts."""
 
     experts: int
     layers: int
@@ -44,13 +42,12 @@ class ExpertModel:
 
 @dataclass(frozen=True)
 class Division:
-    """What a rank holds when `expert_parallel` ranks share the experts. Bytes, without activations
-    and caches.
+    """Bytes of a rank if `expert_parallel` ranks share the experts, without activations and caches.
 
     Attributes:
-        weights: in bfloat16, as to generate or to convert.
-        sharded: to train, where ranks that would hold the same share it (FSDP, ZeRO-3).
-        whole: to train, where each holds its own (DDP).
+        weights: in bfloat16, for generation or conversion.
+        sharded: for training with equal state sharded over ranks (FSDP, ZeRO-3).
+        whole: for training with a full copy on each rank (DDP).
     """
 
     expert_parallel: int
@@ -61,8 +58,8 @@ class Division:
 
 
 def divide_experts(model: ExpertModel, world: int) -> list[Division]:
-    """All ways to spread the experts over `world` ranks, the fewest EP ranks first. EP divides the
-    experts of a layer, and the ranks."""
+    """All degrees of EP on `world` ranks, ascending: those that divide the experts of a layer and
+    the ranks."""
     found = []
     for ep in range(1, world + 1):
         if model.experts % ep or world % ep:
@@ -85,8 +82,8 @@ _NUMBER_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def count_experts(path: Path) -> ExpertModel:
-    """Of the model that a `config.json`, or a folder with one, describes. Its own code
-    (`trust_remote_code`) is not run. Raises `UsageError` if the file cannot be read, if
+    """Count the parameters of the model in a `config.json`, or a folder with one. Does not run the
+    model's own code (`trust_remote_code`). Raises `UsageError` if the file cannot be read, if
     transformers is missing or does not know the model, or if it has no experts."""
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -100,7 +97,7 @@ def count_experts(path: Path) -> ExpertModel:
     if experts is None:
         raise UsageError(f"{file} describes no mixture of experts; use `kempner plan` for others")
     try:
-        import torch  # not where only the arithmetic is needed
+        import torch  # not needed for the arithmetic alone
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise UsageError(

@@ -1,5 +1,5 @@
-"""What a run will need and how fast it will be, before it is queued; what to change where it does
-not fit, or mostly waits; all of it as text and as JSON."""
+"""Plans a run before it is queued: its memory and speed, what to change if it does not fit or
+mostly waits; as text and as JSON."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kempner.config.sections import Config
+from kempner.model.spec.adapter import Adapter
 from kempner.model.spec.communication import (
     Choice,
     Traffic,
@@ -43,9 +44,9 @@ from kempner.training.plan.trace import Step, traced
 def advise(
     config: Config, mesh: MeshDegrees, choice: Choice, memory: PeakMemory, limit: int
 ) -> str:
-    """A sentence: by how much it does not fit, what takes most, and what to change first. Empty if
-    it fits. What costs least comes first: what the configuration holds against its default, then
-    what trades time for memory, then more GPUs."""
+    """A sentence: by how much it does not fit, what takes most, and what to change first; empty if
+    it fits. The cheapest change comes first: settings back to their default, then memory for time,
+    then more GPUs."""
     if memory.total <= limit:
         return ""
     most = max(KINDS, key=lambda kind: getattr(memory, kind))
@@ -58,7 +59,7 @@ def advise(
 
 
 def communication_advice(config: Config, choice: Choice, time: StepTime) -> str:
-    """What to change where ranks wait for each other more than they compute; else empty."""
+    """What to change if ranks wait for each other more than they compute; else empty."""
     if time.bound not in ("within_node", "between_nodes"):
         return ""
     if not (choice.reduce_once and choice.keep_parameters):
@@ -106,7 +107,7 @@ class Exchange:
         collective: which, and along which dimension of the mesh.
         buffers: bytes of one rank's whole buffers, traced.
         traffic: bytes that each node sends for it, to its own ranks and to other nodes.
-        seconds: that it takes by itself, at the rates that are taken to be reached.
+        seconds: its duration alone, at the assumed rates.
     """
 
     collective: Collective
@@ -117,8 +118,8 @@ class Exchange:
 
 @dataclass(frozen=True)
 class PlannedSaves:
-    """Checkpoints: bytes of one, seconds to write it, for how many it holds up training; and the
-    interval that loses least time, by Young's formula, in seconds and in steps."""
+    """Checkpoints: bytes of one, `seconds` to write it, `pause` seconds that it holds up training,
+    and the optimal interval by Young's formula, in seconds and in steps."""
 
     bytes: int
     seconds: float
@@ -129,8 +130,8 @@ class PlannedSaves:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """`world` ranks on `nodes`, each with a GPU; when they communicate, and why so; and what is
-    assumed of the machines."""
+    """`world` ranks on `nodes`, each with a GPU; when they communicate (`choice`), and the
+    assumptions about the machines."""
 
     world: int
     nodes: int
@@ -146,8 +147,8 @@ class TrainingJob:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of the rank that needs most, at the moment at which it does, in bytes of tensors; the
-    `limit` that a GPU has for them, 0.9 of its memory; what to change if that is not enough."""
+    """Peak memory of the rank that needs most, in bytes of tensors; the `limit`, 0.9 of a GPU's
+    memory; what to change if that is not enough."""
 
     memory: PeakMemory
     limit: int
@@ -156,7 +157,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Count:
-    """The same number twice: of the traced step, and by a formula."""
+    """A number from the traced step, and from a formula."""
 
     traced: int
     by_formula: int
@@ -164,8 +165,8 @@ class Count:
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of a step by what they are spent on, tokens of all ranks in a second, the model FLOPs
-    utilisation, of the GPUs' peak, and what to change if ranks mostly wait for each other."""
+    """Seconds of a step by part, tokens per second of all ranks, model FLOPs utilization, and what
+    to change if ranks mostly wait for each other."""
 
     time: StepTime
     tokens_per_second: float
@@ -175,17 +176,17 @@ class Speed:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known of a run before it is queued.
+    """The plan of a run.
 
     Attributes:
         job: the ranks.
-        room: what their memory is for.
-        flops: that one rank computes in the forwards and backwards of a step.
-        sent: bytes of all buffers of one rank's collectives in a step, but those of Muon's updates.
-        exchanges: what they are, that which takes longest first.
+        room: memory of a rank.
+        flops: of one rank in the forwards and backwards of a step.
+        sent: bytes of all buffers of one rank's collectives in a step, without Muon's updates.
+        exchanges: these collectives, the slowest first.
         speed: of a step.
         saves: checkpoints.
-        notes: in what the trace differs from the run.
+        notes: differences between the trace and the run.
     """
 
     job: TrainingJob
@@ -211,12 +212,12 @@ def plan(
     vocab_size: int | None = None,
     assumptions: Assumptions = DEFAULTS,
 ) -> Plan:
-    """Trace a training step of `world` ranks, and say what it needs and takes.
+    """Trace a training step of `world` ranks, and compute its memory and time.
 
-    There is one rank for each GPU, `gpu` of `step_time.GPUS`, on that many `nodes`; by default as
-    `slurm` says, or 8 ranks on each. `vocab_size` is that of the data, where the configuration does
-    not say; `assumptions` are on what is not traced. Raises `UsageError` for a world that cannot be
-    divided so, and for a model of the user's own. The process must not be part of a process group.
+    There is one rank per GPU, `gpu` of `step_time.GPUS`, on `nodes` nodes; by default as in
+    `slurm`, or 8 ranks on each. `vocab_size` is the data's, if not configured; `assumptions` cover
+    what is not traced. Raises `UsageError` for a world that cannot be divided so, and for a user's
+    own model. The process must not be part of a process group.
     """
     notes, config = _notes(config), _on_a_gpu(config)
     vocab_size = vocab_size or config.model.vocab_size
@@ -229,13 +230,12 @@ def plan(
     found, shape = traced(step), Shape.of(config.model, vocab_size)
     speed = _speed(config, shape, found, job)
     limit = int(USED * usable_memory(card.memory))
-    sequences = situation.micro_batches * config.train.micro_batch_size
     exchanges = _exchanges(found, job)
     sent = sum(e.buffers for e in exchanges if e.collective.operation != "all_to_all")
     return Plan(
         job=job,
         room=RankMemory(found.memory, limit, advise(config, mesh, choice, found.memory, limit)),
-        flops=Count(found.flops, step_flops(shape, config.train, sequences, mesh.tensor)),
+        flops=Count(found.flops, _flops_by_formula(config, shape, situation)),
         sent=Count(sent, _buffers_by_formula(config, shape, situation, choice)),
         exchanges=exchanges,
         speed=speed,
@@ -257,7 +257,8 @@ def _situation(
 
 
 def _on_a_gpu(config: Config) -> Config:
-    """With the compute type that "auto" is on a GPU, and without what fake tensors cannot do."""
+    """The configuration with the compute type of a GPU, and without what fake tensors do not
+    support."""
     if config.model.factory is not None:
         raise UsageError(
             f"what model.factory={config.model.factory} computes is not known before it is called; "
@@ -281,6 +282,12 @@ def _notes(config: Config) -> list[str]:
     return notes
 
 
+def _flops_by_formula(config: Config, shape: Shape, situation: Situation) -> int:
+    sequences = situation.micro_batches * config.train.micro_batch_size
+    adapter = Adapter.of(config.adapter)
+    return step_flops(shape, config.train, sequences, situation.mesh.tensor, adapter)
+
+
 def _buffers_by_formula(config: Config, shape: Shape, situation: Situation, choice: Choice) -> int:
     of_data, of_groups = buffers_of_step(config, situation, shape, choice)
     total = of_data.all_gather + of_data.reduce_scatter + of_data.all_reduce
@@ -290,7 +297,9 @@ def _buffers_by_formula(config: Config, shape: Shape, situation: Situation, choi
 def _speed(config: Config, shape: Shape, found: TracedStep, job: TrainingJob) -> Speed:
     time = step_time([_load(phase, job) for phase in found.phases], job.gpu, job.assumptions)
     tokens = config.train.global_batch_size * config.train.seq_len
-    needed = flops_per_token(shape, config.train.seq_len) * tokens
+    adapter = Adapter.of(config.adapter)
+    trained = None if adapter is None else adapter.elements(shape)
+    needed = flops_per_token(shape, config.train.seq_len, trained) * tokens
     mfu = needed / (time.total * job.world * job.gpu.flops)
     return Speed(time, tokens / time.total, mfu, communication_advice(config, job.choice, time))
 
@@ -331,7 +340,7 @@ def _saves(
     copied = found.state / job.world / given.to_host
     pause = copied if config.checkpoint.async_save else copied + seconds
     young = young_interval(pause, given.node_failure / job.nodes)
-    # One that begins before the last is durable gains nothing.
+    # A save before the last one is durable gains nothing.
     interval = max(young, seconds)
     return PlannedSaves(
         found.state, seconds, pause, interval, max(1, round(interval / step_seconds))
@@ -368,7 +377,7 @@ def to_text(plan: Plan) -> str:
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    """All of it, in bytes, seconds, FLOPs and per second."""
+    """The plan in bytes, seconds, FLOPs, and per second."""
     content, time = asdict(plan), plan.speed.time
     content["room"]["memory"]["total"] = plan.room.memory.total
     content["speed"]["time"] |= {"total": time.total, "bound": time.bound}

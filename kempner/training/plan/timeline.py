@@ -1,9 +1,10 @@
-"""What a traced step held, computed and sent, part by part; and the same step with more layers.
+"""The memory, operations and communication of a traced step, by parts; and their extrapolation to
+more layers.
 
-Blocks are alike, so that every byte and every operation of a step is linear in their number. A step
-is cut where a block begins, forward and backward. The first blocks of a longer model do what those
-of a shorter one do, operation for operation, and so do its last ones; what the blocks between them
-hold lies on the line from the former to the latter, and is never more than both.
+Blocks are equal, so that every byte and operation of a step is linear in their number. A step is
+cut where a block begins, forward and backward. The first blocks of a longer model do what those of
+a shorter one do, operation for operation, and so do its last ones; the memory at blocks between
+them lies between that at the former and the latter, and so never is the peak.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ KINDS = (
     "backward",
     "other",
 )
-"""What memory is for; the attributes of `PeakMemory`."""
+"""The uses of memory; attributes of `PeakMemory`."""
 PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, ACTIVATIONS, LOSS, BACKWARD, OTHER = range(len(KINDS))
 NOT_THERE = len(KINDS)
-"""The kind of what another kernel would not allocate."""
+"""The kind of memory that the GPU's kernels would not allocate."""
 
 Stage = Literal["start", "forward", "backward", "update"]
 Work: TypeAlias = "Counter[tuple[int, int]]"
@@ -38,7 +39,7 @@ Rows: TypeAlias = npt.NDArray[np.int64]
 
 
 class StepPlace(NamedTuple):
-    """A part of a step: a block, or what comes before the blocks (-1), or after them (None)."""
+    """A part of a step: a block, or the part before the blocks (-1), or after them (None)."""
 
     stage: Stage
     micro_step: int = 0
@@ -46,7 +47,7 @@ class StepPlace(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """What ranks do together, and along which dimension of the mesh."""
+    """A collective, and its dimension of the mesh."""
 
     operation: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
     dimension: str
@@ -54,7 +55,8 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class Segment:
-    """One part of a step: bytes held after each of its events, [events, kinds]; what it does."""
+    """One part of a step: bytes held after each event, [events, kinds], its operations, and bytes
+    sent."""
 
     place: StepPlace
     memory: Rows
@@ -64,8 +66,8 @@ class Segment:
 
 @dataclass(frozen=True)
 class StepPhase:
-    """A part of a step whose communication can go on while it computes, `times` in a step. `sent`
-    has the bytes of the collectives' whole buffers."""
+    """A part of a step whose communication can overlap with its computation, `times` per step.
+    `sent` has the bytes of the collectives' whole buffers."""
 
     stage: Stage
     times: int
@@ -75,7 +77,7 @@ class StepPhase:
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Bytes of one rank at the moment of a step at which it has most."""
+    """Bytes of one rank at the peak of a step."""
 
     parameters: int
     gradients: int
@@ -85,11 +87,11 @@ class PeakMemory:
     activations: int
     """What the forward keeps for the backward."""
     loss: int
-    """Logits, and what the loss makes of them."""
+    """Logits, and intermediates of the loss."""
     backward: int
-    """Gradients on their way, and what is computed again."""
+    """Gradients of activations, and recomputed activations."""
     other: int
-    """Tokens, positions, masks, what the optimizer computes with."""
+    """Tokens, positions, masks, temporaries of the optimizer."""
 
     @property
     def total(self) -> int:
@@ -98,8 +100,8 @@ class PeakMemory:
 
 @dataclass(frozen=True)
 class Trace:
-    """A step, and the state that it leaves. `state` has the bytes of all ranks' parameters and
-    optimizer state together, as a checkpoint does."""
+    """A traced step. `state` is the bytes of all ranks' parameters and optimizer state, as in a
+    checkpoint."""
 
     layers: int
     segments: Sequence[Segment]
@@ -122,7 +124,7 @@ def phases(trace: Trace) -> dict[tuple[Stage, int], tuple[Work, Counter[Collecti
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A whole step of a model of any depth."""
+    """A whole step of the model."""
 
     memory: PeakMemory
     phases: Sequence[StepPhase]
@@ -130,7 +132,7 @@ class TracedStep:
 
     @property
     def flops(self) -> int:
-        """Of one rank in the forwards and backwards of a step."""
+        """FLOPs of one rank in the forwards and backwards of a step."""
         computing = [phase for phase in self.phases if phase.stage != "update"]
         return sum(p.times * flops * n for p in computing for (flops, _), n in p.work.items())
 
@@ -144,14 +146,14 @@ class TracedStep:
 
 
 def whole(trace: Trace, micro_steps: int) -> TracedStep:
-    """The step that was traced, with `micro_steps` micro steps."""
+    """The traced step, with `micro_steps` micro steps."""
     return TracedStep(peak(trace), _repeated(phases(trace), micro_steps), trace.state)
 
 
 def extrapolate(shorter: Trace, longer: Trace, layers: int, micro_steps: int) -> TracedStep:
-    """The same step with `layers` layers. `shorter` has at least `3 + 2 p` layers, p being how many
-    more `longer` has, and `layers` are a multiple of p more. Where `micro_steps` are more than were
-    traced, all but the first and the last are alike."""
+    """The step with `layers` layers. With p more layers in `longer` than in `shorter`, `shorter`
+    must have at least `3 + 2 p`, and `layers` a multiple of p more. Of `micro_steps` beyond those
+    traced, all but the first and the last are equal."""
     period = longer.layers - shorter.layers
     times, over = divmod(layers - shorter.layers, period)
     assert over == 0
@@ -171,7 +173,7 @@ def extrapolate(shorter: Trace, longer: Trace, layers: int, micro_steps: int) ->
 
 
 def _by_key(trace: Trace, front: int) -> dict[tuple[Any, ...], Segment]:
-    """Segments by their position, counted from the front or from the back."""
+    """Segments by position, counted from the front or the back."""
     found: dict[tuple[Any, ...], Segment] = {}
     for segment in trace.segments:
         stage, micro_step, block = segment.place
@@ -185,14 +187,14 @@ def _by_key(trace: Trace, front: int) -> dict[tuple[Any, ...], Segment]:
 
 
 def _alike(one: Rows, other: Rows) -> tuple[Rows, Rows]:
-    """Event by event; where there are not as many, as in a loop over matrices, at their peaks."""
+    """Both event by event; if their numbers differ, as in a loop over matrices, only the peaks."""
     if len(one) == len(other):
         return one, other
     return one[[one.sum(1).argmax()]], other[[other.sum(1).argmax()]]
 
 
 def _line(one: Counter[Any], other: Counter[Any], times: int) -> Counter[Any]:
-    """`times` the difference beyond `one`; what grows by itself is counted by its sums."""
+    """`one` plus `times` the difference to `other`, for each key."""
     keys = one.keys() | other.keys()
     return Counter({key: one[key] + times * (other[key] - one[key]) for key in keys})
 

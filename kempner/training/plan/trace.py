@@ -1,5 +1,5 @@
-"""Runs a training step on tensors without memory, on one rank of a world that is not there, and
-watches every operation: the memory that it takes, what it computes, what it sends."""
+"""Runs a training step on fake tensors, on one rank of a simulated world, and records the memory,
+FLOPs and communication of every operation."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ from kempner.training.plan.timeline import (
     whole,
 )
 
-# The only store whose ranks need not be there; torch ships it, and registers its backend with it.
+# The only store whose ranks need not exist; torch ships it, and registers its backend with it.
 
 
 @contextmanager
 def fake_ranks(degrees: MeshDegrees) -> Iterator[DeviceMesh]:
-    """A mesh whose first rank is this process; its collectives return at once, and move nothing.
+    """A mesh whose first rank is this process; its collectives return at once, without moving data.
     The process must not be part of another process group."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=degrees.world)
     sizes = degrees.dimensions()
@@ -69,7 +69,7 @@ def fake_ranks(degrees: MeshDegrees) -> Iterator[DeviceMesh]:
     finally:
         dist.destroy_process_group()
         if degrees.tensor > 1:
-            # What DTensor remembers of a mesh names groups that are gone.
+            # DTensor's caches for a mesh refer to groups that are gone.
             from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
             _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
@@ -80,11 +80,11 @@ _ATTENTION = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: (0, 4),
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: (1, 10),
 }
-"""Where the queries are among the arguments, and FLOPs for each query, key and element of a head:
-two products forward, five backward, one of which computes the scores again (Dao,
-"FlashAttention-2", arXiv:2307.08691, section 4.1). Without a discount for the causal mask."""
+"""Index of the queries in the arguments, and FLOPs for each query, key and element of a head: two
+products forward, five backward, one of which recomputes the scores (Dao, "FlashAttention-2",
+arXiv:2307.08691, section 4.1). Without a discount for the causal mask."""
 _FREE_OF_CHARGE = frozenset({"empty", "empty_like", "new_empty", "empty_strided"})
-"""What neither reads nor writes."""
+"""Operations that neither read nor write."""
 _OPERATIONS: dict[str, str] = {
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
@@ -98,8 +98,8 @@ _FUNCTIONAL = "_c10d_functional"
 
 
 def sent_by(func: Any, args: tuple[Any, ...]) -> tuple[str, int, Any] | None:
-    """Operation, bytes of its whole buffer, and process group, if `func` is a collective. None for
-    any other function, and for the collectives of a scalar."""
+    """Operation, bytes of its whole buffer, and process group of a collective; None for any other
+    function, and for collectives of a scalar."""
     name = func._schema.name.partition("::")[2]
     if func.namespace not in ("c10d", _FUNCTIONAL) or name not in _OPERATIONS:
         return None
@@ -116,12 +116,11 @@ def sent_by(func: Any, args: tuple[Any, ...]) -> tuple[str, int, Any] | None:
 
 
 class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts while it is entered, operation by operation.
+    """Records each operation while the context is entered.
 
     Memory is that of storages: one exists from the operation that returned it, or from its
-    `resize_`, until the last reference to it is gone or it is resized to zero. What a kernel
-    allocates only for itself is not seen. `dimension` gives that of the mesh to which a process
-    group belongs, by its name.
+    `resize_`, until its last reference is gone or it is resized to zero. Temporaries inside of
+    kernels are not recorded. `dimension` maps the name of a process group to its mesh dimension.
     """
 
     def __init__(self, dimension: Callable[[str], str]) -> None:
@@ -129,9 +128,9 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._dimension = dimension
         self._event = 0
         self._deltas: list[tuple[int, int, int]] = []
-        """At which event which storage has how many bytes more."""
+        """Changes of memory: event, storage, bytes."""
         self._known: dict[int, int] = {}
-        """Storages that are there, by their address."""
+        """The existing storages, by address."""
         self._references: dict[int, object] = {}
         self._kinds: list[int] = []
         self._sizes: list[int] = []
@@ -139,7 +138,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._work: list[Work] = []
         self._sent: list[Counter[Collective]] = []
         self.kind = OTHER
-        """Of what kind new tensors are."""
+        """The kind of new tensors."""
 
     def __enter__(self) -> Self:
         self._resize = UntypedStorage.resize_
@@ -150,7 +149,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             recorder._resized(storage)
             return result
 
-        # FSDP frees and allocates so, and no operation tells of it.
+        # FSDP frees and allocates this way, without an operation.
         UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -163,7 +162,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a DTensor: what it does to its local tensor is what counts
+            return NotImplemented  # a DTensor: its operations on the local tensor are recorded
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.namespace == "prim":
@@ -179,7 +178,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def mark(self, place: StepPlace, kind: int) -> None:
-        """A new part of the step begins, whose new tensors are of this kind, unless told."""
+        """Begin a part of the step, whose new tensors are of this kind unless labelled."""
         self.kind = kind
         self._segments.append((place, self._event + 1))
         self._work.append(Counter())
@@ -190,32 +189,32 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return len(self._kinds)
 
     def kind_of(self, tensor: Tensor) -> int | None:
-        """What a tensor's storage is; None of one that was never seen."""
+        """The kind of a tensor's storage; None if it was never seen."""
         number = self._known.get(tensor.untyped_storage()._cdata)
         return None if number is None else self._kinds[number]
 
     def label(self, tensors: Iterable[Tensor], kind: int) -> None:
-        """Say what tensors are, from when they were made."""
+        """Set the kind of tensors, from their creation on."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if not self._meet(storage, kind) and storage._cdata in self._known:
                 self._kinds[self._known[storage._cdata]] = kind
 
     def relabel_since(self, number: int, kind: int, more_than: int, but: Tensor) -> None:
-        """As `label`, for storages of more than `more_than` bytes met since there were `number`."""
+        """As `label`, for storages of more than `more_than` bytes seen after the first `number`."""
         kept = self._known.get(but.untyped_storage()._cdata)
         for storage in range(number, len(self._kinds)):
             if storage != kept and self._sizes[storage] > more_than:
                 self._kinds[storage] = kind
 
     def keep_gradients(self) -> None:
-        """What a backward has made and left behind is gradients."""
+        """Label what a backward has left as gradients."""
         for number in self._known.values():
             if self._kinds[number] == BACKWARD:
                 self._kinds[number] = GRADIENTS
 
     def segments(self) -> list[Segment]:
-        # The last column is what is not to be counted.
+        # The last column, NOT_THERE, does not count.
         rows = np.zeros((self._event + 2, len(KINDS) + 1), np.int64)
         events, storages, sizes = np.array(self._deltas, np.int64).T
         np.add.at(rows, (events, np.array(self._kinds)[storages]), sizes)
@@ -227,7 +226,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
 
     def _meet(self, storage: UntypedStorage, kind: int) -> bool:
-        """Take note of a storage; whether it is new."""
+        """Add a storage; returns whether it is new."""
         address = storage._cdata
         if address in self._known:
             return False
@@ -296,14 +295,13 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 _CPU = torch.device("cpu")
 _MICRO_STEPS = 3
-"""The first one of a step, one between, and the last one."""
+"""The first micro step, one between, and the last."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is to be traced. `config.train.dtype` is the type to compute in, and not "auto".
-    `micro_steps` are those of one step. `fused_norms`: count RMSNorm as the one kernel that it is
-    on a GPU."""
+    """A step to trace. `config.train.dtype` is the compute type, not "auto". `micro_steps` is their
+    number in a step. `fused_norms`: count RMSNorm as one kernel, as on a GPU."""
 
     config: Config
     vocab_size: int
@@ -314,13 +312,13 @@ class Step:
 
 
 def traced(step: Step) -> TracedStep:
-    """Memory, operations and communication of the first rank, which has the largest shards. Of a
-    deep model two shallow ones are traced, and the rest follows; but not with Muon."""
+    """Memory, operations and communication of the first rank, which has the largest shards. For a
+    deep model, two shallow ones are traced and extrapolated, except with Muon."""
     layers = step.config.model.n_layers
     period = step.config.train.activation_checkpointing_every or 1
     fewest = 3 + 2 * period
     shorter = fewest + (layers - fewest) % period
-    # Muon deals the matrices out to the ranks, and whether they come out even depends on the depth.
+    # Muon distributes matrices over ranks, and whether they divide evenly depends on the depth.
     if shorter + period >= layers or step.config.optimizer.name == "muon":
         return whole(trace(step, layers), step.micro_steps)
     pair = trace(step, shorter), trace(step, shorter + period)
@@ -328,14 +326,14 @@ def traced(step: Step) -> TracedStep:
 
 
 def trace(step: Step, layers: int) -> Trace:
-    """The second step of a run, whose optimizer has its state, with `layers` layers."""
+    """Trace the second step of a run, when the optimizer has its state, with `layers` layers."""
     model_section = step.config.model.model_copy(update={"n_layers": layers})
     config = step.config.model_copy(update={"model": model_section})
     train = config.train
     with fake_ranks(step.mesh) as mesh, _undisturbed():
         names = {str(mesh.get_group(name).group_name): name for name in mesh.mesh_dim_names or ()}
         recorder = OperationRecorder(lambda group: names.get(group, "world"))
-        # Where the ranks are is computed with tensors, too, and those must be real.
+        # The mesh's coordinates are computed with tensors, which must be real.
         model = assemble(config, step.vocab_size, torch.device("meta"), mesh, step.choice)
         with FakeTensorMode(allow_non_fake_inputs=True), recorder:
             model.to_empty(device=_CPU)
@@ -374,7 +372,7 @@ def _step(
 
 
 class _Marks:
-    """Tells a recorder where a step is: by hooks, which change nothing of what is computed."""
+    """Marks the parts of a step in a recorder, by hooks that do not change the computation."""
 
     def __init__(self, recorder: OperationRecorder, layers: int, fused_norms: bool) -> None:
         self._recorder, self._layers, self._fused_norms = recorder, layers, fused_norms
@@ -408,7 +406,7 @@ class _Marks:
 
     def _block(self, number: int, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         self.begin("forward", number)
-        if number == 0:
+        if number == 0 and inputs[0].requires_grad:
             inputs[0].register_hook(self._in_backward(-1))  # type: ignore[no-untyped-call]
 
     def _after_block(self, number: int, module: nn.Module, inputs: object, output: Tensor) -> None:
@@ -426,7 +424,8 @@ class _Marks:
         return hook
 
     def _fuse(self, norm: nn.Module) -> None:
-        """Of what a norm's forward makes, one kernel leaves the output, and a scale a row."""
+        """Count a norm's forward as one kernel, which leaves only the output and a scale per
+        row."""
         since = 0
 
         def before(module: nn.Module, inputs: object) -> None:
@@ -452,7 +451,7 @@ def _state_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _saved_bytes(model: nn.Module, optimizer: Optimizer) -> int:
-    """What a checkpoint of all ranks holds."""
+    """The bytes of a checkpoint of all ranks."""
     optimized = (value for state in optimizer.state.values() for value in state.values())
     saved = [*model.state_dict().values(), *optimized]
     return sum(t.numel() * t.element_size() for t in saved if isinstance(t, Tensor))
@@ -460,13 +459,13 @@ def _saved_bytes(model: nn.Module, optimizer: Optimizer) -> int:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Disables the garbage collector: memory is freed with the last reference, and only then."""
+    """Disable the garbage collector, so that memory is freed exactly with the last reference."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         with warnings.catch_warnings():
-            # Of a tensor group's embedding; nothing is done to it in place.
+            # About a tensor group's embedding, which is not changed in place.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
             yield
     finally:

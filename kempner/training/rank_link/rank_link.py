@@ -1,17 +1,12 @@
-"""Connects a rank to its supervisor, before torch is imported.
+"""Connects a rank to its supervisor, before torch is imported: on a cold file system that import
+takes minutes, and a rank that is stuck in it should be noticed.
 
-On a cold file system that import takes minutes, and a rank that is stuck there should be seen.
-
-Measures what a rank uses of its node: memory, processes, open files.
-
-Requeues the job from a rank whose supervisor is gone.
-
-When the node of the batch script dies, a job submitted with --no-kill stays RUNNING on its other
-nodes, with no supervisor to requeue it. When the supervisor alone is killed, Slurm ends the job as
-failed, and gives its tasks KillWait seconds (both seen on Slurm 22.05). The ranks leave, with a
-checkpoint if all of them live, and the lowest rank that lives asks Slurm for the requeue.
-
-Tells whether a run's supervisor has died: by its lease, which it renews as long as it lives.
+Also measures a rank's memory, processes and open files; finds by the lease whether the supervisor
+has died; and requeues the job from a rank whose supervisor is gone. When the node of the batch
+script dies, a job submitted with --no-kill stays RUNNING on its other nodes. When only the
+supervisor is killed, Slurm ends the job as failed, and gives its tasks KillWait seconds (both seen
+on Slurm 22.05). The ranks leave, with a checkpoint if all of them are alive, and the lowest living
+rank asks Slurm for the requeue.
 """
 
 from __future__ import annotations
@@ -82,29 +77,27 @@ from kempner.run.record.run_dir import RunDirectory
 from kempner.training.rank_link.shutdown import StopListener
 
 RESUMABLE = (ExitCode.STOPPED, ExitCode.PEERS_LOST)
-"""The ends after which the run goes on from its newest checkpoint, as soon as it is started."""
+"""Exit codes after which the run resumes from its newest checkpoint when it is started again."""
 
 TURN = 2.0
-"""Seconds after a rank in which the next one has its turn: they notice the silence so far apart."""
+"""Seconds between the turns of two ranks: they notice the supervisor's silence that far apart."""
 
 LONGEST = 30.0
 """Seconds after which every rank has had its turn."""
 
 TRY_FOR = 3600.0
-"""Seconds for which to ask a Slurm that does not answer; as a rule it ends this process before."""
+"""Seconds for which to ask a Slurm that does not answer; usually it ends this process earlier."""
 
 _LOOK = 0.2
-"""Seconds between two looks whether another rank does it."""
+"""Seconds between two looks whether another rank requeues."""
 
 
 def hand_back(
     job: str, run: RunDirectory, attempt: Attempt, rank: int, means: SlurmAccess | None = None
 ) -> None:
-    """Requeue `job`, once, if no other rank of this attempt does; lower ranks first.
-
-    Slurm is asked until it answers. That the job went back is written to the ledger afterwards:
-    Slurm leaves this process some seconds.
-    """
+    """Requeue `job` once, unless another rank of this attempt does; lower ranks go first. Slurm is
+    asked until it answers. The ledger is written afterwards: Slurm leaves this process some
+    seconds."""
     if not _has_turn(run, attempt, rank):
         return
     fruitless = _fruitless(_history(run), job)
@@ -121,7 +114,7 @@ def hand_back(
 
 
 def _has_turn(run: RunDirectory, attempt: Attempt, rank: int) -> bool:
-    """Wait for this rank's turn; whether no other rank has said by then that it does it."""
+    """Wait for this rank's turn; returns whether no other rank has claimed the requeue by then."""
     turn = time.monotonic() + min(rank * TURN, LONGEST)
     while time.monotonic() < turn:
         if run.claim(attempt.number).exists():
@@ -131,10 +124,8 @@ def _has_turn(run: RunDirectory, attempt: Attempt, rank: int) -> bool:
 
 
 def _claim(run: RunDirectory, attempt: Attempt, rank: int) -> bool:
-    """Whether this rank is the first to say that it will: only one can create the file.
-
-    Where storage fails, each does it in its turn, and sees whether the job went back before.
-    """
+    """Whether this rank is the first to claim the requeue, by creating a file. If storage fails,
+    each rank tries in its turn, and sees whether the job was requeued before."""
     try:
         with open(run.claim(attempt.number), "x", encoding="utf-8") as file:
             file.write(f"{rank}\n")
@@ -146,7 +137,7 @@ def _claim(run: RunDirectory, attempt: Attempt, rank: int) -> bool:
 
 
 def _superseded(run: RunDirectory, attempt: Attempt) -> bool:
-    """Whether a newer attempt is current, as far as storage says."""
+    """Whether a newer attempt is current; False if storage fails."""
     try:
         current = read_current(run.attempts)
     except (OSError, KeyError, ValueError) as error:
@@ -156,13 +147,13 @@ def _superseded(run: RunDirectory, attempt: Attempt) -> bool:
 
 
 def _fruitless(history: RunHistory, job: str) -> bool:
-    """Whether a rank has requeued this job before, and the run is where it was."""
+    """Whether a rank has requeued this job before, and the run has made no progress since."""
     mine = [event for event in history.events(Requeued) if event.job == job]
     return bool(mine) and mine[-1].by_rank is not None and mine[-1].step == history.last_step
 
 
 def _history(run: RunDirectory) -> RunHistory:
-    """What the ledger says; nothing where it cannot be read."""
+    """The ledger; empty if it cannot be read."""
     try:
         return RunHistory.read(run.ledger)
     except OSError as error:
@@ -186,26 +177,24 @@ def _record(job: str, run: RunDirectory, attempt: Attempt, rank: int, state: Job
 
 
 STILL = 2.5
-"""Renewals that must be missing for the holder of a lease to be dead. This is shorter than the
-lease: it is asked only where the supervisor's port refuses connections, too."""
+"""Missed renewals after which the holder of a lease counts as dead. That is shorter than the lease,
+since it is used only when the supervisor's port also refuses connections."""
 
 LOOK_EVERY = 0.5
-"""Seconds between two looks at a file that hundreds of ranks may look at."""
+"""Seconds between two looks at a file that hundreds of ranks may read."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """What was seen of a lease, unchanged since `since`, in seconds of some clock."""
+    """A reading of a lease, unchanged since `since`, in seconds of some clock."""
 
     seen: LeaseReading
     since: float
 
 
 def has_died(watched: Watched, now: float, machine: str, lives: bool) -> bool:
-    """Whether the holder of a lease is dead, rather than that it has left in order.
-
-    `machine` is this one, and `lives` whether the process is there that the lease names.
-    """
+    """Whether the holder of a lease has died, and not just left. `machine` is this one; `lives`:
+    the process in the lease is running here."""
     seen = watched.seen
     if seen.beat == RELEASED or seen.holder is None:
         return False
@@ -215,7 +204,7 @@ def has_died(watched: Watched, now: float, machine: str, lives: bool) -> bool:
 
 
 class SupervisorWatch:
-    """Looks at the lease of the supervisor that has started this rank."""
+    """Watches the lease of the supervisor that has started this rank."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._clock = folder, AwakeClock()
@@ -225,7 +214,8 @@ class SupervisorWatch:
         self._died = False
 
     def died(self) -> bool:
-        """Whether it is dead: known at once on its machine, elsewhere after a few renewals."""
+        """Whether it is dead: known at once on its machine, elsewhere after a few missed
+        renewals."""
         now = self._clock.now()
         if not self._died and now - self._looked_at >= LOOK_EVERY:
             self._looked_at = now
@@ -236,7 +226,7 @@ class SupervisorWatch:
         try:
             seen = look(self._folder)
         except (OSError, ValueError):
-            return False  # storage that fails says nothing
+            return False  # failing storage is no evidence
         if seen is None:
             return False
         if self._watched is None or self._watched.seen != seen:
@@ -245,10 +235,8 @@ class SupervisorWatch:
 
 
 def measure() -> Usage:
-    """Of this process, those that it has started, and its node at this moment.
-
-    Raises `OSError` or `psutil.Error` if the kernel does not show it.
-    """
+    """The usage of this process and its children, and the memory of its node. Raises `OSError` or
+    `psutil.Error` if the kernel does not show it."""
     process, host = psutil.Process(), psutil.virtual_memory()
     children = [child.memory_info().rss for child in _living(process)]
     files_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -271,7 +259,7 @@ def _living(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _room(group: MemoryGroup | None, available: int, total: int) -> tuple[int, int]:
-    """Bytes that are left, and of how many: of the node, or of what the job may have of it."""
+    """Available and total bytes, of the node or of the job's memory limit there."""
     limit = None if group is None else group.limit()
     if group is None or limit is None or limit >= total:
         return available, total
@@ -280,7 +268,7 @@ def _room(group: MemoryGroup | None, available: int, total: int) -> tuple[int, i
 
 @dataclass(frozen=True)
 class RankLink:
-    """A rank's place in the world and in the run. `link` is None where there is no supervisor."""
+    """A rank's place in the world and in the run. `link` is None without a supervisor."""
 
     world: World
     run: RunDirectory
@@ -289,7 +277,7 @@ class RankLink:
     link: ControlClient | None
 
     def record(self, attempt: Attempt, event: LedgerEvent) -> None:
-        """A line for the ledger, from rank 0; the supervisor writes it, if there is one."""
+        """Record an event of rank 0 in the ledger, through the supervisor if there is one."""
         if self.world.rank != 0:
             return
         if self.link is not None:
@@ -298,7 +286,7 @@ class RankLink:
             Ledger(self.run.ledger).record(event, attempt.number)
 
     def tell_of_wait(self, attempt: Attempt, waited: StorageWait) -> None:
-        """A line for the ledger, from any rank, when storage works again."""
+        """Record, on any rank, that storage works again."""
         event = StorageWaited(**asdict(waited), rank=self.world.rank)
         if self.link is not None:
             self.link.record(event)
@@ -306,10 +294,8 @@ class RankLink:
             self.record(attempt, event)
 
     def tell_of_signal(self, sentence: str) -> None:
-        """Let the supervisor know that a signal came here; one rank of all is enough.
-
-        Without a supervisor, tell the user who may have pressed Ctrl-C that it was noticed.
-        """
+        """On rank 0, report a signal to the supervisor, or without one to the user, who may have
+        pressed Ctrl-C."""
         if self.world.rank != 0:
             return
         if self.link is not None:
@@ -318,20 +304,18 @@ class RankLink:
             logger().warning(f"{sentence}: stopping after this step, with a checkpoint")
 
     def report_unfit_node(self, error: RunError) -> None:
-        """Tell the supervisor that this node is not fit, if that is what the error says."""
+        """Report to the supervisor that this node is unfit, if the error says so."""
         if self.link is not None and isinstance(error, UnfitNodeError):
             self.link.record(NodeSuspected(node_name(os.environ), str(error)))
 
     def leave(self, code: int, sentence: str) -> None:
-        """Last words. What the supervisor cannot take for the ledger any more is written here.
-
-        If it is gone for good, while the job goes on, the job is put back into the queue.
-        """
+        """Report how this rank ends. Ledger events that the supervisor cannot take any more are
+        written here. If it is gone for good, while the job continues, requeue the job."""
         if self.link is None or self.launch is None:
             return
         attempt, job = self.launch.attempt, self.launch.job
         self.link.say_how_it_ends(code, sentence)
-        self._write(self.link.take_back(), attempt)  # now: Slurm may leave no time for it later
+        self._write(self.link.take_back(), attempt)  # now: Slurm may leave no time later
         resumable = job is not None and code in RESUMABLE
         orphaned = resumable and self.link.outlives_supervisor()
         if code is ExitCode.STOPPED and (orphaned or self.link.supervisor_has_died()):
@@ -341,13 +325,15 @@ class RankLink:
             hand_back(job, self.run, attempt, self.world.rank)
 
     def _write(self, unheard: Iterable[Event], attempt: Attempt) -> None:
-        """Write to the ledger what the supervisor did not; the ledger's other writer is gone."""
+        """Write events to the ledger that the supervisor did not take; it no longer writes
+        itself."""
         for line in unheard:
             if (event := parse_event(line.name, line.fields)) is not None:
                 Ledger(self.run.ledger).record(event, attempt.number)
 
     def _tell_places(self, attempt: Attempt) -> None:
-        """For `kempner status`: all ranks stop after the same step, and rank 0 leaves last."""
+        """Write ranks.json for `kempner status`: all ranks stop after the same step, and rank 0
+        leaves last."""
         if self.world.rank == 0:
             report = self.progress.report()
             places = describe_places(dict.fromkeys(range(self.world.size), report))
@@ -355,7 +341,7 @@ class RankLink:
 
 
 def open_rank_link(config: Config, shutdown: StopListener) -> RankLink:
-    """Find this rank's place, and call its supervisor if it has one. Raises as `join`."""
+    """Find this rank's place, and connect to its supervisor, if any. Raises as `join`."""
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
     return join(run, config.supervise, shutdown, compiles=config.train.compile)
 
@@ -363,11 +349,9 @@ def open_rank_link(config: Config, shutdown: StopListener) -> RankLink:
 def join(
     run: RunDirectory, section: SuperviseSection, shutdown: StopListener, compiles: bool = False
 ) -> RankLink:
-    """Find this rank's place in `run`, and call its supervisor if it has one.
-
-    A rank that `compiles` leaves at once where it can do nothing else for minutes, should its
-    supervisor end. Raises `UsageError` if the launcher's variables make no sense.
-    """
+    """Find this rank's place in `run`, and connect to its supervisor, if any. With `compiles`, the
+    rank exits at once if its supervisor ends during the first step, which may compile for minutes.
+    Raises `UsageError` if the launcher's variables are wrong."""
     launch = Launch.from_environment(os.environ)
     forget_secret(os.environ)
     world = find_place()
@@ -402,20 +386,18 @@ def _follow(supervisor: int, forked: bool, shutdown: StopListener) -> None:
     """Stop when the supervisor on this machine ends."""
     ended = partial(shutdown.stop, StopReason.SUPERVISOR_LOST, sentence="the supervisor has ended")
     if forked:
-        # Not when the fork server ends, which does not concern the ranks that it has forked.
+        # The end of the fork server does not concern the ranks that it has forked.
         signal_at_end_of(os.getppid(), None)
         call_at_end_of(supervisor, ended)
-    # The parent may be a wrapper: that is signalled by the kernel, and ends with its own.
+    # The parent may be a wrapper, which the kernel signals when its own parent ends.
     elif not (signal_at_end_of(os.getppid(), signal.SIGTERM) and _descends_from(supervisor)):
         ended()
 
 
 def _descends_from(pid: int) -> bool:
-    """Whether a process is among this one's parents. One that has ended has no children any more.
-
-    Wrappers may stand between. Should they end, a supervisor on this machine is the next parent;
-    should one end while this looks, it looks again.
-    """
+    """Whether the process `pid` is an ancestor of this one, possibly through wrappers. If a wrapper
+    ends, its children become those of the supervisor; if that happens during the look, it is
+    repeated."""
     before: list[int] = []
     while (parents := _parents()) != before:
         if pid in parents:
@@ -425,7 +407,7 @@ def _descends_from(pid: int) -> bool:
 
 
 def _parents() -> list[int]:
-    """Of this process, the nearest first, as far as they can be seen and are still there."""
+    """The ancestors of this process, the nearest first, as far as they are visible."""
     found = [os.getppid()]
     with suppress(psutil.Error):
         while found[-1] > 1:
@@ -442,7 +424,7 @@ def _dead_connections() -> list[tuple[str, str]]:
 
 
 def _measure() -> Usage | None:
-    """What this rank uses of its node, unless the kernel does not show it."""
+    """As `measure`; None if the kernel does not show it."""
     try:
         return measure()
     except (OSError, psutil.Error) as error:
@@ -451,10 +433,8 @@ def _measure() -> Usage | None:
 
 
 def find_place() -> World:
-    """This process's place among the ranks, as its launcher says.
-
-    Raises `UsageError` if the launcher's variables make no sense.
-    """
+    """This process's place among the ranks, by its launcher's variables. Raises `UsageError` if
+    they are wrong."""
     try:
         world = discover(os.environ)
     except ValueError as error:
@@ -471,7 +451,7 @@ def _stop_in_silence(shutdown: StopListener, seconds: float) -> None:
 
 
 def _leave_first_step(rank_link: RankLink) -> None:
-    """End the process from a thread, if the main one compiles: no step is lost."""
+    """End the process from a thread while the main one compiles: no step is lost."""
     if rank_link.progress.phase is Phase.COMPILE:
         sentence = "the supervisor has ended before the first step was made"
         rank_link.leave(ExitCode.STOPPED, sentence)
@@ -480,7 +460,7 @@ def _leave_first_step(rank_link: RankLink) -> None:
 
 
 def _leave_in_silence(rank_link: RankLink, seconds: float) -> None:
-    """End the process from a thread: the main thread waits for a peer that may be gone."""
+    """End the process from a thread: the main one waits for a peer that may be gone."""
     sentence = f"no progress for {seconds:.0f} s, and no supervisor to say which rank is gone"
 
     def end() -> None:

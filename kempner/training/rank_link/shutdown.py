@@ -1,4 +1,4 @@
-"""`StopListener`: a request to stop, noticed at any time, acted on where it is safe.
+"""`StopListener` notices a request to stop at any time, for the rank to act on where it is safe.
 
 Imports no torch, because it is installed before torch is imported.
 """
@@ -30,36 +30,36 @@ from kempner.run.process.signals import (
 )
 
 NEARER = 1.0
-"""Seconds by which a deadline must be nearer than the one that is known to be told again."""
+"""Seconds by which a deadline must be nearer than the known one to be logged again."""
 
 
 class State(Enum):
-    """Which processes depend on this one, and therefore how it stops."""
+    """Which processes depend on this one, which decides how it stops."""
 
-    ALONE = "no other process does: it may leave at once"
-    CONNECTED = "a supervisor listens: it is told first"
-    IN_GROUP = "other ranks do: they vote on it"
-    LEAVING = "it is about to leave, whatever else comes"
+    ALONE = "no other process: it may exit at once"
+    CONNECTED = "a supervisor, which must be told before the exit"
+    IN_GROUP = "other ranks, which vote on a stop"
+    LEAVING = "the process is about to exit, whatever else comes"
 
 
 class ListenerTrigger(Enum):
-    """What can happen to the handler."""
+    """Events that the listener reacts to."""
 
-    CONNECT = "there is a supervisor to talk to"
-    JOIN = "the process group is there"
-    SIGNAL = "a stop signal came"
-    ORDER = "the supervisor, or what watches it, asks for a stop and says why"
-    INSIST = "a second Ctrl-C came within two seconds, and there is no supervisor to get it"
+    CONNECT = "a supervisor is connected"
+    JOIN = "the process group exists"
+    SIGNAL = "a stop signal arrived"
+    ORDER = "the supervisor, or its watch, asks for a stop with a reason"
+    INSIST = "a second Ctrl-C within two seconds, without a supervisor"
 
 
 class ListenerAction(Enum):
-    """What the handler does next."""
+    """What the listener does next."""
 
     NOTHING = "nothing"
-    EXIT = "leave at once with exit code 75: nothing is half done"
-    TELL_AND_EXIT = "tell the supervisor, then leave with exit code 75"
-    EXIT_AT_ONCE = "leave at once with exit code 130: the last commit is intact"
-    REQUEST = "keep the request, for the next vote"
+    EXIT = "exit at once with code 75: there is nothing to lose"
+    TELL_AND_EXIT = "tell the supervisor, then exit with code 75"
+    EXIT_AT_ONCE = "exit at once with code 130: the last commit is intact"
+    REQUEST = "keep the request for the next vote"
     REQUEST_AND_TELL = "keep the request, and tell the supervisor of the signal"
 
 
@@ -85,15 +85,13 @@ TRANSITIONS: dict[tuple[State, ListenerTrigger], tuple[State, ListenerAction]] =
     (State.LEAVING, ListenerTrigger.ORDER): (State.LEAVING, ListenerAction.NOTHING),
     (State.LEAVING, ListenerTrigger.INSIST): (State.LEAVING, ListenerAction.NOTHING),
 }
-"""In each state, for whatever comes: the next state, and what to do."""
+"""For each state and trigger, the next state and the action."""
 
 
 @dataclass(frozen=True)
 class StopRequest:
-    """A request to stop: why, and since when; `sentence` says more where there is more to say.
-
-    `asked_at` and `deadline` are `time.monotonic` seconds; the deadline is infinite without one.
-    """
+    """A request to stop: its reason, and optionally a `sentence`. `asked_at` and `deadline` are
+    `time.monotonic` seconds; the deadline is infinite if there is none."""
 
     reason: StopReason
     asked_at: float
@@ -101,32 +99,32 @@ class StopRequest:
     sentence: str = ""
 
     def seconds_left(self, now: float) -> float | None:
-        """Until the deadline, negative once it is over; None without one."""
+        """Seconds until the deadline, negative after it; None without one."""
         return None if math.isinf(self.deadline) else self.deadline - now
 
     def joined_with(self, later: StopRequest) -> StopRequest:
-        """This one, with what a later one adds: a reason that says more, a nearer deadline."""
+        """This request merged with a later one: the more specific reason, the nearer deadline."""
         better = later if later.reason > self.reason else self
         nearer = min(self.deadline, later.deadline)
         return replace(better, asked_at=self.asked_at, deadline=nearer)
 
     def adds_to(self, earlier: StopRequest | None) -> bool:
-        """Whether this says more than `earlier`."""
+        """Whether this has another reason, or a nearer deadline, than `earlier`."""
         if earlier is None or self.reason is not earlier.reason:
             return True
         return self.deadline < earlier.deadline - NEARER
 
 
 class StopListener:
-    """Traps the stop signals and keeps the request that they and the supervisor's orders make.
+    """Traps the stop signals, and keeps the request that they or the supervisor's orders make.
 
-    Until `join_group` is called, nothing that this process does concerns another rank: a stop then
-    ends it at once with exit code 75, even while it waits for peers in native code. Afterwards it
-    is only a request, for the ranks to vote on. Methods may be called from any thread.
+    Before `join_group` no other rank depends on this process: a stop ends it at once with exit code
+    75, even while it waits for peers in native code. Afterwards a stop is only a request, for the
+    ranks to vote on. Methods may be called from any thread.
 
-    `at_prompt` says that the process is interactive: a second Ctrl-C interrupts what it does, but
-    does not end it. `on_demand` says that the program decides when, if at all, the signals are
-    trapped: until then it gets them itself, and SIGTERM for an order.
+    `at_prompt`: the process is interactive, and a second Ctrl-C interrupts its work, but does not
+    end it. `on_demand`: the program decides when to trap the signals, if ever; until then it
+    handles them itself, and an order becomes a SIGTERM to it.
     """
 
     def __init__(self, at_prompt: bool = False, on_demand: bool = False) -> None:
@@ -136,7 +134,7 @@ class StopListener:
         self._has_installed = False
         self._state = State.ALONE
         self.request: StopRequest | None = None
-        """What is asked for by now."""
+        """The request so far, None without one."""
         self._grace = math.inf
         self._tell_of_signal: Callable[[str], None] = lambda sentence: None
         self._supervised = False
@@ -144,10 +142,9 @@ class StopListener:
         self._supervisor_gone: Callable[[], bool] = lambda: False
 
     def install(self) -> None:
-        """Trap the signals, and exit on any of them until there is a supervisor or a peer to tell.
-
-        Outside of the main thread Python traps none. Other requests for a stop are obeyed there.
-        """
+        """Trap the signals; until a supervisor or peers exist, each of them ends the process.
+        Outside of the main thread Python cannot trap signals; the supervisor's orders still
+        apply."""
         if not self._signals.installed:
             if threading.current_thread() is not threading.main_thread():
                 logger().warning(
@@ -160,7 +157,7 @@ class StopListener:
         self._signals.react_with(self._signalled)
 
     def uninstall(self) -> None:
-        """Give the signals back, if `install` took them: what they did before they do again."""
+        """Restore the handlers that `install` has replaced."""
         self._ignored.close()
         if self._has_installed and threading.current_thread() is threading.main_thread():
             self._has_installed = False
@@ -171,15 +168,12 @@ class StopListener:
         last_words: Callable[[str], object],
         supervisor_gone: Callable[[], bool] = lambda: False,
     ) -> None:
-        """From now on a supervisor listens.
-
-        `last_words` tells it that this process leaves, and why; it may take seconds.
-        `supervisor_gone` is whether the supervisor is known to have ended.
-        """
+        """Note that a supervisor is connected. `last_words` tells it that this process exits, and
+        why; it may take seconds. `supervisor_gone` returns whether the supervisor has ended."""
         self._last_words, self._supervisor_gone = last_words, supervisor_gone
         self._supervised = True
         if not (self._signals.installed or self._at_prompt or self._on_demand):
-            # Slurm may signal a rank, too, and so may its agent before it knows of the connection.
+            # Slurm may also signal a rank, and so may the rank's agent until it has the connection.
             self._ignored.enter_context(untouched_by_default(signal.SIGTERM))
         with self._lock:
             self._move(ListenerTrigger.CONNECT)
@@ -189,12 +183,9 @@ class StopListener:
         grace: float | None = None,
         on_signal: Callable[[str], None] = lambda sentence: None,
     ) -> None:
-        """From now on peers depend on this process: a stop becomes a request.
-
-        `grace` is how many seconds after a signal the process will be killed; None if it will not.
-        `on_signal` is called, from a thread, if it is a signal that first asks for a stop, with
-        what there is to say about it.
-        """
+        """Note that peers depend on this process: a stop becomes a request. `grace` is the seconds
+        from a signal until the process is killed, None if it is not. `on_signal` is called, from a
+        thread, with a sentence if a signal is the first request to stop."""
         self._grace = math.inf if grace is None else grace
         self._tell_of_signal = on_signal
         with self._lock:
@@ -203,13 +194,14 @@ class StopListener:
     def stop(
         self, reason: StopReason, seconds_left: float | None = None, sentence: str = ""
     ) -> None:
-        """Ask for a stop; of several reasons the greatest counts, of deadlines the nearest."""
+        """Request a stop; of several requests the greatest reason and the nearest deadline
+        count."""
         now = time.monotonic()
         deadline = math.inf if seconds_left is None else now + seconds_left
         self._ask(ListenerTrigger.ORDER, StopRequest(reason, now, deadline, sentence))
 
     def should_shutdown(self) -> bool:
-        """Whether a stop was asked for."""
+        """Whether a stop was requested."""
         return self.request is not None
 
     def reason(self) -> StopReason:
@@ -217,16 +209,16 @@ class StopListener:
         return StopReason.NONE if self.request is None else self.request.reason
 
     def sentence(self, reason: StopReason) -> str:
-        """What this rank was told about a stop for `reason`; empty if nothing was."""
+        """The sentence of the request if it has this `reason`; else empty."""
         request = self.request
         return request.sentence if request is not None and request.reason is reason else ""
 
     def seconds_left(self) -> float | None:
-        """Until the nearest deadline, negative once it is over; None without one."""
+        """Seconds until the nearest deadline, negative after it; None without one."""
         return None if self.request is None else self.request.seconds_left(time.monotonic())
 
     def seconds_since_asked(self) -> float:
-        """Since this process was first asked to stop; 0 if it was not."""
+        """Seconds since the first request to stop; 0 without one."""
         return 0.0 if self.request is None else time.monotonic() - self.request.asked_at
 
     def _signalled(self, received: ReceivedSignal) -> None:
@@ -234,13 +226,13 @@ class StopListener:
         reason = reason_of_signal(received.signal, gone)
         sentence = "the supervisor has ended" if gone else received.signal.name
         deadline = received.at + self._grace
-        deaf = self._supervised or self._at_prompt
-        insisted = insists(self._signals.received) and not deaf
+        handled_elsewhere = self._supervised or self._at_prompt  # the second Ctrl-C
+        insisted = insists(self._signals.received) and not handled_elsewhere
         trigger = ListenerTrigger.INSIST if insisted else ListenerTrigger.SIGNAL
         self._ask(trigger, StopRequest(reason, received.at, deadline, sentence))
 
     def _ask(self, trigger: ListenerTrigger, asked: StopRequest) -> None:
-        """Keep what was asked for, and do what follows; the caller's thread may have to go on."""
+        """Keep the request, and act on it without blocking the caller's thread."""
         with self._lock:
             before = self.request
             self.request = asked if before is None else before.joined_with(asked)
@@ -249,13 +241,14 @@ class StopListener:
             case ListenerAction.EXIT:
                 exit_before_training(asked.sentence or asked.reason.words)
             case ListenerAction.TELL_AND_EXIT:
-                # On a thread of its own: the caller's may be the one that delivers the last words.
+                # In a thread: the caller's may be the one that delivers the message.
                 tell = partial(self._tell_and_exit, asked)
                 threading.Thread(target=tell, name="exit", daemon=True).start()
             case ListenerAction.EXIT_AT_ONCE:
                 say(f"kempner: {LEFT_AT_ONCE}", sys.stderr)
                 leave(ExitCode.INTERRUPTED)
             case ListenerAction.REQUEST if self._on_demand and not self._signals.installed:
+                # The program handles the signals itself.
                 os.kill(os.getpid(), signal.SIGTERM)
             case ListenerAction.REQUEST | ListenerAction.REQUEST_AND_TELL:
                 if action is ListenerAction.REQUEST_AND_TELL and before is None:

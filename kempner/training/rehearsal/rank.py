@@ -1,6 +1,6 @@
 """Runs a Python program as a rank of a rehearsal: python -m kempner.training.rehearsal.rank FILE...
 
-What the program does before it calls kempner is seen, too.
+Records also what the program does before it calls kempner.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> None:
     signal_at_end_of(os.getppid(), signal.SIGKILL)  # no rank outlives the rehearsal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     part = RehearsalPart.from_environment()
-    os.chdir(part.cwd if part is not None else ".")  # not where the fork server was started
+    os.chdir(part.cwd if part is not None else ".")  # instead of the fork server's directory
     recorder()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]

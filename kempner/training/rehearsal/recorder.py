@@ -1,12 +1,12 @@
-"""Writes down what a rank of a rehearsal sees in each step, and disturbs it as planned.
+"""Records the steps of a rank in a rehearsal, and stops or kills the rank as planned.
 
-A step is two lines of JSON: what was there when it began, and what came of it; what is computed
-between two steps is a line of its own. Torch's global hooks tell of batches, losses, rates and
-gradients, so that nothing need be known of the program, and Python of files and hosts.
+A step is two JSON lines, for its start and its results; computations between two steps have a line
+of their own. Batches, losses, rates and gradients come from torch's global hooks, files and hosts
+from Python's audit hooks, so that nothing need be known about the program.
 
-Looked at are the variables of the program's functions that wait for the step to end, the globals of
-its modules, and what they lead to: modules, optimizers, schedulers, generators, numbers, containers
-and objects of the program's classes. Digests are equal if and only if all bits are.
+Recorded variables are the locals of the program's active functions, the globals of its modules, and
+what they refer to: modules, optimizers, schedulers, generators, numbers, containers and objects of
+the program's classes. Digests are equal if and only if all bits are.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ import kempner
 from kempner.run.control.rehearsal import RehearsalPart
 
 ROWS = 4096
-"""Of how many samples of a batch the digests are kept one by one."""
+"""Most samples of a batch that get a digest each."""
 
 
 def of_bytes(*parts: bytes) -> str:
@@ -56,12 +56,12 @@ def of_bytes(*parts: bytes) -> str:
 
 
 def of_tensor(tensor: Tensor) -> str:
-    """Of type, shape and bits; of a sharded tensor, of this rank's part."""
+    """Digest of type, shape and bits; for a sharded tensor, of this rank's part."""
     return of_bytes(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), _bits(tensor))
 
 
 def of_rows(tensor: Tensor) -> list[str]:
-    """Of each sample of a batch, or of the whole where there are none."""
+    """Digests of the samples of a batch, or one of the whole tensor."""
     if tensor.dim() == 0 or not 0 < len(tensor) <= ROWS:
         return [of_tensor(tensor)]
     bits = _bits(tensor)
@@ -70,7 +70,7 @@ def of_rows(tensor: Tensor) -> list[str]:
 
 
 def of_state(value: Any) -> str:
-    """Of a state as `state_dict` returns it: numbers, tensors and containers of them."""
+    """Digest of a state as in a `state_dict`: numbers, tensors and containers of them."""
     return of_bytes(*_pieces(value))
 
 
@@ -116,34 +116,34 @@ def _bits(tensor: Tensor) -> bytes:
 
 @dataclass
 class ComputedStep:
-    """What was computed since the step began."""
+    """The computation since the step began."""
 
     samples: list[str] = field(default_factory=list)
-    """Digests of the samples that a model got in training, in their order."""
+    """Digests of the samples that a model got in training, in order."""
     losses: list[float] = field(default_factory=list)
-    """What `backward` was called of."""
+    """The tensors of `backward` calls."""
     rates: dict[str, list[float]] = field(default_factory=dict)
     gradients: dict[str, str] = field(default_factory=dict)
     evaluation: list[str] = field(default_factory=list)
-    """Digests of what a model got and returned while it was evaluated."""
+    """Digests of a model's inputs and outputs during evaluation."""
     torch_generator: str = ""
-    """Where torch's generator stood as the model was called first."""
+    """Digest of torch's generator at the first call of a model."""
     batches: int = 0
-    """How often a loss was computed."""
+    """Number of `backward` calls."""
 
 
 class TorchHooks:
-    """Notes in `now` what is computed. `name_of` says what the program calls an object."""
+    """Records the computation in `now`. `name_of` returns the program's name of an object."""
 
     def __init__(self, name_of: Callable[[object], str]) -> None:
         self.now = ComputedStep()
         self.optimizers: dict[int, Optimizer] = {}
-        """Those that have stepped, by `id`."""
+        """The optimizers that have stepped, by `id`."""
         self.on_optimizer: Callable[[], None] = lambda: None
         self._name_of, self._depth = name_of, 0
 
     def install(self) -> None:
-        """Have torch call this, until the process ends."""
+        """Register the hooks until the process ends."""
         register_module_forward_pre_hook(self._enter)
         register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
         register_optimizer_step_pre_hook(self._before_step)
@@ -157,7 +157,7 @@ class TorchHooks:
         torch.autograd.backward = noting
 
     def weights(self) -> dict[str, str]:
-        """A digest of what each optimizer trains, by the optimizer's name."""
+        """A digest of each optimizer's parameters, by its name."""
         return {
             self._name_of(optimizer): of_state(
                 [p for g in optimizer.param_groups for p in g["params"]]
@@ -196,7 +196,7 @@ class TorchHooks:
         self.now.rates[name] = rates
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        # Not before it: a closure computes the gradients within the step.
+        # After the step, since a closure computes the gradients in it.
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [p.grad if isinstance(p.grad, Tensor) else None for p in parameters]
         self.now.gradients[self._name_of(optimizer)] = of_state(gradients)
@@ -206,11 +206,12 @@ class TorchHooks:
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _NOT_FILES = ("/dev/", "/proc/", "/sys/")
 MOST_FILES = 500
-"""Names that are kept of each kind."""
+"""Most names kept of each kind."""
 
 
 class ExternalAccess:
-    """Keeps the names of files and hosts, from when `watch` is called to the end of the process."""
+    """Keeps the names of opened files and contacted hosts, from `watch` to the end of the
+    process."""
 
     def __init__(self, inside: Path) -> None:
         self._inside = f"{inside}/"
@@ -219,7 +220,7 @@ class ExternalAccess:
         self.called: dict[str, None] = {}
 
     def watch(self) -> None:
-        """Have Python tell of each file and connection; it cannot be undone."""
+        """Add an audit hook for files and connections; it cannot be removed."""
         sys.addaudithook(self._hear)
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -234,7 +235,7 @@ class ExternalAccess:
                 self._call(str(address[0]), address[1])
 
     def opened(self, path: str, for_writing: bool) -> None:
-        full = os.path.abspath(path)  # noqa: PTH100 - links stay as they are written
+        full = os.path.abspath(path)  # noqa: PTH100 - does not resolve links
         if full.startswith((self._inside, *_NOT_FILES)) or full.endswith((".py", ".pyc", ".so")):
             return
         names = self.written if for_writing else self.read
@@ -247,16 +248,16 @@ class ExternalAccess:
 
 
 DEEPEST = 5
-"""How many steps from a variable to what it leads to."""
+"""Most references from a variable to a visited object."""
 
 MOST_VARIABLES = 4000
-"""Entries in all: a program that has more is looked at as far as that."""
+"""Most recorded entries; further ones are ignored."""
 
 MOST_OF_ONE = 64
-"""Entries of one container that are looked at one by one."""
+"""Largest container whose entries are visited one by one."""
 
 Seen = tuple[str, str, str]
-"""Its kind, a digest, and a few words for a person."""
+"""Kind, digest, and description."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -266,7 +267,7 @@ _LIBRARIES = (
     *{f"{_PATHS[name]}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")},
     f"{Path(kempner.__file__).parent}/",
 )
-"""Where the code lies that is not the program's."""
+"""Folders of code that is not the program's."""
 
 
 @cache
@@ -276,7 +277,7 @@ def is_programs(file: str | None) -> bool:
     path = str(Path(file).absolute())  # as in `python train.py`
     if path.startswith(_LIBRARIES):
         return False
-    if "/site-packages/" in path or "/dist-packages/" in path:  # of another environment
+    if "/site-packages/" in path or "/dist-packages/" in path:  # another environment
         return False
     return path.endswith(".py") and Path(path).is_file()
 
@@ -296,7 +297,7 @@ def _is_programs_own(kind: type[Any]) -> bool:
 
 
 def look(frame: FrameType) -> Walk:
-    """All variables of the program, as seen from a call that it has made."""
+    """All variables of the program, from the frame of a call that it has made."""
     walk = Walk()
     modules: dict[str, Mapping[str, Any]] = {}
     at: FrameType | None = frame
@@ -323,15 +324,15 @@ def look(frame: FrameType) -> Walk:
 
 
 class Walk:
-    """Visits what variables lead to, each object once."""
+    """Visits variables and what they refer to, each object once."""
 
     def __init__(self) -> None:
         self.found: dict[str, Seen] = {}
         self.names: dict[int, str] = {}
-        """What the objects that were met are called, by `id`."""
+        """The names of visited objects, by `id`."""
         self.files: set[str] = set()
         self.iterators: list[str] = []
-        """What has a place that cannot be looked at."""
+        """Loaders and iterators, whose position cannot be read."""
 
     def all_of(self, prefix: str, variables: Mapping[str, Any]) -> None:
         for name, value in list(variables.items()):
@@ -375,7 +376,7 @@ class Walk:
                 self._entry(f"{name}[{number}]", entry, depth)
 
     def _entry(self, name: str, value: Any, depth: int) -> None:
-        """An entry of a container, whose digest covers what is plain."""
+        """Visit an entry of a container, unless the container's digest covers it."""
         if not isinstance(value, (*_PLAIN, Tensor, np.ndarray)):
             self.visit(name, value, depth + 1)
 
@@ -414,7 +415,7 @@ class Walk:
             self.found[name] = ("object", of_state(value.state_dict()), type(value).__name__)
 
     def _attributes(self, name: str, value: Any, depth: int) -> None:
-        # A class may say what an attribute is at first: `seen = 0`, and later `self.seen += 1`.
+        # A class may hold an attribute's initial value: `seen = 0`, later `self.seen += 1`.
         own = [vars(kind) for kind in reversed(type(value).__mro__) if _is_programs_own(kind)]
         first = {n: v for names in own for n, v in names.items() if isinstance(v, _PLAIN)}
         held = {name: first[name] for name in first if not name.startswith("__")}
@@ -426,7 +427,7 @@ class Walk:
 
 
 def _leaf(value: Any) -> Seen | None:
-    """What a value is that leads to nothing else; None if it may."""
+    """Record a value that refers to no other; None if it may."""
     if isinstance(value, Tensor):
         return "tensor", of_tensor(value), _short(value)
     if isinstance(value, np.ndarray | np.generic):
@@ -452,11 +453,11 @@ def _short(value: Any) -> str:
 
 
 STOPPED_WITHIN = 10.0
-"""Seconds after which a SIGTERM must have become a request to stop."""
+"""Seconds within which a SIGTERM must become a request to stop."""
 
 
 class Recorder:
-    """Records what one rank does in its steps."""
+    """Records the steps of one rank."""
 
     def __init__(self, part: RehearsalPart) -> None:
         self._part, self._step = part, 0
@@ -472,7 +473,7 @@ class Recorder:
         self._hooks.on_optimizer = self._kill
 
     def begin_step(self, step: int, asked_to_stop: Callable[[], bool]) -> None:
-        """A step begins; called by the loop on the program's behalf."""
+        """Record the start of a step; called by the loop."""
         self._write_between()
         seen = look(sys._getframe(1))
         self._names = seen.names
@@ -504,7 +505,7 @@ class Recorder:
         self._write_between()
 
     def _write_between(self) -> None:
-        """What was computed since the last step ended."""
+        """Write what was computed since the last step ended."""
         if self._hooks.now.evaluation:
             self._write({"after": self._step, "evaluation": self._hooks.now.evaluation})
             self._hooks.now = ComputedStep()
@@ -513,7 +514,7 @@ class Recorder:
         self._write({name: list(names) for name, names in told.items()})
 
     def _stop(self, asked_to_stop: Callable[[], bool]) -> None:
-        """Have the stop be known before this step's vote."""
+        """Signal this process, and wait until the request is known, before this step's vote."""
         os.kill(os.getpid(), signal.SIGTERM)
         until = time.monotonic() + STOPPED_WITHIN
         while not asked_to_stop() and time.monotonic() < until:
@@ -524,7 +525,7 @@ class Recorder:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _watch_saves(self) -> None:
-        """torch.save opens its file without Python, which tells of no such file."""
+        """Record torch.save's files, which it opens in native code, without an audit event."""
         save = torch.save
 
         def noting(value: Any, f: Any, *arguments: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Whether this process takes part in a rehearsal; what only a rehearsal needs is imported then."""
+"""Imports the recorder only in a process that takes part in a rehearsal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 @cache
 def recorder() -> Recorder | None:
-    """The recorder of this process, which begins to watch with the first call; None without."""
+    """The recorder of this process, which starts with the first call; None outside of a
+    rehearsal."""
     part = RehearsalPart.from_environment()
     if part is None:
         return None

@@ -213,6 +213,23 @@ def test_torchtitan_stops_and_restarts_as_exactly_as_it_resumes(tmp_path: Path) 
     assert seen == Counter(dict.fromkeys(range(96), 6))
 
 
+def test_grpo_stops_in_the_middle_of_the_completions_it_has_generated(tmp_path: Path) -> None:
+    """Those of the example serve four steps; the stop and the kill come at steps drawn anew."""
+    program = Program("own_grpo.py", 16, ranks=1)
+    stop, kill = sorted(random.sample([s for s in range(2, 15) if s % 4], 2))
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    assert program.until_done(undisturbed) == [0], outputs(undisturbed)
+    codes = program.until_done(disturbed, f"stop@{stop} kill@{kill}")
+    assert codes == [75, 0], outputs(disturbed)
+    plain, struck = Notes.read(undisturbed, 0), Notes.read(disturbed, 0)
+    assert sorted(plain.made) == list(range(1, program.steps + 1))
+    assert struck.last(plain.micro_batches) == plain.last(plain.micro_batches), (stop, kill)
+    ours, theirs = (torch.load(f / "final-0.pt") for f in (disturbed, undisturbed))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    losses = [loss for noted in plain.made.values() for _, loss in noted]
+    assert len({*losses}) > program.steps
+
+
 @pytest.mark.drill
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed_stops_and_restarts_as_exactly_as_it_saves(stage: int, tmp_path: Path) -> None:

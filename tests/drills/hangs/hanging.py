@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 FORM, PHASE, KIND = sys.argv[1:4]
@@ -286,7 +287,7 @@ from torch import nn  # noqa: E402
 
 torch.set_num_threads(1)
 here("start")
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", timeout=timedelta(hours=9))  # else torch ends it after 30 minutes
 x = torch.ones(1)
 groups = [dist.new_group(list(range(WORLD))) for _ in range(2)]
 pair = dist.new_group(sorted({0, WORLD - 1}))

@@ -70,6 +70,8 @@ def test_a_named_model_has_its_published_size(name: str) -> None:
         ("13b", "llama2-13b"),
         ("32b", "qwen3-32b"),
         ("70b", "llama3-70b"),
+        ("32b-sft", "qwen3-32b"),
+        ("70b-sft", "llama3.3-70b"),
     ],
 )
 def test_a_ready_configuration_has_the_sizes_of_its_model(file: str, preset: str) -> None:

@@ -108,6 +108,14 @@ def test_on_a_crowded_machine_less_is_work() -> None:
     assert Stillness().after(before, now, 10.0).idle == 10.0
 
 
+@pytest.mark.parametrize(("woken", "works"), [(5, True), (2810, False)])
+def test_to_wait_for_a_processor_is_work_but_not_of_what_polls(woken: int, works: bool) -> None:
+    """As a rank that polls torch's store was seen, on two cores with a load of seven."""
+    before = TreeUsage(5.0, 5, {1: 5}, waited={1: 3.0})
+    now = TreeUsage(5.14, 5, {1: 5 + woken}, waited={1: 3.4})
+    assert Stillness().after(before, now, 10.0).works == works
+
+
 LOOKS = """
 import os, sys
 from kempner.probe.activity import tree_usage

@@ -167,7 +167,7 @@ SAMPLE = [
     Row("sample missing --prompt a", "missing contains no checkpoint"),
     Row("sample folder --prompt a", "folder contains no checkpoint"),
     Row("sample loop --prompt a", "loop cannot be a path"),
-    Row("sample run", "--prompt is missing: how the text begins (see kempner sample -h)"),
+    Row("sample run", "give either --prompt, how a text begins, or --chat, what a user says"),
     Row("sample run --prompt a --max-tokens 0", "--max-tokens must be at least 1, not 0"),
     Row("sample run --prompt a --top-p 2", "--top-p must be at most 1, not 2"),
     Row("sample run --prompt a --temperature hot", '--temperature must be a number, not "hot"'),

@@ -23,9 +23,12 @@ from tiny_tokenizers import (
     forms,
     messages,
     template_of_trl,
+    text,
     write_tokenizer,
 )
 
+from kempner.config.sections import Config
+from kempner.data.files.index import check_compatible, check_samples
 from kempner.data.files.token_file import BEGINS, ID, LEARNED, Corpus
 from kempner.data.prepare import pipeline, sources
 from kempner.data.prepare.pipeline import PreparedData, prepare
@@ -344,3 +347,122 @@ def test_tokenizers_that_cannot_be_used_are_told(settings: str, tmp_path: Path) 
     with pytest.raises(RunError, match=SETTINGS[settings]) as refused:
         prepared(tmp_path / "out", [lines], folder)
     assert "\n" not in str(refused.value)
+
+
+def pairs(draw: Random, count: int) -> dict[str, list[Record]]:
+    """Preferences in every form that people have them in."""
+    made: dict[str, list[Record]] = {"chats": [], "whole": [], "texts": [], "joined": []}
+    for _ in range(count):
+        *prompt, last = messages(draw)[: draw.choice((2, 4))]
+        prompt = [*prompt, last] if last["role"] == "user" else prompt
+        answers = {key: [{"role": "assistant", "content": f"{key} {text(draw)}"}] for key in _SIDES}
+        made["chats"].append({"prompt": prompt, **answers})
+        made["whole"].append({key: [*prompt, *answers[key]] for key in _SIDES})
+        texts = {key: f" {key} {text(draw)}" for key in _SIDES}
+        made["texts"].append({"prompt": text(draw), **texts})
+        asked = text(draw)
+        made["joined"].append({key: asked + texts[key] for key in _SIDES})
+    return made
+
+
+_SIDES = ("chosen", "rejected")
+
+
+def pairs_by_trl(folder: Path, records: list[Record]) -> list[Learned]:
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import DPOConfig
+    from trl.data_utils import maybe_extract_prompt
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    options: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": []}
+    arguments = DPOConfig(str(folder / "out"), max_length=None, **options)
+    dataset = Dataset.from_list([maybe_extract_prompt(record) for record in records])
+    trainer = SimpleNamespace(_tokenizer=tokenizer)
+    found = []
+    for row in DPOTrainer._prepare_dataset(trainer, dataset, tokenizer, arguments, "train"):
+        for key in _SIDES:
+            answer = row[f"{key}_ids"]
+            learned = [False] * len(row["prompt_ids"]) + [True] * len(answer)
+            found.append((row["prompt_ids"] + answer, learned))
+    return found
+
+
+def test_pairs_are_those_of_trl_and_stay_together(tmp_path: Path, tokenizer: Path) -> None:
+    made = pairs(Random(7), 50)
+    files = [write_lines(tmp_path / f"{name}.jsonl", rows) for name, rows in made.items()]
+    out, options = tmp_path / "out", {"tokenizer": str(tokenizer), "kind": "preferences"}
+    index = prepare(out, files, seq_len=1024, **options).index
+    expected = [each for rows in made.values() for each in pairs_by_trl(tokenizer, rows)]
+    assert index.documents == len(expected) == 400
+    wanted = sorted(zip(expected[::2], expected[1::2], strict=True))
+    found = []
+    for batch in eval_batches(
+        Corpus.open(out), seq_len=1024, global_batch_size=2, micro_batch_size=2, max_batches=999
+    ):
+        for tokens, targets, numbers in (row for m in batch for row in zip(*m, strict=True)):
+            parts = [tokens[numbers == n].tolist() for n in numbers.unique() if n >= 0]
+            counts = [(targets[numbers == n] != IGNORE).tolist() for n in numbers.unique()]
+            # A target is what follows: of the last token, nothing.
+            alone = [(p, [False, *c[:-1]]) for p, c in zip(parts, counts, strict=False)]
+            found += list(zip(alone[::2], alone[1::2], strict=False))
+    assert sorted(found) == wanted
+    short = prepare(tmp_path / "short", files, seq_len=128, **options).index
+    left_out = sum(shard.left_out for shard in short.shards)
+    assert left_out == 2 * sum(len(a[0]) + len(b[0]) > 128 for a, b in wanted) > 0
+    assert short.documents == 400 - left_out
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"chosen": "a"}, 'no "rejected"'),
+        ({"prompt": "a", "completion": "b"}, 'no "chosen"'),
+        ({"prompt": [], "chosen": "a", "rejected": "b"}, "its chosen is a text, and its prompt is"),
+        ({"prompt": "a", "chosen": "b", "rejected": []}, '"chosen" is not a list of messages'),
+        ({"chosen": [], "rejected": []}, '"chosen" is not a list of messages'),
+        ({key: [{"role": "user", "content": key}] for key in _SIDES}, "do not begin alike"),
+        ({key: [{"role": "user", "content": "a"}] for key in _SIDES}, "end in other answers"),
+        (
+            {"chosen": [{"role": 1}], "rejected": [{"role": "user"}]},
+            'message 1 of chosen has no "ro',
+        ),
+    ],
+)
+def test_what_is_no_pair_is_told(
+    record: Record, reason: str, tmp_path: Path, tokenizer: Path
+) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", [record])
+    with pytest.raises(DataError, match=reason) as refused:
+        prepare(tmp_path / "out", [lines], tokenizer=str(tokenizer), kind="preferences", seq_len=64)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_does_not_fit_a_run_is_refused(tmp_path: Path, tokenizer: Path) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", [{"messages": messages(Random(1))}])
+    chats = prepared(tmp_path / "chats", [lines], tokenizer, 64).index
+    made = pairs(Random(1), 1)["chats"]
+    both = write_lines(tmp_path / "b.jsonl", made)
+    options = {"tokenizer": str(tokenizer), "seq_len": 1024}
+    preferences = prepare(tmp_path / "pairs", [both], kind="preferences", **options).index
+    (tmp_path / "a.txt").write_text("the other thing " * 40)
+    plain = str(tokenizer / "tokenizer.json")
+    text = prepare(tmp_path / "text", [tmp_path / "a.txt"], tokenizer=plain, eot="<|im_end|>").index
+
+    def config(seq_len: int, **model: Any) -> Config:
+        sizes = {"train": {"seq_len": seq_len}, "data": {"dataset_path": "chats"}}
+        return Config.model_validate({**sizes, "model": {"vocab_size": 999, **model}})
+
+    check_samples(config(64), chats)
+    with pytest.raises(DataError, match=r"rows of 64 tokens.*set train\.seq_len=64, or prepare"):
+        check_samples(config(65), chats)
+    with pytest.raises(DataError, match=r"holds chats, which a model of model\.factory"):
+        check_samples(config(64, factory="ours:build"), chats)
+    with pytest.raises(DataError, match="holds preferences, of which the loss"):
+        check_samples(config(1024), preferences)
+    assert check_compatible(chats, text, 64) is None
+    assert check_compatible(text, chats, 64) is None
+    assert "rows of 64 tokens" in (check_compatible(text, chats, 32) or "")
+    assert "holds preferences" in (check_compatible(chats, preferences, 64) or "")
+    assert not {"kind", "seq_len", "template"} & json.loads(text.to_bytes()).keys()

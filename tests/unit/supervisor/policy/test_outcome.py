@@ -47,6 +47,8 @@ def ends(*statuses: int | None, ours: tuple[int, ...] = ()) -> list[RankExit]:
         (ends(78, 78), NONE, ExitCode.DIVERGED, "rank 0"),
         (ends(99, 76), NONE, ExitCode.CRASHED, "rank 0 exited with code 99"),
         (ends(76, 76), NONE, ExitCode.PEERS_LOST, "every rank lost a peer"),
+        ([RankExit(1, 76, sentence="at train.py:3: Timed out"), *ends(76)], NONE,
+         ExitCode.PEERS_LOST, "every rank lost a peer, rank 1 first: at train.py:3: Timed out"),
         (ends(76, 0), NONE, ExitCode.PEERS_LOST, "rank 1 left with 0 while rank 0 waited for it"),
         (ends(KILL, 0, ours=(0,)), NONE, ExitCode.PEERS_LOST, "every rank lost a peer"),
         (ends(75, KILL, ours=(1,)), LIMIT, ExitCode.STOPPED,

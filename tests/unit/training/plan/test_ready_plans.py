@@ -12,8 +12,8 @@ from kempner.training.plan.plan import plan
 
 FOLDER = Path(__file__).parents[4] / "configs/train"
 READY = sorted(path.stem for path in FOLDER.glob("*.toml") if path.stem != "debug")
-MEANT = re.compile(r"Meant for (\d+) nodes? of (\d+) GPUs of 80 GB")
-TAKES = re.compile(r"A step takes (\d+) s on H100s by `kempner plan`")
+MEANT = re.compile(r"Meant for (\d+) nodes? of (\d+) GPUs of (?:80|141) GB")
+TAKES = re.compile(r"A step takes (\d+) s on (H[12]00)s by `kempner plan`")
 TABLE = (Path(__file__).parents[4] / "docs/models.md").read_text()
 
 
@@ -25,7 +25,7 @@ def test_it_fits_and_computes_for_longer_than_it_waits(name: str) -> None:
     assert meant is not None
     assert takes is not None
     nodes, gpus = map(int, meant.groups())
-    made = plan(load(path), nodes * gpus, nodes, gpu="H100")
+    made = plan(load(path), nodes * gpus, nodes, gpu=takes[2])
     assert made.fits
     assert made.speed.time.bound == "compute"
     assert made.speed.time.between_nodes < 0.1 * made.speed.time.total

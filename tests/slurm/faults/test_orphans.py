@@ -75,6 +75,7 @@ def test_a_job_whose_supervisor_is_killed_is_requeued_with_all_that_it_has_done(
     assert sorted(taken) == list(range(8 * STEPS))
 
 
+@pytest.mark.every_slurm
 def test_agents_requeue_a_job_whose_batch_process_is_killed_while_no_rank_can(
     cluster: Cluster, project: Project
 ) -> None:

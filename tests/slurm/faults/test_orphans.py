@@ -114,7 +114,7 @@ def _assert_requeued_by_an_agent(cluster: Cluster, project: Project, job: str) -
     _wait_for_requeue(project, job)
     newest = project.run.latest()
     project.end(job)
-    (requeued,) = project.events("requeued")
+    requeued, *_ = project.events("requeued")  # two agents may have asked at once, and tell of it
     assert (requeued.get("by_rank"), requeued["reason"][:22]) == (None, "the supervisor is gone")
     assert cluster.job(job)["Restarts"] == "1"
     assert f"resumed at step {newest}" in project.log(job)

@@ -93,11 +93,11 @@ class LastResort:
             self._thread.join(TOLD_WITHIN)
 
     def _see_to_it(self, job: str, attempt: int, ending: bool) -> None:
-        turn = time.monotonic() + self._task * TURN
-        if ending:
-            self._leaves.wait(self._task * TURN)
         try:
             if not self._supervisor_sees_to_it(ending):
+                turn = time.monotonic() + self._task * TURN
+                if ending:
+                    self._leaves.wait(self._task * TURN)
                 self._put_back(job, attempt, ending, turn)
         finally:
             self._asks.set()

@@ -60,10 +60,11 @@ def commit_state(
     world: int = 1,
     model: Model | None = None,
     metadata: bool = True,
+    **identity: Any,
 ) -> Path:
     """Commit `state`, its matrices cut by rows over `world` ranks, as the checkpoint of `step`.
 
-    Without `metadata` there is the index alone, as in a large world.
+    Without `metadata` there is the index alone, as in a large world; `identity` is of its manifest.
     """
     fence = Fence(run.attempts, begin_attempt(run))
     attempt = fence.attempt
@@ -79,8 +80,8 @@ def commit_state(
     files |= _write_small(path / compact_index.INDEX, compact_index.encode(specs, world, container))
     if metadata:
         files |= _write_small(path / METADATA, build_metadata(specs, world))
-    identity = Identity(world, {"fsdp": world}, 0, "", model or {})
-    manifest = Manifest(TrainState(step, 8 * step, 64 * step), identity, attempt.number, 0.5, files)
+    known = Identity(world, {"fsdp": world}, 0, "", model or {}, **identity)
+    manifest = Manifest(TrainState(step, 8 * step, 64 * step), known, attempt.number, 0.5, files)
     return commit.commit(CheckpointFolder(run.checkpoints), path, manifest, fence, print)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from kempner.checkpoint.convert.export import MODEL
 from kempner.checkpoint.convert.import_dcp import StockCheckpoint
 from kempner.checkpoint.convert.import_safetensors import find_tensors
-from kempner.checkpoint.convert.tensor_copy import Source, dtype_of, length
+from kempner.checkpoint.convert.tensor_copy import Merged, Source, dtype_of, length
 from kempner.checkpoint.format.contents import Saved
 from kempner.run.process.exit_codes import DataError
 
@@ -142,13 +142,15 @@ _TABLES = (f"{MODEL}embed.weight", f"{MODEL}output.weight")
 class Side:
     """One side of a comparison. `kind` names its format. `read` yields whole tensors in the order
     of the given names, and keeps at most 256 MiB, or one tensor, in memory. `rows` has the number
-    of token rows of each table (the others are padding), if known."""
+    of token rows of each table (the others are padding), if known. `merged` is the model, with
+    the adapter of a checkpoint merged into it, where that has one."""
 
     path: Path
     kind: str
     tensors: Mapping[str, Saved]
     read: Read
     rows: Mapping[str, int] = field(default_factory=dict)
+    merged: Side | None = None
 
 
 def open_kempner(checkpoint: Path) -> Side:
@@ -156,7 +158,11 @@ def open_kempner(checkpoint: Path) -> Side:
     source = Source.open(checkpoint)
     tokens = source.manifest.identity.model.get("vocab_size")
     rows = dict.fromkeys(_TABLES, tokens) if isinstance(tokens, int) else {}
-    return Side(checkpoint, "kempner", source.contents.tensors, source.read, rows)
+    side = Side(checkpoint, "kempner", source.tensors, source.read, rows)
+    if source.base is None:
+        return side
+    whole = Merged.of(source)
+    return replace(side, merged=replace(side, tensors=whole.tensors, read=whole.read))
 
 
 def open_dcp(path: Path) -> Side:
@@ -178,6 +184,8 @@ def open_safetensors(folder: Path) -> Side:
 
 
 def model_of(side: Side) -> Side:
+    if side.merged is not None:
+        return side.merged
     return without(side, {name for name in side.tensors if not name.startswith(MODEL)})
 
 

@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -152,8 +152,9 @@ class CheckpointEngine(Checkpoints):
 
     `keep` says which checkpoints stay. Without `background`, `save` waits for its end. `durations`
     are those of earlier saves, `registered` is what is saved besides model and optimizer, `memory`
-    is where steps are kept in memory, if wanted. Raises `UsageError`, on all ranks alike, if a
-    checkpoint cannot hold the state; `check_state` does so for state that appears later."""
+    is where steps are kept in memory, if wanted. `begin` gives what trains its first values, if the
+    model's own weights are in a `Base`. Raises `UsageError`, on all ranks alike, if a checkpoint
+    cannot hold the state; `check_state` does so for state that appears later."""
 
     def __init__(
         self,
@@ -166,8 +167,11 @@ class CheckpointEngine(Checkpoints):
         durations: Durations = Durations(),  # noqa: B008 - frozen
         registered: RegisteredObjects = NOTHING,
         memory: StepMemory | None = None,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(context, keep, durations)
+        base = context.identity.base
+        pinned = keep.pinned if base is None else keep.pinned | {base.step}
+        super().__init__(context, replace(keep, pinned=pinned), durations)
         self._background = background
         self._restorer = StateRestorer(
             context,
@@ -175,6 +179,7 @@ class CheckpointEngine(Checkpoints):
             optimizer,
             registered,
             None if memory is None else memory.lent,
+            begin,
         )
         room = self._pruner.make_room
         self._saver = BackgroundSaver(context, model, optimizer, registered, memory, room)

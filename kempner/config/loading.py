@@ -70,16 +70,21 @@ def load(
 
 
 def dumps(config: Config) -> str:
-    """The configuration as TOML, without keys that are None, which TOML cannot express."""
-    return tomli_w.dumps(config.model_dump(exclude_none=True))
+    """The configuration as TOML, without keys that are None, which TOML cannot express, and without
+    sections of such keys alone."""
+    return tomli_w.dumps(_without_empty(config.model_dump(exclude_none=True)))
 
 
 def digest(config: Config) -> str:
     """SHA-256, in hexadecimal, of the sorted JSON of all keys that are not None, so that a later
-    optional key does not change it."""
-    document = config.model_dump(mode="json", exclude_none=True)
+    optional key, or a section of such keys, does not change it."""
+    document = _without_empty(config.model_dump(mode="json", exclude_none=True))
     canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _without_empty(sections: dict[str, Any]) -> dict[str, Any]:
+    return {name: section for name, section in sections.items() if section}
 
 
 def known_keys(schema: type[BaseModel] = Config) -> list[str]:

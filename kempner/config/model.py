@@ -1,4 +1,5 @@
-"""Configuration of the model: a transformer by its sizes or its name, or a model of your own.
+"""Configuration of the model: a transformer by its sizes or its name, or a model of your own; and
+of the adapter that trains beside its weights.
 
 Sizes of published models are from the `config.json` of each: Llama 2 (arXiv:2307.09288), Llama 3,
 3.1, 3.2 and 3.3 (arXiv:2407.21783), Qwen3 (arXiv:2505.09388).
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -201,3 +202,70 @@ class ModelSection(Section):
             if not ours and getattr(self, name) != field.get_default():
                 raise ValueError(f"{name} has no effect with factory; put it into options")
         return self
+
+
+Projection = Literal[
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+]  # fmt: skip
+"""The linear layers of a block, as Hugging Face calls them."""
+
+PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
+
+
+class AdapterSection(Section):
+    """LoRA (Hu et al., arXiv:2106.09685): the weights of an imported model stay as they are, and a
+    pair of small matrices beside each is all that trains. Only with rank."""
+
+    rank: Annotated[PositiveInt | None, Key("rows", 16)] = None
+    """Rows of the first matrix of a pair, and columns of the second; none by default: the whole
+    model trains."""
+    alpha: Annotated[PositiveFloat | None, Key(PURE, 32.0)] = None
+    """What a pair adds is multiplied by alpha / rank; twice the rank by default."""
+    dropout: Annotated[Annotated[float, Field(ge=0, lt=1)] | None, Key("probability", 0.05)] = None
+    """Probability of dropping an element of what goes into a pair; 0 by default."""
+    targets: Annotated[
+        list[Projection] | None,
+        Key(
+            example=["q_proj", "v_proj"],
+            values={
+                "q_proj": "queries",
+                "k_proj": "keys",
+                "v_proj": "values",
+                "o_proj": "what attention writes",
+                "gate_proj": "the feed-forward's gate",
+                "up_proj": "what the gate multiplies",
+                "down_proj": "what the feed-forward writes",
+            },
+        ),
+    ] = None
+    """Which linear layers of each block get a pair; all by default."""
+    rslora: Annotated[bool | None, Key(example=True)] = None
+    """Multiply by alpha / sqrt(rank) instead, as rank-stabilised LoRA (arXiv:2312.03732) does;
+    false by default."""
+
+    @model_validator(mode="after")
+    def _obeys_what_is_set(self) -> Self:
+        if self.rank is None:
+            for name in type(self).model_fields:
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} has no effect without rank; set rank, or remove it")
+        if self.targets is not None and len({*self.targets}) < len(self.targets):
+            raise ValueError("targets names a layer twice")
+        if self.targets == []:
+            raise ValueError("targets names no layer; remove it for all of them")
+        return self
+
+    def refuse_beside(self, model: ModelSection, optimizer: str, fp8: bool, tensor: int) -> None:
+        """Raise `ValueError` for what an adapter does not work with."""
+        refused = {
+            "model.factory": (model.factory is not None, "has no layers of known names"),
+            'optimizer.name="muon"': (optimizer == "muon", "is for whole weight matrices"),
+            "train.fp8": (fp8, "would replace the layers that have it"),
+            "adapter.dropout in a tensor group (parallelism.tensor_parallel_degree)": (
+                bool(self.dropout) and tensor > 1,
+                "would drop other elements of one input on each of its ranks",
+            ),
+        }
+        for key, (asked, why) in refused.items():
+            if asked and self.rank is not None:
+                raise ValueError(f"[adapter] does not work with {key}, which {why}; remove one")

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from kempner.config.errors import COLLECTOR, NAME, PORTS, SET_NAME
-from kempner.config.model import ModelSection
+from kempner.config.model import AdapterSection, ModelSection
 from kempner.config.resilience import ResilienceSection
 from kempner.config.section import (
     PURE,
@@ -559,6 +559,7 @@ class Config(Section):
     metrics: MetricsSection = MetricsSection()
     profiling: ProfilingSection = ProfilingSection()
     eval: EvalSection = EvalSection()
+    adapter: AdapterSection = AdapterSection()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -573,6 +574,8 @@ class Config(Section):
                     raise ValueError(f"train.{key} has no effect with model.factory; remove it")
             if self.data.document_mask:
                 raise ValueError("data.document_mask has no effect with model.factory; remove it")
+        degree = self.parallelism.tensor_parallel_degree
+        self.adapter.refuse_beside(self.model, self.optimizer.name, self.train.fp8, degree)
         return self
 
     @model_validator(mode="after")

@@ -3,7 +3,8 @@
 Norm, rotary positions and feed-forward keep less for it than autograd would, and make fewer passes
 over memory. The formulas are those of the plain operators; gradients differ from theirs in rounding
 only. `usable` says where they stand in: not where a compiler does the same itself, nor for what
-torch's operators must see (DTensors, autocast, float8).
+torch's operators must see (DTensors, autocast, float8), nor for weights that do not train, whose
+gradients nothing needs.
 
 The cross entropy of a linear layer's outputs never holds all of them. The logits of a micro batch
 are the largest tensor of a step: tokens x vocabulary in float32, of which the loss and its backward
@@ -75,7 +76,7 @@ class _LossOptions(NamedTuple):
 
 Chunks: TypeAlias = Callable[..., tuple[Tensor, Tensor, Tensor]]
 """Takes hidden, weight, targets and whether `gradients` are wanted; gives the summed loss, and the
-gradients of hidden and weight."""
+gradients of hidden and of a weight that trains."""
 
 
 class WithGradients(torch.autograd.Function):
@@ -92,9 +93,10 @@ class WithGradients(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         of_hidden, of_weight = ctx.saved_tensors
-        return of_hidden.mul_(of_loss), of_weight.mul_(of_loss), None, None
+        trains = ctx.needs_input_grad[1]
+        return of_hidden.mul_(of_loss), of_weight.mul_(of_loss) if trains else None, None, None
 
 
 def _chunks(
@@ -105,7 +107,8 @@ def _chunks(
     loss = hidden.new_zeros((), dtype=torch.float32)
     of_hidden = torch.empty_like(hidden if gradients else hidden[:0])
     # Sums of chunks in float32: rounded to bfloat16 after every chunk, small ones would be lost.
-    of_weight = torch.zeros_like(weight if gradients else weight[:0], dtype=torch.float32)
+    trains = gradients and weight.requires_grad
+    of_weight = torch.zeros_like(weight if trains else weight[:0], dtype=torch.float32)
     for start in range(0, hidden.shape[0], how.chunk):
         part = slice(start, start + how.chunk)
         counted = (targets[part] != IGNORE)[:, None]
@@ -121,6 +124,8 @@ def _chunks(
         # Softmax, less 1 at the target.
         of_logits = logp.exp_().scatter_(1, ids, likely.exp() - 1).to(how.dtype)
         of_hidden[part] = (of_logits @ rows).where(counted, 0)
+        if not trains:
+            continue
         x = x.where(counted, 0)
         if how.dtype is torch.float32:
             of_weight[: how.vocab_size].addmm_(of_logits.T, x)
@@ -141,6 +146,7 @@ def usable(x: Tensor, *modules: nn.Module) -> bool:
         and all(type(module) in (nn.Linear, nn.RMSNorm) for module in modules)
         and not any(hasattr(module.weight, "device_mesh") for module in modules)
         and all(module.weight.dtype == x.dtype for module in modules)
+        and all(module.weight.requires_grad for module in modules)
     )
 
 

@@ -9,12 +9,14 @@ agree between machines of one processor type.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
+from kempner.model.spec.adapter import A, B
 from kempner.model.transformer import Transformer, rotary_table
 
 if TYPE_CHECKING:
@@ -31,16 +33,20 @@ def initialise(model: Transformer, seed: int) -> None:
     Matrices are normal with standard deviation 0.02; those that write to the residual stream
     (`attention.wo`, `ffn.w2`) have it divided by sqrt(2 * n_layers) (Radford et al., "Language
     Models are Unsupervised Multitask Learners", section 2.3), norms are 1.
+    Of an adapter the first matrices are uniform as in PEFT (Kaiming's, with a = sqrt(5)), and the
+    second ones 0. Parameters that do not train stay what they are.
     Parameters may be plain or `DTensor`s of any placement but partial, their storage allocated.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             local, offsets = _local_part(parameter)
-            std = _std(name, model.shape.n_layers)
-            if std is None:
-                local.fill_(1.0)
+            draw = _draw(name, parameter.shape, model.shape.n_layers)
+            if isinstance(draw, float):
+                local.fill_(draw)
             else:
-                _fill(local, offsets, parameter.shape, std, (seed, name))
+                _fill(local, offsets, parameter.shape, draw, (seed, name))
     fill_rotary(model)
 
 
@@ -52,13 +58,22 @@ def fill_rotary(model: Transformer) -> None:
         model.rotary.copy_(table)
 
 
-def _std(name: str, n_layers: int) -> float | None:
-    """Standard deviation of a parameter's initial values; None for norms, which are all 1."""
+Draw = Callable[[Tensor, torch.Generator], object]
+"""Fills a tensor with random numbers, in place."""
+
+
+def _draw(name: str, shape: torch.Size, n_layers: int) -> Draw | float:
+    """What a parameter's initial values are drawn by; the value, where all are the same."""
     if name.endswith("norm.weight"):
-        return None
-    if name.endswith(("attention.wo.weight", "ffn.w2.weight")):
-        return STD / math.sqrt(2 * n_layers)
-    return STD
+        return 1.0
+    if name.endswith(B):
+        return 0.0
+    if name.endswith(A):
+        bound = 1 / math.sqrt(shape[1])
+        return lambda values, generator: values.uniform_(-bound, bound, generator=generator)
+    residual = name.endswith(("attention.wo.weight", "ffn.w2.weight"))
+    std = STD / math.sqrt(2 * n_layers) if residual else STD
+    return lambda values, generator: values.normal_(0.0, std, generator=generator)
 
 
 def _local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -73,7 +88,7 @@ def _fill(
     local: Tensor,
     offsets: tuple[int, ...],
     whole: torch.Size,
-    std: float,
+    draw: Draw,
     key: tuple[int, str],
 ) -> None:
     """Fill a shard in place, block of rows by block of rows; `offsets` are where it begins in the
@@ -89,7 +104,7 @@ def _fill(
         top = block * BLOCK_ROWS
         rows = min(BLOCK_ROWS, whole[0] - top)
         values = torch.empty((rows, *whole[1:]), dtype=torch.float32, device="cpu")
-        values.normal_(0.0, std, generator=_generator(*key, block))
+        draw(values, _generator(*key, block))
         low, high = max(first, top), min(end, top + rows)
         local[low - first : high - first].copy_(values[(slice(low - top, high - top), *inner)])
 

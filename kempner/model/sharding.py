@@ -20,7 +20,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from kempner.config.sections import Config, TrainSection
+from kempner.model.adapter import adapt
 from kempner.model.initial_weights import fill_rotary, initialise
+from kempner.model.spec.adapter import Adapter
 from kempner.model.spec.communication import EACH_MICRO_BATCH, Choice
 from kempner.model.spec.shape import Shape
 from kempner.model.transformer import Transformer
@@ -96,7 +98,8 @@ def build_model(
     mesh: DeviceMesh | None,
     choice: Choice = EACH_MICRO_BATCH,
 ) -> Transformer:
-    """The model of a run, with float32 weights drawn from `train.seed`.
+    """The model of a run, with float32 weights drawn from `train.seed`; with an adapter that is
+    drawn so, beside weights of any content that do not train.
 
     Weights are the same bits for every mesh. In a world of more than one rank, parameters are
     `DTensor` shards over `mesh` and gradients come out as the sum, not the mean, over the ranks
@@ -125,6 +128,8 @@ def assemble(
     with torch.device("meta"):
         model = Transformer(Shape.of(config.model, vocab_size))
     _choose_memory(model, config.train)
+    if (adapter := Adapter.of(config.adapter)) is not None:
+        adapt(model, adapter)
     if config.train.fp8:
         use_float8(model, device, config.train.micro_batch_size * config.train.seq_len)
     if mesh is not None and mesh.size() > 1:
@@ -149,11 +154,15 @@ def _choose_memory(model: Transformer, train: TrainSection) -> None:
             block.checkpointing = train.activation_checkpointing
 
 
-def build_to_load(shape: Shape, dtype: torch.dtype, device: torch.device) -> Transformer:
+def build_to_load(
+    shape: Shape, dtype: torch.dtype, device: torch.device, adapter: Adapter | None = None
+) -> Transformer:
     """A model on one device, to generate with; its parameters are of any content, to be loaded.
     `dtype` is the type in which matrices multiply."""
     with torch.device("meta"):
         model = Transformer(shape)
+        if adapter is not None:
+            adapt(model, adapter)
     model.autocast_dtype = None if dtype is torch.float32 else dtype
     allocate(model, device)
     fill_rotary(model)

@@ -268,6 +268,7 @@ class Block(nn.Module):
     Attributes:
         checkpointing: what the backward computes again; None keeps everything.
         compiled: `run`, compiled; None computes as it is written.
+        draws: whether it uses random numbers, as dropout does.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -279,6 +280,7 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.ffn = FeedForward(shape)
         self.dropout = nn.Dropout(shape.dropout)
+        self.draws = shape.dropout > 0
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None, cache: KVCache | None = None
@@ -296,8 +298,7 @@ class Block(nn.Module):
         """The block itself, keeping for its backward what `checkpointing` says."""
         if self.checkpointing is None or not torch.is_grad_enabled():
             return self._computed(x, cos, sin, mask, cache)
-        draws = self.dropout.p > 0
-        return checkpointed(self.checkpointing, self._computed, x, cos, sin, mask, draws=draws)
+        return checkpointed(self.checkpointing, self._computed, x, cos, sin, mask, draws=self.draws)
 
     def _computed(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None, cache: KVCache | None = None

@@ -23,6 +23,7 @@ from kempner.checkpoint.store.commit import judge_room
 from kempner.checkpoint.store.selection import (
     MissingError,
     compare_identities,
+    find_base,
     newest,
     refuse_if_missing,
 )
@@ -37,6 +38,7 @@ from kempner.data.files.index import (
     fingerprint,
     vocabulary,
 )
+from kempner.model.spec.adapter import Adapter
 from kempner.model.spec.memory import checkpoint_bytes
 from kempner.model.spec.mesh import check_tensor_degree
 from kempner.model.spec.shape import model_record
@@ -168,6 +170,8 @@ def check_ready(
     if folder.path.is_dir() and (refusal := probe_file_system(folder.path).refusal(folder.path)):
         raise UsageError(refusal)
     committed = _look(folder.committed, folder.path, began_before) or []
+    if config.adapter.rank is not None:
+        _look(partial(find_base, folder), folder.path, began_before)
     if (step := _look(partial(newest, folder), folder.path, began_before)) is not None:
         _check_resume(config, run, folder.step(step), index, vocab_size)
     size = checkpoint_bytes(config, vocab_size)
@@ -296,6 +300,7 @@ def _check_resume(
         manifest = read(checkpoint)
     except (DataError, OSError):
         return
+    adapter = Adapter.of(config.adapter)
     now = Identity(
         world=manifest.identity.world,
         mesh={},
@@ -303,6 +308,7 @@ def _check_resume(
         data_fingerprint=fingerprint(index, config.train.seq_len),
         model=model_record(config.model, vocab_size),
         optimizer=config.optimizer.name,
+        adapter=None if adapter is None else adapter.fixed(),
     )
     judgement = compare_identities(manifest.identity, now, config.checkpoint.accept_changes)
     if judgement.refusals:

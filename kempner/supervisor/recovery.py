@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from kempner.checkpoint.format.manifest import FileEntry, Identity, Manifest, Origin
+from kempner.checkpoint.format.manifest import FileEntry, Identity, Manifest
 from kempner.checkpoint.format.names import CheckpointFolder, in_progress_name
 from kempner.checkpoint.slots.pour import Offer, Poured
 from kempner.checkpoint.store import commit, retention
@@ -187,8 +187,7 @@ def _manifest(poured: Sequence[Poured], attempt: Attempt) -> Manifest:
     files: Mapping[str, FileEntry] = {
         name: entry for each in poured for name, entry in each.files.items()
     }
-    fields = dict(first.identity)
-    identity = Identity(**fields | {"origin": Origin(**fields["origin"])})
+    identity = Identity.from_fields(first.identity)
     return Manifest(first.train_state, identity, attempt.number, time.time(), files)
 
 

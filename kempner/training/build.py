@@ -20,6 +20,7 @@ from kempner.checkpoint.format.manifest import Identity, Origin, TrainState
 from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.slots.memory import open_slots
 from kempner.checkpoint.store.retention import Keep
+from kempner.checkpoint.tensors.restore import beside_a_base
 from kempner.checkpoint.tensors.step_slots import StepMemory
 from kempner.config.loading import digest, dumps
 from kempner.config.sections import Config
@@ -29,10 +30,13 @@ from kempner.data.order.batch_slices import Slicing
 from kempner.data.serve.loader import Feed
 from kempner.model.factory import create, place
 from kempner.model.factory import digest as weights_digest
+from kempner.model.initial_weights import initialise
 from kempner.model.sharding import build_model, compile_blocks, time_collectives
+from kempner.model.spec.adapter import Adapter
 from kempner.model.spec.communication import Choice
 from kempner.model.spec.mesh import check_tensor_degree
 from kempner.model.spec.shape import Shape, flops_per_token, model_record
+from kempner.model.transformer import Transformer
 from kempner.run.control.launch_env import keeps_no_steps
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import DataError
@@ -121,6 +125,8 @@ def _open_checkpoints(
         known_here=used_before(run, "checkpoint.dir", section.dir),
         local_ranks=ranks.world.local_size,
     )
+    if config.adapter.rank is not None:
+        context = beside_a_base(context)
     memory = None
     if section.in_memory and not keeps_no_steps(
         os.environ
@@ -134,7 +140,14 @@ def _open_checkpoints(
         background=section.async_save,
         durations=history.durations,
         memory=memory,
+        begin=partial(_begin, model, config.train.seed),
     )
+
+
+def _begin(model: nn.Module, seed: int) -> None:
+    """Give what trains its first values, as they were when the run began."""
+    assert isinstance(model, Transformer)  # only that can have an adapter
+    initialise(model, seed)
 
 
 def _build_model(
@@ -164,7 +177,9 @@ def _build_model(
 def _flops_per_token(config: Config, vocab_size: int, model: nn.Module) -> float:
     """As `flops_per_token`; for a user's own model, 6 for each parameter."""
     if config.model.factory is None:
-        return flops_per_token(Shape.of(config.model, vocab_size), config.train.seq_len)
+        shape, adapter = Shape.of(config.model, vocab_size), Adapter.of(config.adapter)
+        trained = None if adapter is None else adapter.elements(shape)
+        return flops_per_token(shape, config.train.seq_len, trained)
     return 6.0 * sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -203,6 +218,7 @@ def _resume(
 
 
 def _identity(config: Config, corpus: Corpus, vocab_size: int, ranks: Ranks) -> Identity:
+    adapter = Adapter.of(config.adapter)
     return Identity(
         world=ranks.world.size,
         mesh=ranks.degrees.dimensions(),
@@ -210,6 +226,7 @@ def _identity(config: Config, corpus: Corpus, vocab_size: int, ranks: Ranks) -> 
         data_fingerprint=fingerprint(corpus.index, config.train.seq_len),
         model=model_record(config.model, vocab_size),
         optimizer=config.optimizer.name,
+        adapter=None if adapter is None else adapter.fixed(),
         origin=Origin(
             config_hash=digest(config),
             host={**host_facts(ranks.device), "dtype": config.train.dtype},

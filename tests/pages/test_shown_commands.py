@@ -24,6 +24,13 @@ ELSEWHERE = {
     "checkpoint/convert/test_import_hugging_face.py",
     "kempner checkpoint import models/Llama-3.2-1B --into runs/next": "tests/unit/checkpoint/"
     "convert/test_import_hugging_face.py",
+    "kempner checkpoint import models/Llama-3.2-1B --into runs/tuned": "tests/unit/checkpoint/"
+    "convert/test_import_hugging_face.py",
+    "kempner train tuned.toml": "tests/distributed/stops/test_adapter_runs.py",
+    "kempner checkpoint export runs/tuned --to-hf exports/tuned --base models/Llama-3.2-1B": ""
+    "tests/unit/checkpoint/convert/test_adapter_export.py",
+    "kempner checkpoint export runs/tuned --to-hf exports/whole --merge": "tests/unit/checkpoint/"
+    "convert/test_adapter_export.py",
     "kempner checkpoint push runs/debug ours/debug --private": "tests/unit/cli/"
     "test_push_command.py",
     "kempner checkpoint import stock --into runs/other --step 5 --cursor 40": "tests/distributed/"

@@ -23,6 +23,7 @@ from kempner.checkpoint.convert.tensor_copy import (
     length,
     pour,
     shard,
+    total,
 )
 from kempner.checkpoint.format.compact_index import CompactIndex
 from kempner.checkpoint.format.contents import Saved
@@ -47,23 +48,26 @@ def export_torch(source: Source, out: Path, on_bytes: OnBytes) -> None:
 @dataclass(frozen=True)
 class Form:
     """A model in another format: what each key is written as, and its name there. `files` are small
-    files to add."""
+    files to add; `whole` is the name of the one file that has all tensors, if they fit into one, or
+    are to be in one."""
 
     tensors: Mapping[str, Saved]
     names: Mapping[str, str]
     files: Mapping[str, bytes]
+    whole: str = WHOLE
 
 
 def export_safetensors(source: Source, out: Path, form: Form, on_bytes: OnBytes) -> None:
     """A folder at `out` with the model's weights. `model.safetensors`, or numbered files and
     `model.safetensors.index.json` where there is more than `SHARD_BYTES`."""
-    shards, names, besides = shard(form.tensors, SHARD_BYTES), form.names, form.files
+    largest = SHARD_BYTES if form.whole == WHOLE else total(form.tensors)
+    shards, names, besides = shard(form.tensors, largest), form.names, form.files
     with publish(out) as path:
         path.mkdir()
         weight_map: dict[str, str] = {}
         for number, tensors in enumerate(shards, 1):
             of = len(shards)
-            file = f"model-{number:05d}-of-{of:05d}.safetensors" if of > 1 else WHOLE
+            file = f"model-{number:05d}-of-{of:05d}.safetensors" if of > 1 else form.whole
             weight_map |= {names[key]: file for key in tensors}
             pour(path / file, lay_out_safetensors(path / file, tensors, names), source, on_bytes)
         if len(shards) > 1:
@@ -97,7 +101,7 @@ def _write_metadata(source: Source, target: Path) -> None:
 
 
 def model_tensors(source: Source) -> dict[str, Saved]:
-    tensors = source.contents.tensors
+    tensors = source.tensors
     return {key: saved for key, saved in tensors.items() if key.startswith(MODEL)}
 
 

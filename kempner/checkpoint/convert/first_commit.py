@@ -20,6 +20,7 @@ from kempner.checkpoint.convert.tensor_copy import OnBytes, copy_data_file, copy
 from kempner.checkpoint.format.compact_index import INDEX, ListedIndex, ListedPart, encode_listed
 from kempner.checkpoint.format.contents import Saved
 from kempner.checkpoint.format.manifest import (
+    NO_ATTEMPT,
     FileEntry,
     Manifest,
     TrainState,
@@ -44,8 +45,6 @@ from kempner.checkpoint.tensors.file_buffer import container
 from kempner.run.process.durable_io import write_durable
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.attempts import Attempt
-
-NO_ATTEMPT = 0  # the attempt in the names and the manifest of what belongs to no attempt of the run
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from kempner.checkpoint.convert.first_commit import NO_ATTEMPT, commit_first, write_listed
+from kempner.checkpoint.convert.first_commit import commit_first, write_listed
 from kempner.checkpoint.convert.tensor_copy import OnBytes
-from kempner.checkpoint.format.manifest import Identity, Manifest, TrainState
+from kempner.checkpoint.format.manifest import NO_ATTEMPT, Identity, Manifest, TrainState
 from kempner.checkpoint.format.names import METADATA
 from kempner.checkpoint.format.shard_plan import Chunk, Placed, TensorSpec
 from kempner.run.process.exit_codes import DataError, cannot_read

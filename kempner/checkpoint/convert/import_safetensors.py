@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kempner.checkpoint.convert.first_commit import NO_ATTEMPT, commit_first, write_listed
+from kempner.checkpoint.convert.first_commit import commit_first, write_listed
 from kempner.checkpoint.convert.tensor_copy import INDEX, SAFETENSORS_DTYPES, WHOLE, OnBytes, octets
 from kempner.checkpoint.format.contents import Saved, are_numbers
-from kempner.checkpoint.format.manifest import Identity, Manifest, TrainState
+from kempner.checkpoint.format.manifest import NO_ATTEMPT, Identity, Manifest, TrainState
 from kempner.checkpoint.format.shard_plan import Chunk, Placed, TensorSpec
 from kempner.run.process.exit_codes import DataError, cannot_read
 

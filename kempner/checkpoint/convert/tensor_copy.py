@@ -7,8 +7,9 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from torch.serialization import skip_data
 
 from kempner.checkpoint.format.contents import Contents, Saved
 from kempner.checkpoint.format.manifest import Manifest, read
+from kempner.checkpoint.format.names import CheckpointFolder
 from kempner.checkpoint.io.file_writer import reserve, write_all, write_from
 from kempner.checkpoint.io.verify import Cursor, VerifiedFile, read_whole
+from kempner.checkpoint.store.selection import read_base
 from kempner.checkpoint.tensors.load import fill, open_contents
 from kempner.run.process.durable_io import write_durable
 from kempner.run.process.exit_codes import DataError
@@ -41,29 +44,51 @@ class TensorSlot:
 
 @dataclass(frozen=True)
 class Source:
+    """A checkpoint to read from; of one that holds an adapter, `base` has the model's weights."""
+
     path: Path
     manifest: Manifest
     contents: Contents
+    base: Source | None = None
 
     @classmethod
     def open(cls, checkpoint: Path) -> Source:
-        """Raises `DataError` if the checkpoint is damaged where it describes itself."""
-        manifest = read(checkpoint)
-        return cls(checkpoint, manifest, open_contents(checkpoint, manifest))
+        """Raises `DataError` if the checkpoint is damaged where it describes itself, or the one
+        with the weights that it needs is not there."""
+        manifest, base = read(checkpoint), None
+        if (named := manifest.identity.base) is not None:
+            folder = CheckpointFolder(checkpoint.parent)
+            read_base(folder, named)
+            base = cls.open(folder.step(named.step))
+        return cls(checkpoint, manifest, open_contents(checkpoint, manifest), base)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Saved]:
+        """All that it has, and of its base the model."""
+        of_base = {} if self.base is None else self.base.contents.tensors
+        model = {key: saved for key, saved in of_base.items() if key.startswith("model.")}
+        return {**model, **self.contents.tensors}
 
     def read(self, keys: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors in the order of `keys`. Raises `DataError` for what is damaged."""
         for batch in self._batches(keys):
-            table = {key: _empty(self.contents.tensors[key]) for key in batch}
-            fill(table, self.path, self.manifest, self.contents)
+            table = {key: _empty(self.tensors[key]) for key in batch}
+            self.fill(table)
             for key in batch:
                 yield key, table.pop(key)  # so that two batches are never in memory
+
+    def fill(self, table: Mapping[str, Tensor]) -> None:
+        """As `tensors.load.fill`, each tensor from where it is."""
+        own = {key: tensor for key, tensor in table.items() if key in self.contents.tensors}
+        fill(own, self.path, self.manifest, self.contents)
+        if self.base is not None and len(own) < len(table):
+            self.base.fill({key: tensor for key, tensor in table.items() if key not in own})
 
     def _batches(self, keys: Iterable[str]) -> Iterator[list[str]]:
         batch: list[str] = []
         held = 0
         for key in keys:
-            size = length(self.contents.tensors[key])
+            size = length(self.tensors[key])
             if batch and held + size > BATCH_BYTES:
                 yield batch
                 batch, held = [], 0
@@ -71,6 +96,31 @@ class Source:
             held += size
         if batch:
             yield batch
+
+
+@dataclass(frozen=True)
+class Merged(Source):
+    """A checkpoint that holds an adapter, as the one model that computes the same, to rounding:
+    each weight W with its pair is W + scale B A."""
+
+    @classmethod
+    def of(cls, source: Source) -> Self:
+        return cls(source.path, source.manifest, source.contents, source.base)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Saved]:
+        assert self.base is not None  # an adapter has one
+        return {k: s for k, s in self.base.contents.tensors.items() if k.startswith("model.")}
+
+    def read(self, keys: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        scale = (self.manifest.identity.adapter or {})["scale"]
+        for key, tensor in super().read(keys):
+            pair = [f"{key.removesuffix('.weight')}.{which}" for which in ("lora_A", "lora_B")]
+            if pair[0] in self.contents.tensors:
+                a, b = (_empty(self.contents.tensors[name]) for name in pair)
+                self.fill(dict(zip(pair, (a, b), strict=True)))
+                tensor = tensor + (b @ a) * scale
+            yield key, tensor
 
 
 def length(saved: Saved) -> int:

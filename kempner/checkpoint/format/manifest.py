@@ -64,6 +64,8 @@ class TrainState:
 
 
 FORMAT: Final = 1
+NO_ATTEMPT: Final = 0
+"""The attempt in the names and the manifest of what belongs to no attempt of the run: an import."""
 BLOCK_BYTES: Final = 1 << 20
 _SIDECAR = re.compile(r"sums-(\d{5,})\.json")
 
@@ -99,13 +101,23 @@ class Origin:
 
 
 @dataclass(frozen=True)
+class Base:
+    """The checkpoint in the same folder that has the weights beside which an adapter is trained:
+    its step, and the digest of its data."""
+
+    step: int
+    digest: str
+
+
+@dataclass(frozen=True)
 class Identity:
     """What must fit between a checkpoint and the run that resumes from it.
 
     `world` is the number of ranks, `mesh` their device mesh by dimension; `data_fingerprint` and
     `seed` determine the order of the samples; `model` is the resolved model section, `optimizer`
     the name of the saved optimizer. An imported checkpoint has few of these: fields that are None
-    or empty are not compared.
+    or empty are not compared. A checkpoint with an `adapter` (`Adapter.fixed`)
+    holds that and its optimizer's state only; the model's own weights are in `base`.
     """
 
     world: int
@@ -115,6 +127,20 @@ class Identity:
     model: Mapping[str, Any]
     optimizer: str | None = "adamw"
     origin: Origin = Origin()
+    adapter: Mapping[str, Any] | None = None
+    base: Base | None = None
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """Back from what `to_fields` gave. Raises `KeyError` or `TypeError` for something else."""
+        base = fields.get("base")
+        known = {"origin": Origin(**fields["origin"]), "base": base and Base(**base)}
+        return cls(**{**fields, **known})
+
+    def to_fields(self) -> dict[str, Any]:
+        """Plain JSON; of what most checkpoints lack, only what is set."""
+        absent = {name for name in ("adapter", "base") if getattr(self, name) is None}
+        return {name: value for name, value in asdict(self).items() if name not in absent}
 
 
 @dataclass(frozen=True)
@@ -138,7 +164,7 @@ def encode(manifest: Manifest) -> bytes:
     fields: dict[str, Any] = {
         "format": FORMAT,
         **asdict(manifest.train_state),
-        "identity": asdict(manifest.identity),
+        "identity": manifest.identity.to_fields(),
         "attempt": manifest.attempt,
         "created": manifest.created,
         "files": listed,
@@ -159,17 +185,13 @@ def decode(content: bytes, where: Path) -> Manifest:
             )
         return Manifest(
             train_state=TrainState.from_fields(fields),
-            identity=_identity(fields["identity"]),
+            identity=Identity.from_fields(fields["identity"]),
             attempt=fields["attempt"],
             created=fields["created"],
             files={_within(name): FileEntry(**e) for name, e in fields["files"].items()},
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{where} is damaged: it is not a manifest ({error})") from error
-
-
-def _identity(fields: Mapping[str, Any]) -> Identity:
-    return Identity(**{**fields, "origin": Origin(**fields["origin"])})
 
 
 def _within(name: str) -> str:
@@ -192,6 +214,12 @@ def read(checkpoint: Path, worked: bool = False) -> Manifest:
 def digest(manifest: Manifest) -> str:
     """A digest that identifies a checkpoint, also after it was renamed."""
     return whole_sum(encode(manifest))
+
+
+def data_digest(manifest: Manifest) -> str:
+    """What tells a checkpoint's tensors from others, whenever and by whatever they were written."""
+    sums = {name: e.xxh3_128 for name, e in manifest.files.items() if _SIDECAR.fullmatch(name)}
+    return whole_sum(_canonical(sums))
 
 
 def sidecar_name(rank: int) -> str:

@@ -189,6 +189,16 @@ class Keep:
         return step in self.pinned or (self.every is not None and step % self.every == 0)
 
 
+def named_as_base(folder: CheckpointFolder) -> frozenset[int]:
+    """The steps whose weights other checkpoints of the folder need. Raises as `read`."""
+    bases = set()
+    for step in folder.committed():
+        with suppress(DataError):
+            if (base := read(folder.step(step)).identity.base) is not None:
+                bases.add(base.step)
+    return frozenset(bases)
+
+
 def expendable(committed: Sequence[int], latest: int | None, keep: Keep) -> list[int]:
     """The steps to delete: those before `latest` that `keep` does not cover. Steps beyond `latest`
     are of a branch that a rollback abandoned: they do not count as kept, and are not deleted, since

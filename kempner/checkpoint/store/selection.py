@@ -9,9 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kempner.checkpoint.format.manifest import Identity
-from kempner.checkpoint.format.names import CheckpointFolder, parse_aside
-from kempner.run.process.exit_codes import DataError
+from kempner.checkpoint.format.manifest import (
+    NO_ATTEMPT,
+    Base,
+    Identity,
+    Manifest,
+    data_digest,
+    read,
+)
+from kempner.checkpoint.format.names import MANIFEST, CheckpointFolder, parse_aside
+from kempner.checkpoint.io.verify import Damage
+from kempner.run.process.exit_codes import DataError, UsageError
 
 
 def choose(committed: Sequence[int], latest: int | None) -> int | None:
@@ -100,11 +108,14 @@ def compare_identities(saved: Identity, now: Identity, accept: Collection[str]) 
         for key in keys
         if now.model.get(key) != saved.model.get(key)
     ]
-    if saved.optimizer not in (None, now.optimizer):
+    begins = now.adapter is not None and saved.adapter is None  # beside this one's weights
+    if saved.optimizer not in (None, now.optimizer) and not begins:
         refusals.append(
             f"optimizer.name is {now.optimizer!r} but the checkpoint was made with "
             f"{saved.optimizer!r}, and has the state of that one only"
         )
+    if not begins:
+        refusals += _other_adapter(saved, now)
     remarks: list[str] = []
     _compare_order(saved, now, accept, refusals, remarks)
     if saved.world != now.world:
@@ -121,6 +132,75 @@ def compare_identities(saved: Identity, now: Identity, accept: Collection[str]) 
     if saved.origin.host:
         remarks += _host_remarks(saved.origin.host, now.origin.host)
     return Compatibility(tuple(refusals), tuple(remarks))
+
+
+def _other_adapter(saved: Identity, now: Identity) -> list[str]:
+    if saved.adapter is not None and now.adapter is None:
+        return ["[adapter] is not set but the checkpoint holds nothing but an adapter"]
+    before, after = saved.adapter or {}, now.adapter or {}
+    return [
+        f"adapter.{key} is {after.get(key)!r} but the checkpoint was made with {before.get(key)!r}"
+        for key in {**before, **after}
+        if before.get(key) != after.get(key)
+    ]
+
+
+def find_base(folder: CheckpointFolder) -> Base:
+    """The checkpoint beside whose weights an adapter is trained: the one that those of this run
+    name, or that of an import, which the run begins from. Raises `UsageError` if there is none, as
+    `read_base`, and `OSError` if that cannot be seen now."""
+    for step in reversed(folder.committed()):
+        path = folder.step(step)
+        try:
+            manifest = read(path, worked=True)
+        except DataError:
+            continue  # the load sets it aside
+        if (base := manifest.identity.base) is not None:
+            read_base(folder, base)
+            return base
+        if manifest.attempt != NO_ATTEMPT:
+            raise UsageError(
+                f"{path} has a model that was trained whole, and [adapter] trains beside weights "
+                f"that stay: import it into a run of its own (kempner checkpoint import {path} "
+                "--into RUN), or remove [adapter]"
+            )
+        return Base(step, data_digest(manifest))
+    raise UsageError(
+        f"[adapter] trains beside the weights of a model, and {folder.path} has none: import one "
+        "first (kempner checkpoint import MODEL --into RUN), or remove [adapter]"
+    )
+
+
+def read_base(folder: CheckpointFolder, base: Base) -> Manifest:
+    """The manifest of the checkpoint beside whose weights an adapter was trained. Raises
+    `DataError` if it is not there, or another one."""
+    path = folder.step(base.step)
+    try:
+        manifest = read(path)
+    except DataError as error:
+        raise DataError(
+            f"the weights beside which the adapter was trained are gone ({error}); {BRING_BACK}"
+        ) from error
+    if data_digest(manifest) != base.digest:
+        raise DataError(
+            f"{path} does not have the weights beside which the adapter was trained; {BRING_BACK}"
+        )
+    return manifest
+
+
+def damage_of_base(checkpoint: Path) -> list[Damage]:
+    """What is wrong with the checkpoint whose weights this one needs, by its manifest."""
+    base = read(checkpoint).identity.base
+    try:
+        if base is not None:
+            read_base(CheckpointFolder(checkpoint.parent), base)
+    except DataError as error:
+        return [Damage(MANIFEST, str(error))]
+    return []
+
+
+BRING_BACK = "import the same model into another folder, and copy its checkpoint to this place"
+"""What to do where the weights of an adapter's model are gone, or others."""
 
 
 def _compare_order(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kempner.checkpoint.context import CheckpointContext
-from kempner.checkpoint.format.manifest import Manifest, TrainState, read
+from kempner.checkpoint.format.manifest import Base, Manifest, TrainState, read
 from kempner.checkpoint.format.names import MANIFEST, SHARED_OBJECTS, objects_file
 from kempner.checkpoint.io.verify import Damage, read_checked
 from kempner.checkpoint.registered.objects import GROUPS, NOTHING, RegisteredObjects, take, unpack
@@ -21,9 +22,16 @@ from kempner.checkpoint.slots.memory import LentSlots, images_of
 from kempner.checkpoint.store import retention
 from kempner.checkpoint.store.commit import go_on_from
 from kempner.checkpoint.store.retention import reading
-from kempner.checkpoint.store.selection import MissingError, compare_identities, refuse_if_missing
+from kempner.checkpoint.store.selection import (
+    BRING_BACK,
+    MissingError,
+    compare_identities,
+    find_base,
+    read_base,
+    refuse_if_missing,
+)
 from kempner.checkpoint.tensors import state
-from kempner.checkpoint.tensors.load import fill, not_seen, open_contents
+from kempner.checkpoint.tensors.load import LoadedBytes, fill, not_seen, open_contents
 from kempner.run.output.logs import logger
 from kempner.run.process.durable_io import probe_file_system
 from kempner.run.process.exit_codes import (
@@ -44,6 +52,42 @@ from kempner.run.record.events import CheckpointDamaged
 T = TypeVar("T")
 
 
+def beside_a_base(context: CheckpointContext) -> CheckpointContext:
+    """The same, with the checkpoint that has the weights beside which the run trains an adapter.
+    Called on every rank; raises as `find_base` and `Restorer.prepare_folder`."""
+
+    def find() -> Base:
+        _prepare_folder(context)
+        return find_base(context.folder)
+
+    base = context.broadcast_from_rank0(find)
+    return replace(context, identity=replace(context.identity, base=base))
+
+
+def _prepare_folder(context: CheckpointContext) -> None:
+    folder = context.folder
+    here = context.known is not None and context.known_here
+    try:
+        storage_waits().retry(partial(_make_folder, context), worked=here, path=folder.path)
+    except MissingError as error:
+        raise DataError(describe(error)) from error
+    except OSError as error:
+        raise UsageError(
+            f"the checkpoint folder {folder.path} cannot be made ({error.strerror}); "
+            "set checkpoint.dir to one that can"
+        ) from error
+    if refusal := probe_file_system(folder.path).refusal(folder.path):
+        raise UsageError(refusal)
+    for leftover, failure in retention.sweep(folder, context.fence.attempt.number):
+        logger().warning("cannot delete a leftover", path=str(leftover), error=str(failure))
+
+
+def _make_folder(context: CheckpointContext) -> None:
+    """Raises `OSError`, also if the run's checkpoints are missing: storage may be unavailable."""
+    refuse_if_missing(context.folder, context.known)
+    context.folder.path.mkdir(parents=True, exist_ok=True)
+
+
 class Restorer(ABC):
     """Tries checkpoints until one verifies; methods are called on every rank."""
 
@@ -54,7 +98,7 @@ class Restorer(ABC):
         """Create the folder, and delete unfinished saves of earlier attempts. Raises `UsageError`
         if it cannot be created or its file system cannot hold checkpoints, and `DataError` if its
         checkpoints are missing."""
-        self._context.broadcast_from_rank0(self._prepare_folder)
+        self._context.broadcast_from_rank0(partial(_prepare_folder, self._context))
 
     def load_newest(
         self, choose: Callable[[], int | None], accept: Collection[str]
@@ -88,29 +132,6 @@ class Restorer(ABC):
                 )
 
         self._context.broadcast_from_rank0(refuse)
-
-    def _prepare_folder(self) -> None:
-        here = self._context.known is not None and self._context.known_here
-        try:
-            storage_waits().retry(self._make_folder, worked=here, path=self._folder.path)
-        except MissingError as error:
-            raise DataError(describe(error)) from error
-        except OSError as error:
-            raise UsageError(
-                f"the checkpoint folder {self._folder.path} cannot be made ({error.strerror}); "
-                "set checkpoint.dir to one that can"
-            ) from error
-        if refusal := probe_file_system(self._folder.path).refusal(self._folder.path):
-            raise UsageError(refusal)
-        attempt = self._context.fence.attempt.number
-        for leftover, failure in retention.sweep(self._folder, attempt):
-            logger().warning("cannot delete a leftover", path=str(leftover), error=str(failure))
-
-    def _make_folder(self) -> None:
-        """Raises `OSError`, also if the run's checkpoints are missing: storage may be
-        unavailable."""
-        refuse_if_missing(self._folder, self._context.known)
-        self._folder.path.mkdir(parents=True, exist_ok=True)
 
     def _read_manifest(self, step: int) -> tuple[Manifest | None, list[Damage]]:
         try:
@@ -177,13 +198,51 @@ class StateRestorer(Restorer):
         optimizer: Optimizer,
         registered: RegisteredObjects = NOTHING,
         memory: LentSlots | None = None,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
-        """`memory` may still hold this rank's last steps."""
+        """`memory` may still hold this rank's last steps. `begin` gives what trains beside a base
+        its first values."""
         super().__init__(context)
         self._model, self._optimizer = model, optimizer
         self._registered, self._memory = registered, memory
+        self._begin, self._base_is_read = begin, False
 
     def _fill(self, path: Path, manifest: Manifest) -> list[Damage]:
+        base = self._context.identity.base
+        if base is not None and not self._base_is_read:
+            self._read_base(base)
+        if base is not None and manifest.identity.base is None:  # this is it
+            self._optimizer.state.clear()
+            self._begin()
+            return []
+        return self._fill_from(path, manifest)
+
+    def _read_base(self, base: Base) -> None:
+        """Fill what does not train, once: it stays as it is. Raises `DataError`, on all ranks
+        alike, if that is damaged: no other checkpoint has it."""
+        tell, folder = self._context.broadcast_from_rank0, self._context.folder
+        manifest, path = tell(partial(read_base, folder, base)), folder.step(base.step)
+        rank, world = self._context.rank, self._context.world
+        frozen = {
+            f"model.{name}": parameter
+            for name, parameter in self._model.named_parameters()
+            if not parameter.requires_grad
+        }
+
+        def read() -> LoadedBytes:
+            contents = open_contents(path, manifest, rank, world)
+            state.check_shapes(frozen, contents, others=True)
+            return fill(frozen, path, manifest, contents)
+
+        _, damages = self._together(path, read)
+        if damages:
+            raise DataError(
+                f"the weights beside which the adapter is trained are damaged ({path.name}: "
+                f"{damages[0]}); {BRING_BACK}"
+            )
+        self._base_is_read = True
+
+    def _fill_from(self, path: Path, manifest: Manifest) -> list[Damage]:
         rank, world = self._context.rank, self._context.world
         contents, damages = self._together(path, lambda: open_contents(path, manifest, rank, world))
         if contents is None:

@@ -314,11 +314,12 @@ def saved_optimizer_tensors(contents: Contents) -> dict[str, Saved]:
 _BUILD_IT = "build model and optimizer as they were, or begin a run in another folder"
 
 
-def check_shapes(table: Mapping[str, Tensor], contents: Contents) -> None:
+def check_shapes(table: Mapping[str, Tensor], contents: Contents, others: bool = False) -> None:
     """Raise `MismatchError` unless the checkpoint has exactly these tensors, by name, shape and
-    dtype."""
+    dtype; with `others` it may have more."""
     saved = contents.tensors
-    if missing := sorted(table.keys() ^ saved.keys()):
+    names = table.keys() & saved.keys() if others else saved.keys()
+    if missing := sorted(table.keys() ^ names):
         where = "checkpoint" if missing[0] in table else "model"
         raise MismatchError(
             f"{missing[0]} is missing in the {where} ({len(missing)} names differ); {_BUILD_IT}"

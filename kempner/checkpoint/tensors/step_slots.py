@@ -8,7 +8,7 @@ the one sent before, stay until the next has arrived everywhere."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -193,7 +193,7 @@ class StepSlots:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        return asdict(self.context.identity) if self.context.rank == 0 else {}
+        return self.context.identity.to_fields() if self.context.rank == 0 else {}
 
     def _is_needed(self, slot: Slot) -> bool:
         return slot.step is not None and slot.step in (self._agreed, *self._pinned)

@@ -22,6 +22,7 @@ from kempner.cli.checkpoint.hugging_face import (
     exported_form,
     is_hugging_face,
     read_model,
+    taken_from,
 )
 from kempner.cli.checkpoint.trained_on import Data, Step, run_of_checkpoint
 from kempner.cli.progress import busy, counter
@@ -62,6 +63,18 @@ DtypeOption = Annotated[
     WeightType | None,
     typer.Option(help="Type of the weights in safetensors; as in the checkpoint by default."),
 ]
+MergeOption = Annotated[
+    bool,
+    typer.Option("--merge", help="Of a run with an adapter: the whole model, with it added."),
+]
+BaseOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|DIR",
+        help="Of a run with an adapter: the model that it was imported from, for PEFT; by default "
+        "its repository, if it was downloaded, or the folder of --tokenizer.",
+    ),
+]
 TokenizerOption = Annotated[
     Path | None,
     typer.Option(
@@ -82,16 +95,17 @@ def export(
     dtype: DtypeOption = None,
     data: Data = None,
     tokenizer: TokenizerOption = None,
+    merge: MergeOption = False,
+    base: BaseOption = None,
 ) -> None:
-    """Write a checkpoint in another format, verifying every block."""
-    given = {"--to-hf": to_hf, "--data": data, "--dtype": dtype, "--tokenizer": tokenizer}
-    if format_ is not Format.SAFETENSORS and (idle := [o for o, v in given.items() if v]):
-        raise UsageError(f"{idle[0]} has no effect with --format {format_}")
+    """Write a checkpoint in another format, verifying every block; an adapter as PEFT reads it."""
+    given: dict[str, object] = {"--to-hf": to_hf, "--data": data, "--dtype": dtype}
+    _refuse_idle(format_, {**given, "--tokenizer": tokenizer, "--merge": merge, "--base": base})
     out = _one_of({"--out": out, "--to-hf": to_hf})
     check_tokenizer(data, tokenizer)
     chosen = pick(*locate(directory), step)
     if format_ is Format.SAFETENSORS:
-        write_model(chosen, directory, out, dtype, data, tokenizer)
+        write_model(chosen, directory, out, dtype, data, tokenizer, merge, base)
         return
     raise_open_file_limit()
     with busy("importing torch"):
@@ -119,26 +133,35 @@ def write_model(
     dtype: str | None,
     data: Path | None,
     tokenizer: Path | None,
+    merge: bool = False,
+    base: str | None = None,
 ) -> None:
     """The model of a checkpoint as a folder for Hugging Face, with its card; says what it has."""
     raise_open_file_limit()
     with busy("importing torch"):
-        from kempner.checkpoint.convert.export import export_safetensors, model_tensors
+        from kempner.checkpoint.convert.export import export_safetensors
         from kempner.checkpoint.convert.tensor_copy import Source, total
         from kempner.insight.model_card import CARD, card, known_facts
 
     with reading_at(chosen, inspect.warn_unmarked):
-        source = Source.open(chosen)
-        tensors = model_tensors(source)
-        form, missing = exported_form(source, directory, dtype, data, tokenizer)
-        run = run_of_checkpoint(directory, chosen)
-        facts = known_facts(run, source.manifest, loads=CONFIG in form.files)
+        source = taken_from(Source.open(chosen), merge, base)
+        facts = known_facts(run_of_checkpoint(directory, chosen), source.manifest, loads=False)
+        base = base or facts.base_model.get("repository")
+        form, missing = exported_form(source, directory, dtype, data, tokenizer, base)
+        tensors = {key: source.tensors[key] for key in form.tensors}
+        facts = replace(facts, loads=CONFIG in form.files)
         form = replace(form, files={**form.files, CARD: card(facts).encode()})
         with _into(out), counter(f"exporting {chosen.name}", total(tensors)) as on_bytes:
             export_safetensors(source, out, form, on_bytes)
     typer.echo(f"{out}: {chosen.name} as safetensors, {len(tensors):,} tensors")
     if missing:
         typer.echo(f"kempner: {out} has no {missing}", err=True)
+
+
+def _refuse_idle(format_: Format, given: Mapping[str, object]) -> None:
+    """Raise `UsageError` for options that have no effect on a format."""
+    if format_ is not Format.SAFETENSORS and (idle := [o for o, v in given.items() if v]):
+        raise UsageError(f"{idle[0]} has no effect with --format {format_}")
 
 
 IntoOption = Annotated[
@@ -250,6 +273,12 @@ def _import_own(checkpoint: Path, folder: Path, step: int | None, cursor: int | 
 
     with reading_at(checkpoint, inspect.warn_unmarked):
         manifest = place_of(read(checkpoint), step, cursor)
+        if manifest.identity.base is not None:
+            raise UsageError(
+                f"{checkpoint} holds an adapter, and not the weights beside it: make one model of "
+                f"both (kempner checkpoint export {checkpoint} --merge --to-hf DIR), and import "
+                "that"
+            )
         size = sum(entry.bytes for entry in manifest.files.values() if entry.sums is not None)
         with _into(folder), counter("importing", size) as on_bytes:
             path = import_own(checkpoint, manifest, folder, on_bytes)

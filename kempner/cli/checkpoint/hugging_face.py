@@ -13,6 +13,7 @@ import tomli_w
 from kempner.checkpoint.format.names import MANIFEST, METADATA
 from kempner.cli.checkpoint.trained_on import find_text
 from kempner.config.model import ModelSection
+from kempner.model.spec.adapter import Adapter, peft_config, peft_name
 from kempner.model.spec.huggingface import (
     generation_config,
     is_unneeded,
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from kempner.checkpoint.convert.tensor_copy import Source
 
 CONFIG = "config.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""As PEFT calls them."""
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
@@ -38,6 +41,9 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 """Files of a Hugging Face folder that belong to its tokenizer."""
+
+_OF_MODEL = (CONFIG, "generation_config.json")
+"""What the folder of an adapter leaves to that of its model."""
 
 _OF_TEXT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 """Keys of config.json that belong to the tokenizer."""
@@ -107,14 +113,37 @@ def described(section: ModelSection) -> str:
     return tomli_w.dumps({"model": table}).rstrip()
 
 
+def taken_from(source: Source, merge: bool, base: str | None) -> Source:
+    """What to export of a checkpoint. Raises `UsageError` for an option without effect on it."""
+    from kempner.checkpoint.convert.tensor_copy import Merged
+
+    record = source.manifest.identity.adapter
+    if record is None and (merge or base is not None):
+        option = "--merge" if merge else "--base"
+        raise UsageError(f"{option} has no effect: {source.path.name} holds a whole model")
+    if record is None or not merge:
+        return source
+    if base is not None:
+        raise UsageError("--base has no effect with --merge, which makes a whole model")
+    return Merged.of(source)
+
+
 def exported_form(
-    source: Source, directory: Path, dtype: str | None, data: Path | None, tokenizer: Path | None
+    source: Source,
+    directory: Path,
+    dtype: str | None,
+    data: Path | None,
+    tokenizer: Path | None,
+    base: str | None = None,
 ) -> tuple[Form, str]:
     """Dtypes, names and files of an export, and what is missing, in a clause. kempner's own model
     gets Hugging Face's names and files, another model keeps its names. Raises `DataError` if `data`
     or `tokenizer` is given and cannot be used."""
     from kempner.checkpoint.convert.export import MODEL, Form, model_tensors
+    from kempner.checkpoint.convert.tensor_copy import Merged
 
+    if source.base is not None and not isinstance(source, Merged):
+        return _adapter_form(source, directory, dtype, data, tokenizer, base)
     saved = model_tensors(source)
     written = {
         key: replace(s, dtype=dtype) if dtype and "float" in s.dtype else s
@@ -126,11 +155,7 @@ def exported_form(
     of_first = next((s.dtype for s in written.values()), "float32")
     config = model_config(record, of_first)
     if len(theirs) < len(own) or config is None:
-        for option, value in (("--data", data), ("--tokenizer", tokenizer)):
-            if value is not None:
-                raise UsageError(
-                    f"{option} has no effect: {source.path.name} is not of kempner's own model"
-                )
+        _refuse_text(source, data, tokenizer)
         return Form(written, own, {}), "config.json: it is not kempner's own model"
     rows = record["vocab_size"]
     for key in (f"{MODEL}embed.weight", f"{MODEL}output.weight"):
@@ -138,6 +163,43 @@ def exported_form(
             written[key] = replace(written[key], shape=(rows, *written[key].shape[1:]))
     files, missing = _text_files(source, directory, config, data, tokenizer)
     return Form(written, theirs, files), missing
+
+
+def _refuse_text(source: Source, data: Path | None, tokenizer: Path | None) -> None:
+    for option, value in (("--data", data), ("--tokenizer", tokenizer)):
+        if value is not None:
+            raise UsageError(
+                f"{option} has no effect: {source.path.name} is not of kempner's own model"
+            )
+
+
+def _adapter_form(
+    source: Source,
+    directory: Path,
+    dtype: str | None,
+    data: Path | None,
+    tokenizer: Path | None,
+    base: str | None,
+) -> tuple[Form, str]:
+    """What PEFT reads: the pairs, what they are, and the tokenizer; with what is missing."""
+    from kempner.checkpoint.convert.export import MODEL, Form
+
+    identity = source.manifest.identity
+    written = {
+        key: saved if dtype is None else replace(saved, dtype=dtype)
+        for key, saved in source.contents.tensors.items()
+        if key.startswith(MODEL)
+    }
+    names = {key: str(peft_name(key.removeprefix(MODEL))) for key in written}
+    model = base or (None if tokenizer is None else str(tokenizer))
+    config = peft_config(Adapter.recorded(identity.adapter or {}), model)
+    described = model_config(identity.model, "float32")
+    assert described is not None  # only kempner's own model has an adapter
+    files, missing = _text_files(source, directory, described, data, tokenizer)
+    kept = {name: content for name, content in files.items() if name not in _OF_MODEL}
+    if model is None:
+        missing = " and no ".join(filter(None, (missing, "name of its model: give it with --base")))
+    return Form(written, names, {**kept, ADAPTER_CONFIG: _json(config)}, ADAPTER_WEIGHTS), missing
 
 
 def _text_files(

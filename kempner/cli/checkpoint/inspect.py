@@ -25,10 +25,12 @@ from kempner.checkpoint.store.retention import (
     at_step,
     expendable,
     locate,
+    named_as_base,
     reading_at,
     survey,
 )
 from kempner.checkpoint.store.retention import prune as delete
+from kempner.checkpoint.store.selection import damage_of_base
 from kempner.cli.progress import counter
 from kempner.run.output.units import size_text, spans
 from kempner.run.process.exit_codes import CheckpointWriteError, DataError, ExitCode, UsageError
@@ -91,7 +93,7 @@ def verify(
         except DataError:
             size = 0  # without a manifest, no file is read
         with counter(f"reading {path.name}", size) as on_read, reading_at(path, unwritable.append):
-            damages = find_damage(path, on_read)
+            damages = find_damage(path, on_read) or damage_of_base(path)
         damaged += bool(damages)
         _report(path, damages)
         _keep(path, damages, unwritable)
@@ -128,7 +130,7 @@ def prune(
         raise UsageError(
             f"{folder.path} has no `latest`, so kempner cannot tell which checkpoints are old"
         )
-    keep = Keep(keep_last, keep_every)
+    keep = Keep(keep_last, keep_every, pinned=named_as_base(folder))
     going = {folder.step(step) for step in expendable(folder.committed(), latest, keep)}
     items = survey(folder)
     failed = {} if dry_run else delete(folder, keep, Readers(folder), check=lambda: None)

@@ -132,17 +132,20 @@ def load_model(
     checkpoint: Path, manifest: Manifest, shape: Shape, dtype: str, device: torch.device
 ) -> Transformer:
     """The model with the weights of a checkpoint. Raises `DataError` if it is damaged."""
-    from kempner.checkpoint.tensors.load import fill, open_contents
+    from kempner.checkpoint.convert.tensor_copy import Source
     from kempner.model.sharding import build_to_load, compute_dtype
+    from kempner.model.spec.adapter import Adapter
 
-    model = build_to_load(shape, compute_dtype(dtype, device), device)
-    contents = open_contents(checkpoint, manifest)
-    table = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    record = manifest.identity.adapter
+    adapter = None if record is None else Adapter.recorded(record)
+    model = build_to_load(shape, compute_dtype(dtype, device), device, adapter)
+    source = Source.open(checkpoint)
+    table = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
     for key, tensor in table.items():
-        saved = contents.tensors.get(key)
+        saved = source.tensors.get(key)
         if saved is None or tuple(saved.shape) != tuple(tensor.shape):
             raise DataError(f"{checkpoint} does not contain {key} as its own description says")
-    fill(table, checkpoint, manifest, contents)
+    source.fill(table)
     return model
 
 

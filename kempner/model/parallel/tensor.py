@@ -25,7 +25,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -34,6 +41,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from kempner.model.adapter import adapted_layers, freeze
 from kempner.model.fused import IGNORE, WithGradients
 from kempner.model.transformer import Transformer
 
@@ -101,7 +109,8 @@ def _chunks(
     rows = weight[: part.rows]
     loss = hidden.new_zeros((), dtype=torch.float32)
     of_hidden = torch.empty_like(hidden if gradients else hidden[:0])
-    of_weight = torch.zeros_like(weight if gradients else weight[:0], dtype=torch.float32)
+    trains = gradients and weight.requires_grad
+    of_weight = torch.zeros_like(weight if trains else weight[:0], dtype=torch.float32)
     for start in range(0, len(hidden), part.chunk):
         x, of_x = hidden[start : start + part.chunk], of_hidden[start : start + part.chunk]
         target = targets[start : start + part.chunk]
@@ -117,7 +126,8 @@ def _chunks(
             likelihood.scatter_add_(1, at, -here[:, None].float())
         of_logits = likelihood.mul_(counted[:, None]).to(x.dtype)
         of_x[:] = of_logits @ rows
-        of_weight[: part.rows] += of_logits.T @ x
+        if trains:
+            of_weight[: part.rows] += of_logits.T @ x
     return loss, of_hidden, of_weight.to(weight.dtype)
 
 
@@ -174,6 +184,49 @@ class ScatteredEmbedding(RowwiseParallel):
         return part.to_local() if use_local_output else part
 
 
+class AdaptedColumns(ColwiseParallel):
+    """A layer by columns: the second matrix of its pair is cut as its weight is, the first is whole
+    on every rank."""
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        _spread(module, device_mesh, weight=Shard(0), lora_A=Replicate(), lora_B=Shard(0))
+
+
+class AdaptedRows(RowwiseParallel):
+    """A layer by rows: the first matrix of its pair is cut as its weight is, the second is whole on
+    every rank."""
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        _spread(module, device_mesh, weight=Shard(1), lora_A=Shard(1), lora_B=Replicate())
+
+
+def _spread(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
+    for name, parameter in [*module.named_parameters(recurse=False)]:
+        spread = distribute_tensor(parameter, mesh, [placements[name]])
+        module.register_parameter(name, nn.Parameter(spread, parameter.requires_grad))
+
+
+def _product_of_columns(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """B A x where x and A are whole and B is cut by rows. What a rank learns of the gradients of
+    the first two is its share of a sum."""
+    assert isinstance(x, DTensor)
+    assert isinstance(a, DTensor)
+    assert isinstance(b, DTensor)
+    whole, first = (part.to_local(grad_placements=(Partial(),)) for part in (x, a))
+    own = F.linear(F.linear(whole, first), b.to_local())
+    return DTensor.from_local(own, b.device_mesh, (Shard(own.ndim - 1),), run_check=False)
+
+
+def _product_of_rows(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """B A x where x and A are cut alike and B is whole: every rank has its share of the sum."""
+    assert isinstance(x, DTensor)
+    assert isinstance(a, DTensor)
+    assert isinstance(b, DTensor)
+    second = b.to_local(grad_placements=(Partial(),))
+    share = F.linear(F.linear(x.to_local(), a.to_local()), second)
+    return DTensor.from_local(share, b.device_mesh, (Partial(),), run_check=False)
+
+
 def parallelize(model: Transformer, mesh: DeviceMesh) -> None:
     """Spread a model over a tensor group, in place: its parameters become DTensors over `mesh`.
 
@@ -192,21 +245,28 @@ def parallelize(model: Transformer, mesh: DeviceMesh) -> None:
         plan |= {f"layers.{number}.{name}": style for name, style in block.items()}
     parallelize_module(model, mesh, plan)
     model.vocabulary = VocabularyParallel(mesh, model.shape.vocab_size, model.loss_chunk)
+    if adapted := adapted_layers(model):
+        for name, layer in adapted.items():
+            rows = name.endswith(_BY_ROWS)
+            layer.product = _product_of_rows if rows else _product_of_columns
+        freeze(model)  # norms were replaced
+
+
+_BY_COLUMNS = ("attention.wq", "attention.wk", "attention.wv", "ffn.w1", "ffn.w3")
+_BY_ROWS = ("attention.wo", "ffn.w2")
 
 
 def _block_plan(model: Transformer) -> dict[str, ParallelStyle]:
-    columns, rows = ColwiseParallel, partial(RowwiseParallel, output_layouts=Shard(1))
     plan: dict[str, ParallelStyle] = {
         "attention_norm": GatheringNorm(),
-        "attention.wq": columns(),
-        "attention.wk": columns(),
-        "attention.wv": columns(),
-        "attention.wo": rows(),
         "ffn_norm": GatheringNorm(),
-        "ffn.w1": columns(),
-        "ffn.w2": rows(),
-        "ffn.w3": columns(),
     }
+    adapted = adapted_layers(model.layers[0])
+    for name in _BY_COLUMNS:
+        plan[name] = AdaptedColumns() if name in adapted else ColwiseParallel()
+    for name in _BY_ROWS:
+        rows = AdaptedRows if name in adapted else RowwiseParallel
+        plan[name] = rows(output_layouts=Shard(1))
     if model.shape.qk_norm:  # [batch, seq, heads, head_dim]: it is the heads that are spread
         heads = SequenceParallel(sequence_dim=2, use_local_output=True)
         plan |= {"attention.q_norm": heads, "attention.k_norm": heads}

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from kempner.model.spec.adapter import Adapter
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.spec.shape import Shape
 
@@ -78,7 +79,13 @@ class Traffic:
 
 
 def step_buffers(
-    shape: Shape, mesh: MeshDegrees, choice: Choice, *, micro_batches: int, compute_bytes: int
+    shape: Shape,
+    mesh: MeshDegrees,
+    choice: Choice,
+    *,
+    micro_batches: int,
+    compute_bytes: int,
+    adapter: Adapter | None = None,
 ) -> Buffers:
     """What one rank's collectives over shards and replicas are given in a step, to the byte;
     `compute_bytes` are 2 for bfloat16, 4 for float32.
@@ -87,15 +94,19 @@ def step_buffers(
     c P for a step if they are kept, and otherwise for a micro batch twice that, less the embedding,
     which the backward does not need, and the last block and the output, which it begins with;
     4 P for each reduction; 4 P / S for the one all-reduce over replicas. Rows that S does not
-    divide are filled up. In a tensor group P is what one of its ranks has. The scalars of a step
+    divide are filled up. In a tensor group P is what one of its ranks has. With an `adapter` P is
+    more for each gather, and only what the adapter has for each reduction. The scalars of a step
     (tokens, loss, gradient norm) are left out.
     """
     sharded, replicated = mesh.shard > 1, mesh.replicate > 1
+    pairs = [] if adapter is None else _pairs(shape, adapter, mesh.tensor)
     gathered = reduced = 0
-    for tensors, number, per_micro_batch in _groups(shape, mesh.tensor):
+    for tensors, number, per_micro_batch in _groups(shape, mesh.tensor, pairs):
         elements = number * _filled_up(tensors, mesh.shard)
         gathered += elements * (1 if choice.keep_parameters else micro_batches * per_micro_batch)
         reduced += elements
+    if adapter is not None:
+        reduced = shape.n_layers * _filled_up(pairs, mesh.shard)
     times = 1 if choice.reduce_once else micro_batches
     return Buffers(
         all_gather=compute_bytes * gathered if sharded else 0,
@@ -113,6 +124,7 @@ def tensor_buffers(
     tokens: int,
     compute_bytes: int,
     recomputed_blocks: int = 0,
+    adapter: Adapter | None = None,
 ) -> TensorBuffers:
     """What one rank's collectives in its tensor group are given in a step, to the byte; `tokens`
     are those of a micro batch, `recomputed_blocks` have activation checkpointing.
@@ -121,11 +133,15 @@ def tensor_buffers(
     and last norm do each once, and so do theirs. A block that computes again gathers twice more and
     scatters once: what it ends with is not needed. See Korthikanti et al., arXiv:2205.05198,
     section 4.2; with dropout it is, and scattered, too. Gradients of norms are summed as all are
-    reduced: in float32 if once a step. In the loss, each token has three numbers in float32.
+    reduced: in float32 if once a step; with an `adapter`, instead, those of its matrices that all
+    ranks have whole. In the loss, each token has three numbers in float32.
     """
     passes = 8 * shape.n_layers + 4 + (4 if shape.dropout else 3) * recomputed_blocks
     heads = 2 * shape.head_dim * shape.n_layers if shape.qk_norm else 0
     norms = shape.dim * (2 * shape.n_layers + 1) + heads
+    if adapter is not None:
+        passes -= 2  # nothing trains below the first norm
+        norms = shape.n_layers * len(adapter.targets) * adapter.rank * shape.dim
     reduced = REDUCED_BYTES if choice.reduce_once else compute_bytes * micro_batches
     return TensorBuffers(
         sequence=micro_batches * compute_bytes * tokens * shape.dim * passes,
@@ -164,10 +180,11 @@ def _ring(size: int, stride: int, ranks_per_node: int) -> Traffic:
     return Traffic((ranks_per_node - leaving) * (size - 1), leaving * (size - 1))
 
 
-def _groups(shape: Shape, tensor: int) -> list[tuple[Tensors, int, int]]:
-    """What is gathered at once: tensors, number of such groups, gathers for a micro batch."""
+def _groups(shape: Shape, tensor: int, pairs: Tensors) -> list[tuple[Tensors, int, int]]:
+    """What is gathered at once: tensors, number of such groups, gathers for a micro batch. A block
+    has `pairs` of an adapter besides its own."""
     table, norm = (shape.vocab_rows // tensor, shape.dim), (shape.dim,)
-    block = _block(shape, tensor)
+    block = [*_block(shape, tensor), *pairs]
     groups: list[tuple[Tensors, int, int]] = [(block, shape.n_layers - 1, 2), (block, 1, 1)]
     if shape.tie_embeddings:
         return [*groups, ([table, norm], 1, 1)]
@@ -182,6 +199,16 @@ def _block(shape: Shape, tensor: int) -> Tensors:
     attention = [(q, dim), (kv, dim), (kv, dim), (dim, q)]
     norms = [(dim,)] * 2 + [(shape.head_dim,)] * (2 if shape.qk_norm else 0)
     return [*attention, (ffn, dim), (dim, ffn), (ffn, dim), *norms]
+
+
+def _pairs(shape: Shape, adapter: Adapter, tensor: int) -> Tensors:
+    """What a rank of a tensor group has of the matrices of an adapter in a block: one of each pair
+    is cut, on the side where its layer is."""
+    found: list[tuple[int, ...]] = []
+    for inputs, outputs, by_rows in adapter.widths(shape):
+        first, second = (tensor, 1) if by_rows else (1, tensor)
+        found += [(adapter.rank, inputs // first), (outputs // second, adapter.rank)]
+    return found
 
 
 def _filled_up(tensors: Tensors, parts: int) -> int:

@@ -10,6 +10,7 @@ from dataclasses import astuple, dataclass, replace
 from typing import Literal
 
 from kempner.config.sections import Config, OptimizerSection
+from kempner.model.spec.adapter import Adapter
 from kempner.model.spec.communication import (
     EACH_MICRO_BATCH,
     Buffers,
@@ -42,7 +43,8 @@ class Estimate:
     the moments that the optimizer has; in a world of more than one, c (output + 2 blocks) / t for
     gathered weights and (c + 4) max(output, block) / t for gradients on their way; alone, c P for
     autocast's copies unless c = 4. Gradients that are reduced once a step take 4 P / t, and weights
-    that are kept c (P + block) / t. Activations and logits as their own functions say. Shards of
+    that are kept c (P + block) / t. An adapter's numbers are part of P, and then gradients and
+    moments are of those alone. Activations and logits as their own functions say. Shards of
     a matrix whose rows W does not divide are up to one row larger on some ranks.
     """
 
@@ -76,58 +78,78 @@ def estimate_memory(
 ) -> Estimate:
     """Memory of one rank while it trains; `compute_bytes` is 2 for bfloat16, 4 for float32."""
     train, tensor, shards = config.train, mesh.tensor, mesh.shard * mesh.tensor
-    shard = MASTER_BYTES * -(-shape.parameters // shards)
+    adapter = Adapter.of(config.adapter)
+    extra = 0 if adapter is None else adapter.elements(shape)  # in small matrices beside all others
+    parameters, trained = shape.parameters + extra, extra or shape.parameters
     tokens = train.micro_batch_size * train.seq_len
-    head, block = shape.head_parameters, shape.block_parameters
-    gradients = shard
-    if mesh.world > 1:
-        whole = shape.parameters + block if choice.keep_parameters else head + 2 * block
-        gathered = compute_bytes * whole // tensor
-        gradient_buffers = (compute_bytes + MASTER_BYTES) * max(head, block) // tensor
-        if choice.reduce_once:
-            gradients = MASTER_BYTES * shape.parameters // tensor
-    else:
-        gathered = 0 if compute_bytes == MASTER_BYTES else compute_bytes * shape.parameters
-        gradient_buffers = 0
+    gradients = MASTER_BYTES * -(-trained // shards)
+    if mesh.world > 1 and choice.reduce_once:
+        gradients = MASTER_BYTES * trained // tensor
     per_token = activation_bytes_per_token(
         shape,
         compute_bytes,
         train.activation_checkpointing,
         train.activation_checkpointing_every or 1,
         tensor,
-        autocast=mesh.world == 1 and compute_bytes != MASTER_BYTES,
+        autocast=(mesh.world == 1 and compute_bytes != MASTER_BYTES) or adapter is not None,
     )
+    moments = moments_of(extra, config.optimizer) or moment_elements(shape, config.optimizer)
     return Estimate(
-        parameters=shard,
+        parameters=MASTER_BYTES * -(-parameters // shards),
         gradients=gradients,
-        moments=MASTER_BYTES * -(-moment_elements(shape, config.optimizer) // shards),
-        gathered=gathered,
-        gradient_buffers=gradient_buffers,
+        moments=MASTER_BYTES * -(-moments // shards),
+        gathered=_gathered(shape, extra, mesh, compute_bytes, choice),
+        gradient_buffers=_gradient_buffers(shape, extra, mesh, compute_bytes),
         activations=tokens * per_token,
-        logits=loss_bytes(shape, tokens, train.loss_chunk, compute_bytes) // tensor,
+        logits=loss_bytes(shape, tokens, train.loss_chunk, compute_bytes, adapter is None)
+        // tensor,
     )
+
+
+def _gathered(
+    shape: Shape, extra: int, mesh: MeshDegrees, compute_bytes: int, choice: Choice
+) -> int:
+    """Bytes of whole weights, `extra` of which are those of an adapter."""
+    parameters, block = shape.parameters + extra, shape.block_parameters + extra // shape.n_layers
+    if mesh.world == 1:
+        return 0 if compute_bytes == MASTER_BYTES else compute_bytes * parameters
+    two = shape.head_parameters + 2 * block
+    return compute_bytes * (parameters + block if choice.keep_parameters else two) // mesh.tensor
+
+
+def _gradient_buffers(shape: Shape, extra: int, mesh: MeshDegrees, compute_bytes: int) -> int:
+    """Bytes of whole gradients on their way: of an adapter alone, if there is one."""
+    whole = max(shape.head_parameters, shape.block_parameters)
+    largest = extra // shape.n_layers or whole
+    return (compute_bytes + MASTER_BYTES) * largest // mesh.tensor if mesh.world > 1 else 0
 
 
 def checkpoint_bytes(config: Config, vocab_size: int) -> int | None:
-    """What one checkpoint takes: weights and moments, in float32 whatever they compute in. None for
-    a model of the user's own, which only a rank creates."""
+    """What one checkpoint takes: weights that train, and moments, in float32 whatever they compute
+    in. None for a model of the user's own, which only a rank creates."""
     if config.model.factory is not None:
         return None
     shape = Shape.of(config.model, vocab_size)
+    if (adapter := Adapter.of(config.adapter)) is not None:
+        trained = adapter.elements(shape)
+        return MASTER_BYTES * (trained + moments_of(trained, config.optimizer))
     return MASTER_BYTES * (shape.parameters + moment_elements(shape, config.optimizer))
+
+
+def moments_of(trained: int, optimizer: OptimizerSection) -> int:
+    """Numbers that AdamW or SGD keeps for `trained` ones."""
+    if optimizer.name == "sgd":
+        return 0 if optimizer.momentum == 0 else trained
+    return 2 * trained
 
 
 def moment_elements(shape: Shape, optimizer: OptimizerSection) -> int:
     """Numbers that the optimizer keeps: AdamW two per parameter, SGD and Muon one momentum. Muon's
     are the matrices inside the blocks; what is left of the parameters has AdamW."""
-    match optimizer.name:
-        case "adamw":
-            return 2 * shape.parameters
-        case "sgd":
-            return 0 if optimizer.momentum == 0 else shape.parameters
-        case "muon":
-            hidden = shape.n_layers * (shape.block_parameters - shape.block_norm_parameters)
-            return 2 * shape.parameters - hidden
+    kept = moments_of(shape.parameters, optimizer)
+    if optimizer.name != "muon":
+        return kept
+    return kept - shape.n_layers * (shape.block_parameters - shape.block_norm_parameters)
 
 
 def activation_bytes_per_token(
@@ -196,20 +218,23 @@ def checkpointed_bytes_per_token(
     return _divided(whole, compute_bytes * 2 * shape.dim, tensor)
 
 
-def loss_bytes(shape: Shape, tokens: int, chunk: int, compute_bytes: int) -> int:
+def loss_bytes(
+    shape: Shape, tokens: int, chunk: int, compute_bytes: int, trains: bool = True
+) -> int:
     """Bytes of the logits and of what the loss makes of them, at the end of the forward.
 
     Whole: four float32 vectors over the vocabulary for each token: logits, their log-softmax, and
     the gradients of both, which exist together when the backward of the cross entropy begins. In
     chunks: for each of their tokens, the logits in the compute type and as float32, and their
-    log-softmax; and the gradient of the output projection in float32, which is summed over the
-    chunks before the backward.
+    log-softmax; and the gradient of the output projection in float32, if that `trains`, which is
+    summed over the chunks before the backward.
     """
     if chunk == 0:
         return tokens * 4 * MASTER_BYTES * shape.vocab_rows
     cast = 0 if compute_bytes == MASTER_BYTES else compute_bytes
     per_token = (2 * MASTER_BYTES + cast) * shape.vocab_size
-    return min(tokens, chunk) * per_token + MASTER_BYTES * shape.vocab_rows * shape.dim
+    of_output = MASTER_BYTES * shape.vocab_rows * shape.dim if trains else 0
+    return min(tokens, chunk) * per_token + of_output
 
 
 USUAL_GPU = 80 * 10**9
@@ -290,7 +315,10 @@ def buffers_of_step(
     """What one rank's collectives are given in a step: over all ranks, and in its tensor group."""
     train, mesh = config.train, situation.mesh
     number, size = situation.micro_batches, situation.compute_bytes
-    buffers = step_buffers(shape, mesh, choice, micro_batches=number, compute_bytes=size)
+    adapter = Adapter.of(config.adapter)
+    buffers = step_buffers(
+        shape, mesh, choice, micro_batches=number, compute_bytes=size, adapter=adapter
+    )
     if mesh.tensor == 1:
         return buffers, TensorBuffers(0, 0)
     recomputed = -(-shape.n_layers // (train.activation_checkpointing_every or 1))
@@ -301,6 +329,7 @@ def buffers_of_step(
         tokens=train.micro_batch_size * train.seq_len,
         compute_bytes=size,
         recomputed_blocks=recomputed if train.activation_checkpointing != "none" else 0,
+        adapter=adapter,
     )
 
 

@@ -14,11 +14,18 @@ from types import MappingProxyType
 from typing import Literal
 
 from kempner.config.sections import TrainSection
+from kempner.model.spec.adapter import Adapter
 from kempner.model.spec.shape import Shape
 from kempner.run.process.exit_codes import UsageError
 
 
-def step_flops(shape: Shape, train: TrainSection, sequences: int, tensor: int = 1) -> int:
+def step_flops(
+    shape: Shape,
+    train: TrainSection,
+    sequences: int,
+    tensor: int = 1,
+    adapter: Adapter | None = None,
+) -> int:
     """What one rank multiplies for its `sequences` of a step, recomputation included.
 
     Two operations per parameter and token forward and four backward. Attention has two products
@@ -27,7 +34,10 @@ def step_flops(shape: Shape, train: TrainSection, sequences: int, tensor: int = 
     last product of its feed-forward, which nothing but dropout needs. The loss in chunks leaves out
     rows of the vocabulary that are no token. `shape.flops_per_token` is what a model needs at
     least, by which its utilisation (MFU) is judged; this is what a GPU computes.
-    `sequences` are those that it shares with its `tensor` group, too.
+    `sequences` are those that it shares with its `tensor` group, too. Beside an `adapter` weights
+    have no gradients: four operations for each parameter, and six for each of the adapter's, half
+    of which each rank of a group has whole. In the first block, below which nothing trains, the
+    inputs of queries, keys and values have no gradients either.
     """
     matrices = shape.dim * (2 * shape.q_dim + 2 * shape.kv_dim + 3 * shape.ffn_dim)
     attention = 2 * train.seq_len * shape.q_dim
@@ -41,8 +51,27 @@ def step_flops(shape: Shape, train: TrainSection, sequences: int, tensor: int = 
     rows = shape.vocab_size if chunked else shape.vocab_rows
     # The first rank of a tensor group has a full part of the rows.
     rows = min(rows, shape.vocab_rows // tensor) if tensor > 1 else rows
-    per_token = (shape.n_layers * block + recomputing * again) // tensor + 6 * shape.dim * rows
+    blocks = shape.n_layers * block + recomputing * again
+    if adapter is None:
+        per_token = blocks // tensor + 6 * shape.dim * rows
+    else:
+        more, whole = _beside_weights(shape, adapter, matrices, recomputing)
+        per_token = (blocks + more) // tensor + whole + 4 * shape.dim * rows
     return sequences * train.seq_len * per_token
+
+
+def _beside_weights(
+    shape: Shape, adapter: Adapter, matrices: int, recomputing: int
+) -> tuple[int, int]:
+    """What an adapter adds per token to the blocks of a model that trains whole: divided among the
+    ranks of a tensor group, and by each of them."""
+    each = adapter.rank * shape.dim  # of a pair, the matrix that is whole on every rank
+    whole = each * len(adapter.targets)
+    cut = adapter.block_elements(shape) - whole
+    times = 6 * shape.n_layers + 2 * recomputing
+    first = sum(name in ("q_proj", "k_proj", "v_proj") for name in adapter.targets)
+    saved = 2 * shape.n_layers * matrices + 2 * shape.dim * (shape.q_dim + 2 * shape.kv_dim)
+    return times * cut - saved, times * whole - 2 * first * each
 
 
 @dataclass(frozen=True)

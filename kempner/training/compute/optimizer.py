@@ -286,15 +286,16 @@ T = TypeVar("T")
 
 
 def build_optimizer(model: nn.Module, section: OptimizerSection) -> Optimizer:
-    """The optimizer that the section asks for; weight decay for matrices only."""
+    """The optimizer that the section asks for, of what trains; weight decay for matrices only."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     match section.name:
         case "adamw":
-            return _adamw(model.parameters(), section)
+            return _adamw(trained, section)
         case "muon":
             return _muon(model, section)
         case "sgd":
             return GuardedSGD(
-                _groups(model.parameters(), _given(section.weight_decay, 0.0)),
+                _groups(trained, _given(section.weight_decay, 0.0)),
                 lr=section.lr,
                 momentum=_given(section.momentum, 0.9),
                 nesterov=bool(section.nesterov),

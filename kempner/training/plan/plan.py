@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kempner.config.sections import Config
+from kempner.model.spec.adapter import Adapter
 from kempner.model.spec.communication import (
     Choice,
     Traffic,
@@ -229,13 +230,12 @@ def plan(
     found, shape = traced(step), Shape.of(config.model, vocab_size)
     speed = _speed(config, shape, found, job)
     limit = int(USED * usable_memory(card.memory))
-    sequences = situation.micro_batches * config.train.micro_batch_size
     exchanges = _exchanges(found, job)
     sent = sum(e.buffers for e in exchanges if e.collective.operation != "all_to_all")
     return Plan(
         job=job,
         room=RankMemory(found.memory, limit, advise(config, mesh, choice, found.memory, limit)),
-        flops=Count(found.flops, step_flops(shape, config.train, sequences, mesh.tensor)),
+        flops=Count(found.flops, _flops_by_formula(config, shape, situation)),
         sent=Count(sent, _buffers_by_formula(config, shape, situation, choice)),
         exchanges=exchanges,
         speed=speed,
@@ -282,6 +282,12 @@ def _notes(config: Config) -> list[str]:
     return notes
 
 
+def _flops_by_formula(config: Config, shape: Shape, situation: Situation) -> int:
+    sequences = situation.micro_batches * config.train.micro_batch_size
+    adapter = Adapter.of(config.adapter)
+    return step_flops(shape, config.train, sequences, situation.mesh.tensor, adapter)
+
+
 def _buffers_by_formula(config: Config, shape: Shape, situation: Situation, choice: Choice) -> int:
     of_data, of_groups = buffers_of_step(config, situation, shape, choice)
     total = of_data.all_gather + of_data.reduce_scatter + of_data.all_reduce
@@ -291,7 +297,9 @@ def _buffers_by_formula(config: Config, shape: Shape, situation: Situation, choi
 def _speed(config: Config, shape: Shape, found: TracedStep, job: TrainingJob) -> Speed:
     time = step_time([_load(phase, job) for phase in found.phases], job.gpu, job.assumptions)
     tokens = config.train.global_batch_size * config.train.seq_len
-    needed = flops_per_token(shape, config.train.seq_len) * tokens
+    adapter = Adapter.of(config.adapter)
+    trained = None if adapter is None else adapter.elements(shape)
+    needed = flops_per_token(shape, config.train.seq_len, trained) * tokens
     mfu = needed / (time.total * job.world * job.gpu.flops)
     return Speed(time, tokens / time.total, mfu, communication_advice(config, job.choice, time))
 

@@ -406,7 +406,7 @@ class _Marks:
 
     def _block(self, number: int, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         self.begin("forward", number)
-        if number == 0:
+        if number == 0 and inputs[0].requires_grad:
             inputs[0].register_hook(self._in_backward(-1))  # type: ignore[no-untyped-call]
 
     def _after_block(self, number: int, module: nn.Module, inputs: object, output: Tensor) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -22,10 +22,13 @@ sys.path.append(str(Path(__file__).parents[2]))
 from saved import open_manager
 
 from kempner.checkpoint.format.manifest import TrainState
-from kempner.checkpoint.tensors.state import capture
+from kempner.checkpoint.tensors.state import capture, local_part
+from kempner.config.model import AdapterSection
 from kempner.config.sections import Config, ModelSection, OptimizerSection, TrainSection
 from kempner.data.order.batch_slices import PADDING, Slicing
 from kempner.data.serve.loader import IGNORE, MicroBatch
+from kempner.model.adapter import adapted_layers, freeze
+from kempner.model.initial_weights import initialise
 from kempner.model.sharding import build_model
 from kempner.model.spec.memory import Checkpointing
 from kempner.model.spec.mesh import MeshDegrees
@@ -41,7 +44,11 @@ SIZES = {"dim": 48, "n_layers": 2, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 100
 
 
 def config(
-    checkpointing: Checkpointing = "none", *, compiled: bool = False, **model: object
+    checkpointing: Checkpointing = "none",
+    *,
+    compiled: bool = False,
+    adapter: Mapping[str, object] | None = None,
+    **model: object,
 ) -> Config:
     return Config(
         model=ModelSection.model_validate({**SIZES, "head_dim": 6, "vocab_multiple": 4, **model}),
@@ -55,6 +62,7 @@ def config(
             compile=compiled,
         ),
         optimizer=OptimizerSection(lr=1e-2),
+        adapter=AdapterSection.model_validate(adapter or {}),
     )
 
 
@@ -62,6 +70,7 @@ ASKED = {
     "llama": config("full"),
     "compiled": config(compiled=True),
     "qwen": config(qk_norm=True, tie_embeddings=True, head_dim=16, vocab_multiple=128),
+    "adapted": config("selective", adapter={"rank": 2, "targets": ["k_proj", "o_proj", "up_proj"]}),
 }
 
 
@@ -77,6 +86,18 @@ class Made:
     """Of the first micro batch that a single process takes."""
     updated: dict[str, Tensor]
     """Weights and moments after the update."""
+
+
+def built(asked: Config, mesh: DeviceMesh | None) -> Transformer:
+    """A model with weights of the seed, also where only an adapter trains; that adds something."""
+    model = build_model(asked, VOCAB, CPU, mesh)
+    if asked.adapter.rank is not None:
+        model.requires_grad_(True)
+        initialise(model, asked.train.seed)
+        freeze(model)
+        for layer in adapted_layers(model).values():
+            local_part(layer.lora_B).fill_(0.01)
+    return model
 
 
 def batch(data_rank: int = 0, data_world: int = 1) -> list[MicroBatch]:
@@ -104,7 +125,8 @@ def step(
     with torch.no_grad():
         logits = model(batch()[0].inputs)
     loss = StepGradient(model, CPU, seed, rank, degrees.tensor).add(mine, step=1)
-    gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters()}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    gradients = {name: whole(p.grad).clone() for name, p in trained.items()}
     norm = clip_gradients(model, 0.0).item()
     update(model, optimizer, loss, 1e-2, 0.5)
     return Made(loss.item(), norm, weights, gradients, logits, state(model, optimizer))
@@ -137,7 +159,7 @@ def on_mesh(name: str, asked: Config, text: str, folder: Path) -> Made:
     expected = torch.load(before) if before.exists() else None
 
     other = asked.model_copy(update={"train": asked.train.model_copy(update={"seed": 99})})
-    loaded = build_model(other, VOCAB, CPU, mesh)
+    loaded = built(other, mesh)
     optimizer = build_optimizer(loaded, asked.optimizer)
     manager = open_manager(run, loaded, optimizer, saves)
     found = manager.restore()
@@ -147,7 +169,7 @@ def on_mesh(name: str, asked: Config, text: str, folder: Path) -> Made:
 
     made = []
     for _ in range(2):
-        model = build_model(asked, VOCAB, CPU, mesh)
+        model = built(asked, mesh)
         for block in model.blocks if asked.train.compile else ():
             # Without the kernels: what collectives become is decided before those are made.
             block.compiled = torch.compile(block.run, fullgraph=True, backend="aot_eager")

@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import drills, launch
-from mesh_parity import ASKED, CPU, VOCAB, Made, step
+from mesh_parity import ASKED, Made, built, step
 from torch import Tensor
 from torch.distributed import HashStore
 
 from kempner.checkpoint.format.names import CheckpointFolder
-from kempner.model.sharding import build_model
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.compute.optimizer import build_optimizer
@@ -37,7 +36,7 @@ def alone() -> Iterator[dict[str, Made]]:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     made = {}
     for name, asked in ASKED.items():
-        model = build_model(asked, VOCAB, CPU, None)
+        model = built(asked, None)
         optimizer = build_optimizer(model, asked.optimizer)
         made[name] = step(model, optimizer, MeshDegrees(), 0, asked.train.seed)
     yield made

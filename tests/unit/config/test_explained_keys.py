@@ -28,6 +28,9 @@ NEEDED = {
     "optimizer.momentum": ["--optimizer.name=sgd"],
     "optimizer.nesterov": ["--optimizer.name=sgd"],
     "scheduler.decay_steps": ["--scheduler.name=wsd"],
+    **{
+        f"adapter.{key}": ["--adapter.rank=16"] for key in ("alpha", "dropout", "targets", "rslora")
+    },
     "checkpoint.buddy": ["--checkpoint.in_memory=true"],
     "eval.interval": ["--eval.dataset_path=data/held_out"],
     **{

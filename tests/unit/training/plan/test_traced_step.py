@@ -108,6 +108,12 @@ PLANS = {
     },
     "Muon": {"optimizer": {"name": "muon"}},
     "qwen": {"model": {"qk_norm": True, "head_dim": 32, "tie_embeddings": True}},
+    "adapter": {"adapter": {"rank": 4}, "parallelism": {"tensor_parallel_degree": 2}},
+    "parts of an adapter": {
+        "adapter": {"rank": 3, "targets": ["v_proj", "down_proj"]},
+        "train": {"activation_checkpointing": "selective"},
+        "parallelism": {"data_parallel_replicate_degree": 2},
+    },
 }
 
 

@@ -143,7 +143,7 @@ MUTANTS = (
             kinds=(Kind.KILL, Kind.PREEMPT, Kind.WARNING)),
     _mutant("a hang is never seen", hangs.HangDetector, "check",
             "if still <= limit:", "if True:", UNFINISHED, kinds=(Kind.HANG,)),
-    _mutant("every pause is a hang", hangs.HangDetector, "_patience",
+    _mutant("every pause is a hang", hangs.HangDetector, "patience",
             "patience(section.hang_timeout_min, ceiling, long)",
             "patience(0.0, ceiling, long and 0.1 * usual.long)", UNFINISHED, ENDLESS),
     _mutant("a lost node stays in the allocation", allocation, "without",

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.timeout(300)
 ADAPTER = ("--adapter.rank=2", "--adapter.dropout=0.1", "--checkpoint.in_memory=true")
 
 
-def begin(run: Run, trained: Run) -> None:
+def begin(run: Run, trained: Run, cursor: int = 0) -> None:
     """Import what another run has trained, beside which this one trains an adapter."""
-    again = ("--step", "0", "--cursor", "0")
+    again = ("--step", "0", "--cursor", str(cursor))
     source = (trained.record.path, "--into", run.record.path)
     assert warm.complete(*KEMPNER, "checkpoint", "import", *source, *again)[0] == 0
     run.overrides += ADAPTER
@@ -63,6 +63,22 @@ def test_an_adapter_goes_on_bit_for_bit_and_in_another_world(
         checkpoint = run.checkpoints / f"step-{step:08}"
         contents = open_contents(checkpoint, read(checkpoint))
         assert all(".lora_" in key for key in contents.tensors)
+
+
+def test_a_rollback_to_the_imported_weights_begins_anew(
+    run: Run, reference: Run, undisturbed: Callable[..., Run]
+) -> None:
+    """As a run that never saw the samples that the rollback has left out."""
+    few = ("--train.max_steps=8", "--resilience.rollback_after=2")
+    begin(run, undisturbed(1))
+    begin(reference, undisturbed(1), cursor=32)
+    faults = "; ".join(f"nan rank 0 at step {step}" for step in (3, 4))
+    job = run.supervise(2, *few, KEMPNER_FAULTS=faults)
+    assert job.wait() == 0, job.output()
+    assert [event["to"] for event in run.events("rolled_back")] == [0]
+    reference.complete(2, *few)
+    assert run.steps() == reference.steps()
+    assert run.weights() == reference.weights()
 
 
 def test_what_an_adapter_needs_and_has_not_is_said_in_a_sentence(

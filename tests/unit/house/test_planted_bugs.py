@@ -6,12 +6,24 @@ from dataclasses import replace
 
 import pytest
 from planted.bugs import Bug, Length, faults, length_of, read_bugs, read_sources
+from simulated.checks import mutants as world
+from simulated.rank_order import mutants as rank_order
 
 GOOD = read_bugs()[0]
 
 
 def test_every_bug_can_be_planted_and_its_tests_are_there() -> None:
     assert faults(read_bugs(), read_sources()) == []
+
+
+@pytest.mark.parametrize(
+    "mutant", [*world.MUTANTS, *rank_order.MUTANTS], ids=lambda mutant: mutant.what
+)
+def test_every_mutant_of_a_simulation_can_be_planted(
+    mutant: world.Mutant | rank_order.Mutant,
+) -> None:
+    with mutant.planted():
+        pass
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ from kempner.training.compute.forward_backward import summed_loss
 
 Learned = tuple[list[int], list[bool]]
 
+CPU = torch.device("cpu")
 SEQ_LEN = 160
 MARKED = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}"
@@ -175,15 +176,17 @@ def test_a_packed_row_has_the_loss_of_its_documents_alone(tmp_path: Path, tokeni
         targets = torch.where(counts, tokens, IGNORE)[:, 1:]
         alone += model(tokens[:, :-1], targets).item()
     corpus = Corpus.open(tmp_path / "out")
-    found, seen = 0.0, 0
+    found, unmasked, seen = 0.0, 0.0, 0
     sizes = {"seq_len": SEQ_LEN, "global_batch_size": 4, "micro_batch_size": 2}
     for rank in range(3):
         for batch in eval_batches(corpus, **sizes, rank=rank, world=3, max_batches=999):
             for micro in batch:
-                found += summed_loss(model, micro, torch.device("cpu")).item()
+                found += summed_loss(model, micro, CPU).item()
+                unmasked += summed_loss(model, micro._replace(documents=None), CPU).item()
                 seen += (micro.targets != IGNORE).sum().item()
     assert seen == (stream(tmp_path / "out") & LEARNED != 0).sum()
     assert found == pytest.approx(alone, rel=1e-5)
+    assert found != pytest.approx(unmasked, rel=1e-3)  # so that it depends on what is attended to
 
 
 def tiny_transformer(vocab_size: int) -> Transformer:
@@ -194,6 +197,9 @@ def tiny_transformer(vocab_size: int) -> Transformer:
     )
     model = Transformer(shape)
     initialise(model, seed=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(6.0)  # otherwise the loss hardly depends on what is attended to
     return model.eval()
 
 

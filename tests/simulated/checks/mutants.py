@@ -186,7 +186,7 @@ MUTANTS = (
             "if sight.ranks is False:", "if False:", UNFINISHED,
             users=(batch,), kinds=(Kind.SUPERVISOR_KILLED,)),
     _mutant("the watchdog puts back a job that was cancelled", watch, "decide_for_supervisor",
-            "if not job.running:", "if False:", REVIVED,
+            "if not job.may_go_back:", "if False:", REVIVED,
             kinds=(Kind.SUPERVISOR_KILLED, Kind.SUPERVISOR_STUCK, Kind.CANCEL)),
     _mutant("a save is begun that cannot fit", final_save, "_save_or_pause",
             "if usual <= time:", "if usual >= time:", UNFINISHED),

@@ -49,6 +49,7 @@ from kempner.supervisor.nodes.exclusion import NO_ANSWER
 from kempner.supervisor.policy.outcome import Decision, RankExit, is_lost
 from kempner.supervisor.policy.restart import (
     FAILURES,
+    GO_ON_LATER,
     HEALED_BY_A_RESTART,
     SALVAGEABLE,
     Failure,
@@ -58,6 +59,7 @@ from kempner.supervisor.policy.restart import (
     decide_salvage,
     decide_storage_restart,
     dismissed_steps,
+    failed_as_it_stopped,
     find_outage,
     prevents_restart,
     salvage_patience,
@@ -292,7 +294,7 @@ def restart_or_finish(
     stops = why.ends_run
     if stops and (decision.environment or (healed and follower.reports_nothing)):
         return replace(decision, code=ExitCode.STOPPED)
-    if decision.code not in FAILURES or stops:
+    if decision.code not in FAILURES or (stops and not _goes_on_later(context, decision)):
         return decision
     attempt, failure = follower.attempt, _failure(context, follower, decision)
     host = follower.roster.host_of(decision.culprit)
@@ -300,7 +302,9 @@ def restart_or_finish(
     node = node_of(host, launcher.nodes.all) if host else launcher.node_of(decision.culprit)
     context.ledger.record(AttemptFailed(node=node, **asdict(failure)), attempt.number)
     verdict = _decide_restart(context, decision, failure, earlier)
-    bad = _better_without(context, follower, decision, node, verdict)
+    if stops and (later := failed_as_it_stopped(decision, verdict)) is not None:
+        return later
+    bad = {} if stops else _better_without(context, follower, decision, node, verdict)
     if not (verdict.again or bad):
         final = replace(decision, reason=verdict.reason)
         return _end_after(context, follower, final, failure, node, earlier)
@@ -311,6 +315,12 @@ def restart_or_finish(
     if end is None:
         dismiss_useless_salvage(context, attempt, failure.step)
     return end
+
+
+def _goes_on_later(context: SupervisorContext, decision: Decision) -> bool:
+    """Whether the job comes back after a failure during a stop, which it then need not meet."""
+    comes_back = _comes_back(context) and not context.lease.stop_asked
+    return comes_back and decision.code in GO_ON_LATER
 
 
 def _end_after(

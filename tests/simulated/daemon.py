@@ -86,7 +86,10 @@ class Daemon:
             self._world.oracle.began(self._job.id)
             self._begin()
             decision = yield from self._follow()
-            if decision.code in restart.FAILURES and not self.stop_reason:
+            if decision.code in restart.FAILURES and (
+                not self.stop_reason
+                or (decision.code in restart.GO_ON_LATER and self._may_come_back)
+            ):
                 decision, again = yield from self._restart_or_finish(decision, earlier)
                 if again:
                     continue
@@ -102,6 +105,10 @@ class Daemon:
         verdict = restart.decide_restart(decision, failure, earlier, budget)
         self._world.record(AttemptFailed(**asdict(failure)))
         oracle.failed(self._job.id, failure.step, failure.raised, failure.node_lost)
+        if self.stop_reason:
+            later = restart.failed_as_it_stopped(decision, verdict)
+            if later is not None:
+                return later, False
         if not verdict.again:
             self._world.record(self._verdict(decision, failure))
             oracle.gave_up(self._job.id, decision)
@@ -161,6 +168,7 @@ class Daemon:
         fruitless = restart.requeues_without_progress(past, self._job.id, past.last_step)
         self._board.tell_attempt(attempt.number, fruitless, "")
         world.board = self._board
+        self._job.agents |= set(map(int, self._allocation.nodes))
         hosts = [int(n) for n in self._allocation.nodes for _ in range(world.setting.per_node)]
         self.ranks = self._job.ranks = Ranks(world, attempt, hosts, self._hear)
         world.launched(self.ranks)
@@ -210,7 +218,10 @@ class Daemon:
             end = seen.times.end
             left = None if end is None else end - self._world.engine.now
             self._job_ends = None if left is None else self._awake() + left
-            self._board.tell_end(end, end)
+            if end is not None and not seen.running and seen.may_go_back:
+                end += self._world.setting.kill_wait
+            preempted = seen.times.preempt is not None  # Slurm requeues it itself
+            self._board.tell_end(None if preempted else end, end)
 
     def _stop_for_job_end(self) -> None:
         if self._first is None or self._seen is None:
@@ -338,7 +349,6 @@ class Daemon:
         self._board.settle()
         if refusal:
             world.record(NotRequeued(step, refusal))
-            world.oracle.refused()
         if decision.code is ExitCode.COMPLETED:
             world.oracle.completed(world.setting.max_steps)
             world.complete = True

@@ -151,7 +151,8 @@ class Saves:
             self._commit(train_state)
         except SupersededError as error:
             self._superseded = error
-            self._world.oracle.superseded()
+            if (job := self._world.job_of(self._ranks)) is not None:
+                self._world.oracle.superseded(job.id)
         except OSError as error:
             now, age = self._world.engine.now, self.age
             self._failed = self._failed.with_another(now, age, "no space", passing=True)

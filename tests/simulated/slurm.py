@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kempner.cluster.slurm.job import JobNodes, JobState, JobTimes
+from kempner.supervisor.launchers.agents.node_agent import ALONE_AT_A_STOP
 from simulated.engine import Life
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Job:
         self.preempt_time: float | None = None
         self.nodes: list[int] = []
         self.excluded: set[int] = set()
+        self.batch_host = 0
         self.life = Life()
         self.batch: Batch | None = None
         self.daemon: Daemon | None = None
@@ -51,7 +53,10 @@ class Job:
         """Whether somebody has cut its time."""
         self.bereaved_at = 0.0
         """When its supervisor was lost without a word to Slurm."""
-        self.keeper_killed = self.host_lost = self.without_ranks = False
+        self.agents: set[int] = set()
+        """Nodes of which an agent was told of ranks in this launch."""
+        self.lost: set[int] = set()
+        """Nodes that this launch has lost."""
         self.no_room_until = 0.0
         """Until when no process can be made on its batch host."""
         self.suspended_at: float | None = None
@@ -102,6 +107,7 @@ class Slurm:
             self._world.oracle.requeued_again(job.id)
         now = self._engine.now
         if now < self._world.refuse_until or now < self._world.mute_until:
+            self._world.oracle.refused(job.id)
             return "Access/permission denied"
         self._world.oracle.requeued(job.id, job.cancelled, job.preempt_time is not None)
         job.excluded |= set(without)
@@ -116,7 +122,9 @@ class Slurm:
             self._end(job, again=False)
 
     def cancel(self, job: Job) -> None:
-        """scancel."""
+        """scancel, which is refused once Slurm ends the job by itself."""
+        if job.state == "COMPLETING" and not job.again and not job.cancelled and job.reason:
+            return
         job.cancelled = True
         if job.state == "PENDING":
             job.state = "CANCELLED"
@@ -159,6 +167,7 @@ class Slurm:
         self._engine.call(REPAIR, lambda: self._repair(node))
         for job in self.jobs:
             if node in job.nodes and not job.over:
+                job.lost.add(node)
                 self._later(NODE_TIMEOUT, job, lambda job: self._node_down(job, node))
 
     def batch_over(self, job: Job) -> None:
@@ -190,10 +199,11 @@ class Slurm:
             return
         now = self._engine.now
         job.nodes, job.state, job.reason = free[:wanted], "RUNNING", ""
+        job.batch_host = job.nodes[0]
         job.preempt_time, job.shortened, job.asleep, job.suspended_at = None, False, 0.0, None
         job.end_time = None if job.time_limit is None else now + job.time_limit
         job.life, job.no_room_until = Life(), 0.0
-        job.keeper_killed = job.host_lost = job.without_ranks = False
+        job.agents, job.lost = set(), set()
         self._world.run_batch(job)
         if job.time_limit is not None:
             self._later(job.time_limit, job, self._look_at_limit)
@@ -260,6 +270,8 @@ class Slurm:
             job.daemon.signal()
         if job.ranks is not None:
             job.ranks.signal()
+        if job.daemon is None:
+            self._world.tell_agents(job, ALONE_AT_A_STOP, ending=True)
         self._later(self._world.setting.kill_wait, job, self._kill)
 
     def _kill(self, job: Job) -> None:
@@ -287,5 +299,5 @@ class Slurm:
 
     def _later(self, seconds: float, job: Job, act) -> None:  # type: ignore[no-untyped-def]
         """`act(job)` in some seconds, if it is still the same launch of the job."""
-        launch = job.restarts
-        self._engine.call(seconds, lambda: act(job) if job.restarts == launch else None)
+        life = job.life
+        self._engine.call(seconds, lambda: act(job) if job.life is life else None)

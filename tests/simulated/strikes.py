@@ -128,7 +128,7 @@ def _kill_keeper(world: World, job: Job, fault: Fault) -> bool:
         return False
     job.batch.end()
     job.batch = job.daemon = None
-    job.bereaved_at, job.keeper_killed = world.engine.now, True
+    job.bereaved_at = world.engine.now
     world.slurm.batch_killed(job)
     return True
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
+from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import LONGEST_PAUSE
 from kempner.config.sections import (
     CheckpointSection,
@@ -16,11 +17,16 @@ from kempner.config.sections import (
 )
 from kempner.run.record.events import CheckpointCommitted, LedgerEvent, Requeued
 from kempner.run.record.history import RunHistory
+from kempner.supervisor.launchers.agents import last_resort
+from kempner.supervisor.launchers.agents.node_agent import ALONE
+from kempner.supervisor.policy import restart
 from kempner.supervisor.watchdog.board import JobBoard
+from kempner.supervisor.watchdog.watch import LOOK_EVERY
 from kempner.training.rank_link import rank_link
 from simulated import strikes
 from simulated.batch import KILLED, Batch
 from simulated.checks.oracle import Invariant, Oracle, Violation
+from simulated.crew import SILENT_AFTER
 from simulated.faults import Fault, Kind, Schedule, Setting
 from simulated.ranks import Ranks
 from simulated.slurm import Job, Slurm
@@ -54,6 +60,8 @@ class Outcome:
     struck: int
     attempts: int
     seconds: float
+    excused: Mapping[str, int]
+    """How often a person had to start the run again, by the reasons that the model knows of."""
 
 
 class World(Storage):
@@ -94,12 +102,14 @@ class World(Storage):
                 self.oracle.never_completed(self.oracle.branch[-1] if self.oracle.branch else 0)
         except Violation as found:
             violation = found
-        return Outcome(
-            violation, self.engine.events, self.struck, self.oracle.current, self.engine.now
-        )
+        attempts, excused = self.oracle.current, self.oracle.excused
+        events, seconds = self.engine.events, self.engine.now
+        return Outcome(violation, events, self.struck, attempts, seconds, excused)
 
     def _deadline(self, last: float) -> float:
         setting = self.setting
+        if setting.hopeless:
+            return last  # it would be put back, and started again by a person, for ever
         whole = setting.max_steps * setting.step * 2 + setting.max_steps / setting.interval * (
             setting.stage + setting.write
         )
@@ -115,6 +125,7 @@ class World(Storage):
 
     def run_batch(self, job: Job) -> None:
         """Slurm starts the batch script."""
+        self.oracle.launched(job.id)
         job.batch = Batch(self, job)
         job.daemon = job.batch.daemon
 
@@ -128,9 +139,13 @@ class World(Storage):
         """By how much a step takes longer."""
         return self.slow_by if self.engine.now < self.slow_until else 1.0
 
+    def job_of(self, ranks: Ranks) -> Job | None:
+        """The job in whose newest attempt `ranks` are."""
+        return next((job for job in self.slurm.jobs if job.ranks is ranks), None)
+
     def asleep(self, ranks: Ranks) -> float:
         """The seconds for which Slurm has suspended the job of `ranks`."""
-        return next((job.asleep for job in self.slurm.jobs if job.ranks is ranks), 0.0)
+        return 0.0 if (job := self.job_of(ranks)) is None else job.asleep
 
     def loss(self, step: int, cursor: int) -> float:
         """The loss of a step on the samples at `cursor`."""
@@ -155,7 +170,7 @@ class World(Storage):
 
     def left(self, ranks: Ranks, rank: int) -> None:
         """A rank has left to be resumed. Where its supervisor is gone, it sees to that itself."""
-        job = next((job for job in self.slurm.jobs if job.ranks is ranks), None)
+        job = self.job_of(ranks)
         if job is None or not self._is_alone(job) or ranks.attempt.number in self._claimed:
             return
         self._claimed.add(ranks.attempt.number)
@@ -173,7 +188,7 @@ class World(Storage):
 
     def abandoned(self, ranks: Ranks, steps: int) -> None:
         """The ranks leave without the last steps."""
-        job = next((job for job in self.slurm.jobs if job.ranks is ranks), None)
+        job = self.job_of(ranks)
         if job is None or job.daemon is None or not job.daemon.foreseen or job.shortened:
             return
         setting = self.setting
@@ -202,10 +217,10 @@ class World(Storage):
         if (state := self.slurm.show(job, elsewhere=True)) is None:
             self.engine.call(LONGEST_PAUSE, lambda: self._hand_back(job, ranks, launch))
             return
-        if rank_link.decide_orphan_requeue(state, launch, superseded=False).requeue:
+        if scontrol.decide_orphan_requeue(state, launch, superseded=False).requeue:
             if not self.slurm.requeue(job, launch):
                 self.record(Requeued(self.history.last_step, job.id))
-        elif state.state == "RUNNING" and state.may_requeue:
+        elif state.may_go_back and state.may_requeue and state.restarts == launch:
             raise Violation(Invariant.UNFINISHED, "the ranks leave a job without a supervisor")
 
     def lose_supervisor(self, job: Job) -> None:
@@ -246,10 +261,40 @@ class World(Storage):
         if job.batch is not None:
             job.batch.end()
         job.batch = job.daemon = None
-        job.bereaved_at, job.host_lost = self.engine.now, True
-        job.without_ranks = job.ranks is None or job.ranks.over
+        job.bereaved_at = self.engine.now
         self._silence(job, lambda: True)
+        self.tell_agents(job, SILENT_AFTER + ALONE, ending=False)
         self.engine.call(PATROL, lambda: self._look_after(job, job.restarts))
+
+    def tell_agents(self, job: Job, after: float, ending: bool) -> None:
+        """The agents of the newest attempt have no supervisor any more."""
+        if (ranks := job.ranks) is None:
+            return
+        launch = job.restarts
+        for task, node in enumerate(sorted(job.agents)[: last_resort.ASKING]):
+            see = partial(self._see_to_it, job, ranks, node, launch, ending)
+            self.engine.call(after + task * last_resort.TURN, see)
+
+    def _see_to_it(self, job: Job, ranks: Ranks, node: int, launch: int, ending: bool) -> None:
+        """What the agent of a node does, which dies with it, and as Slurm kills the job's steps."""
+        if job.restarts != launch or job.over or node in job.lost:
+            return
+        here = [rank for rank in range(ranks.size) if ranks.hosts[rank] == node]
+        again = partial(self._see_to_it, job, ranks, node, launch, ending)
+        if not ending and not ranks.gone.issuperset(here):
+            self.engine.call(last_resort.TURN, again)
+            return
+        if (state := self.slurm.show(job, elsewhere=node != job.batch_host)) is None:
+            self.engine.call(LONGEST_PAUSE, again)
+            return
+        step = self.history.last_step
+        back = restart.requeues_without_progress(self.history, job.id, step)
+        fruitless = back >= restart.MAX_REQUEUES_WITHOUT_PROGRESS
+        if last_resort.decide_last_resort(state, launch, False, fruitless, ending).requeue:
+            if not self.slurm.requeue(job, launch):
+                self.record(Requeued(step, job.id))
+        elif fruitless:
+            self.oracle.left_alone(job.id)
 
     def _look_after(self, job: Job, launch: int) -> None:
         if job.restarts == launch and job.daemon is None and not job.over:
@@ -259,25 +304,23 @@ class World(Storage):
         """A job will not come back. If that was the run's last one, a person may have to act."""
         if any(not other.over for other in self.slurm.jobs) or self.complete:
             return
-        known = ""
-        if job.cancelled or not job.may_requeue or job.shortened:
-            known = "cancelled, not to be requeued, or cut short"
-        else:
-            known = self._why_stranded(job)
-        self.oracle.needs_person(known)
+        self.oracle.needs_person(job.id, _meant(job) or self._why_stranded(job))
         self.crash_at = None
         self.engine.call(PERSON, self._submit)
 
     def _why_stranded(self, job: Job) -> str:
-        """What nothing of kempner's can help: only then a job that was not cancelled ends."""
-        ended = self.engine.now - self.setting.kill_wait
-        if ended - max(self.mute_until, self.refuse_until, job.no_room_until) < UNHEARD:
-            return "Slurm could not be asked at its end"
-        if job.keeper_killed:
-            return "the batch process was killed, and no rank could leave within KillWait"
-        noticed = self.config.supervise.supervisor_timeout + UNHEARD
-        if job.host_lost and (ended - job.bereaved_at < noticed or job.without_ranks):
-            return "the batch host was lost shortly before the end, or while no rank was there"
+        """What nothing of kempner's can help: only then a job that was not cancelled ends.
+
+        A process asks for the requeue until Slurm kills it, KillWait after the end: between its
+        last question and that lies one pause, and a look of the watchdog's at what the supervisor
+        has heard."""
+        last = LONGEST_PAUSE + 2 * LOOK_EVERY
+        if self.engine.now - self.mute_until < last:
+            return "Slurm gave no answer until it had ended the job"
+        if self.engine.now - job.no_room_until < last and job.agents == {job.batch_host}:
+            return "no process could be made on its only node until Slurm had ended the job"
+        if job.agents <= job.lost:
+            return "all nodes with a process of kempner's were lost"
         return ""
 
     def _submit(self) -> None:
@@ -320,6 +363,15 @@ class World(Storage):
         self._traps.clear()
         self.crash_at = None
         self.bad_samples.clear()
+
+
+def _meant(job: Job) -> str:
+    """What a person has decided about a job, if that is why it ends."""
+    if job.cancelled:
+        return "it was cancelled"
+    if not job.may_requeue:
+        return "it may not be requeued"
+    return ""
 
 
 @cache

@@ -16,6 +16,7 @@ from typing import Any
 
 from harness import KEMPNER, MISTAKE, ROOT, Run, wait_until
 from lab import Cluster
+from neighbours import Neighbours
 
 TINY_OF_7B = [
     "--model.dim=32",
@@ -56,6 +57,8 @@ class Project:
     cluster: Cluster
     folder: Path
     run: Run
+    neighbours: Neighbours | None = None
+    """Others, whose jobs come with the first one of this project."""
 
     @classmethod
     def make(cls, cluster: Cluster, folder: Path, data: Path) -> Project:
@@ -69,7 +72,7 @@ class Project:
     ) -> str:
         """sbatch a script of the project with one CPU rank per node; returns the job's id."""
         resources = ["--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=2"]
-        return self.cluster.sbatch(
+        job = self.cluster.sbatch(
             *resources,
             *options,
             f"scripts/slurm/{script}",
@@ -79,6 +82,9 @@ class Project:
             OMP_NUM_THREADS="1",
             **environ,
         )
+        if self.neighbours is not None:
+            self.neighbours.come_with(job)
+        return job
 
     def train(
         self, *overrides: str, nodes: int = 2, options: tuple[str, ...] = (), **environ: str

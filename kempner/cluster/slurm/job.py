@@ -150,6 +150,13 @@ class JobState:
         return self.state not in QUEUED | FINAL | {"COMPLETING", "STAGE_OUT"}
 
     @property
+    def may_go_back(self) -> bool:
+        """Whether a requeue helps and revives nothing that a person has ended: the job runs, or
+        Slurm ends it at its time limit, and takes it back until KillWait is over (tried on Slurm
+        22.05, 24.11 and 26.05)."""
+        return self.running or (self.state == "COMPLETING" and self.reason == "TimeLimit")
+
+    @property
     def queued(self) -> bool:
         return self.state in QUEUED
 

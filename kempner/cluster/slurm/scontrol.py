@@ -423,6 +423,43 @@ class RequeueDecision:
     refused: bool = False
 
 
+_SCRIPT_DIED = ("JobLaunchFailure", "NonZeroExitCode", "RaisedSignal")
+"""Slurm's reasons for a job whose batch script was killed, the last followed by the signal. A
+cancelled job has no reason."""
+
+
+def decide_orphan_requeue(
+    job: JobState, restarts: int, superseded: bool, fruitless: bool = False
+) -> RequeueDecision:
+    """Requeue, from a rank or an agent that outlives the supervisor, only a job that runs, that is
+    at its time limit, or that ends because its batch script was killed; never a cancelled one.
+
+    `restarts` is the job's restart count when this process was started: one on a node that was cut
+    off may outlive its launch, and must not touch the next one. `superseded`: the run has a newer
+    attempt; `fruitless`: the supervisor was lost before, and nothing was saved since.
+    """
+    if superseded:
+        return RequeueDecision(False, "the run has a newer attempt: it continues there")
+    if job.restarts != restarts:
+        return RequeueDecision(
+            False, "the job was started again in the meantime: it continues there"
+        )
+    script_died = job.state in ("COMPLETING", "FAILED") and job.reason.startswith(_SCRIPT_DIED)
+    if not (job.may_go_back or script_died):
+        return RequeueDecision(False, f"the job is {job.state}: Slurm decides what happens to it")
+    if not job.may_requeue:
+        return RequeueDecision(
+            False, "the job was submitted with --no-requeue: submit it again to continue"
+        )
+    if fruitless:
+        return RequeueDecision(
+            False,
+            "the supervisor was lost again before a new step was saved: look at why, then submit "
+            "the job again",
+        )
+    return RequeueDecision(True, "the supervisor is gone: requeueing the job")
+
+
 class RequeueOutcome(Enum):
     DONE = "the job is back in the queue"
     LEFT = "it was decided against"

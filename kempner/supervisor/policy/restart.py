@@ -33,6 +33,9 @@ from kempner.supervisor.policy.stop import PREEMPTED
 HEALED_BY_A_RESTART = (ExitCode.CRASHED, ExitCode.PEERS_LOST, ExitCode.HUNG)
 """Failures that a restart can help with; the other codes need the user, or are no failures."""
 
+GO_ON_LATER = (*HEALED_BY_A_RESTART, ExitCode.CHECKPOINT_FAILED)
+"""Failures during a stop that need not come again once the job is back."""
+
 PAUSES = (0.0, 20.0, 60.0)
 """Seconds before the first, second and later restarts in a row after a loss of nodes or network,
 which may be back by then."""
@@ -109,6 +112,16 @@ def decide_restart(
     last = len(fruitless) + 1 >= budget
     pause = PAUSES[min(len(fruitless), len(PAUSES) - 1)] if failure.node_lost else 0.0
     return RestartDecision(True, f"{decision.reason} {here}; restarting {start}", last, pause)
+
+
+def failed_as_it_stopped(decision: Decision, verdict: RestartDecision) -> Decision | None:
+    """How a job ends whose ranks were to stop and failed, where it comes back: it goes on then, if
+    a restart would have helped here. A save that fails is no proof that the next one will. None
+    where the run is given up."""
+    if not (verdict.again or decision.code is ExitCode.CHECKPOINT_FAILED):
+        return None
+    reason = f"{decision.reason} while it stopped; start again to continue"
+    return replace(decision, code=ExitCode.STOPPED, reason=reason)
 
 
 def blame_environment(decision: Decision, worked: bool) -> Decision:
@@ -298,7 +311,7 @@ _JOB_END_SENTENCES = {
 
 def _refusal(first: JobState | None, job: JobState, fruitless: int) -> str:
     """Why the job cannot be requeued in its present state; empty if it can."""
-    if not job.running:
+    if not job.may_go_back:
         unclear = f"the job is {job.state}: if Slurm does not requeue it, submit it again"
         # Without an earlier state, a requeue by Slurm cannot be told from a cancellation.
         known = first is not None or job.state != "COMPLETING"

@@ -33,7 +33,7 @@ shutdown."""
 
 EXIT_MARGIN = 15.0
 """The least seconds before the job's end by which every rank must have exited or is killed. After
-that srun ends and the job is requeued, which Slurm refuses once its time is over."""
+that srun ends and the job is requeued, which Slurm refuses from KillWait after its end on."""
 
 MARGIN_FACTOR = 2.0
 """The margin is this factor times what the exit and the requeue took in earlier attempts."""

@@ -265,6 +265,8 @@ class JobMonitor:
             left, kill_wait = self.seconds_left(state), self._settings.kill_wait
             self._post(JobSeen(state, left, kill_wait, asked_at, self._grace))
             preempted = state.times.preempt is not None  # Slurm requeues it itself
+            if left is not None and not state.running and state.may_go_back:
+                left += kill_wait  # at its time limit: Slurm takes it back until it kills it
             at = None if left is None or preempted else time.monotonic() + left
             board().tell_end(at, state.times.end)
         if self._grace is None:  # used at the next look: a warning is not urgent

@@ -143,12 +143,13 @@ def decide_for_supervisor(sight: Sight, restarts: int, job: JobState) -> Requeue
     """Whether to put back a job that was just looked at; `restarts` is how often it was when this
     launch began.
 
-    Only one that runs: asked to requeue one that was cancelled, Slurm brings it back to life."""
+    Only one that runs or is at its time limit: asked to requeue one that was cancelled, Slurm
+    brings it back to life."""
     if sight.stage is SupervisorStage.SETTLED:
         return RequeueDecision(False, "the supervisor has settled what becomes of the job")
     if restarts != job.restarts:
         return RequeueDecision(False, "the job was started again: it continues there")
-    if not job.running:
+    if not job.may_go_back:
         return RequeueDecision(False, f"the job is {job.state}: Slurm decides what becomes of it")
     if not job.may_requeue:
         return RequeueDecision(False, "the job was submitted with --no-requeue", refused=True)

@@ -29,7 +29,12 @@ from kempner.cluster.network.tcp_stalls import dead_connections
 from kempner.cluster.slurm.command import SlurmError
 from kempner.cluster.slurm.hostlist import node_name
 from kempner.cluster.slurm.job import JobState, restart_count
-from kempner.cluster.slurm.scontrol import RequeueDecision, RequeueOutcome, SlurmAccess, put_back
+from kempner.cluster.slurm.scontrol import (
+    RequeueOutcome,
+    SlurmAccess,
+    decide_orphan_requeue,
+    put_back,
+)
 from kempner.cluster.world import World, discover
 from kempner.config.sections import Config, SuperviseSection
 from kempner.run.control.client import ControlClient, Reactions
@@ -85,42 +90,6 @@ TRY_FOR = 3600.0
 
 _LOOK = 0.2
 """Seconds between two looks whether another rank requeues."""
-
-_SCRIPT_DIED = ("JobLaunchFailure", "NonZeroExitCode", "RaisedSignal")
-"""Slurm's reasons for a job whose batch script was killed, the last followed by the signal. A
-cancelled job has no reason."""
-
-
-def decide_orphan_requeue(
-    job: JobState, restarts: int, superseded: bool, fruitless: bool = False
-) -> RequeueDecision:
-    """Requeue only a job that runs, or that ends because its batch script, the supervisor, was
-    killed; never a cancelled one.
-
-    `restarts` is the job's restart count when this rank was started: a rank on a node that was cut
-    off may outlive its launch, and must not touch the next one. `superseded`: the run has a newer
-    attempt; `fruitless`: the supervisor was lost before, and nothing was saved since.
-    """
-    if superseded:
-        return RequeueDecision(False, "the run has a newer attempt: it continues there")
-    if job.restarts != restarts:
-        return RequeueDecision(
-            False, "the job was started again in the meantime: it continues there"
-        )
-    script_died = job.state in ("COMPLETING", "FAILED") and job.reason.startswith(_SCRIPT_DIED)
-    if not (job.running or script_died):
-        return RequeueDecision(False, f"the job is {job.state}: Slurm decides what happens to it")
-    if not job.may_requeue:
-        return RequeueDecision(
-            False, "the job was submitted with --no-requeue: submit it again to continue"
-        )
-    if fruitless:
-        return RequeueDecision(
-            False,
-            "the supervisor was lost again before a new step was saved: look at why, then submit "
-            "the job again",
-        )
-    return RequeueDecision(True, "the supervisor is gone: requeueing the job")
 
 
 def hand_back(

@@ -1,9 +1,12 @@
-"""A disk that is full, or a quota that is used up on one rank alone: a save fails, and no more."""
+"""A disk is full, or a quota used up, for all ranks or for one alone: a save fails, and no more."""
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
+import subprocess
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -92,3 +95,50 @@ def test_a_limit_that_one_rank_alone_runs_into(run: Run, reference: Run) -> None
     resource.prlimit(rank_1, resource.RLIMIT_FSIZE, before)
     assert_it_goes_on(run, reference, job, folder)
     note("limit of one rank", reasons=list(reasons), failed=len(run.events("checkpoint_failed")))
+
+
+@pytest.fixture
+def quota(tmp_path: Path) -> Iterator[Path]:
+    """A folder with a quota of 4 MiB on a disk with room for more: a subvolume of btrfs, whose
+    quotas hold for root, too."""
+    if lacking := [tool for tool in ("mkfs.btrfs", "btrfs") if shutil.which(tool) is None]:
+        pytest.skip(f"a quota needs {lacking[0]}, of btrfs-progs")
+    if os.geteuid() != 0:
+        pytest.skip("mounting a file system needs root")
+    image, disk = tmp_path / "image", tmp_path / "disk"
+    disk.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(256 << 20)
+    _run("mkfs.btrfs", "--quiet", "--metadata", "single", image)
+    try:
+        _run("mount", "-o", "loop", image, disk)
+    except subprocess.CalledProcessError:
+        pytest.skip("no loop device, or no btrfs in this kernel")
+    try:
+        _run("btrfs", "quota", "enable", disk)
+        _run("btrfs", "subvolume", "create", disk / "limited")
+        _run("btrfs", "qgroup", "limit", "4M", disk / "limited")
+        yield disk / "limited"
+    finally:
+        _run("umount", disk)
+
+
+def _run(*command: str | Path) -> None:
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def test_a_quota_that_is_used_up(run: Run, reference: Run, quota: Path) -> None:
+    folder = CheckpointFolder(quota / "checkpoints")
+    job = run.supervise(WORLD, f'--checkpoint.dir="{folder.path}"', *ENDLESS)
+    wait_until(lambda: len(folder.committed()) > 1, "two commits", job=job)
+    ballast = quota / "ballast"
+    with open(ballast, "wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(b"x" * 4096)
+    assert shutil.disk_usage(quota).free > 64 << 20
+    reasons = assert_a_failure_costs_nothing(run, job, folder)
+    assert any("Disk quota exceeded" in reason for reason in reasons.values()), reasons
+    ballast.unlink()
+    _run("btrfs", "filesystem", "sync", quota)  # it counts what is free only from time to time
+    assert_it_goes_on(run, reference, job, folder)
+    note("quota", reasons=list(reasons), failed=len(run.events("checkpoint_failed")))

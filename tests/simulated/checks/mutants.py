@@ -16,13 +16,13 @@ from unittest.mock import patch
 
 from kempner.checkpoint.format import names
 from kempner.checkpoint.store import commit, retention, selection
-from kempner.cluster.slurm import allocation, job
+from kempner.cluster.slurm import allocation, job, scontrol
 from kempner.run.record import attempts
+from kempner.supervisor.launchers.agents import last_resort
 from kempner.supervisor.monitors import hangs
 from kempner.supervisor.policy import outcome, restart, stop
 from kempner.supervisor.watchdog import watch
 from kempner.training import anomalies, final_save
-from kempner.training.rank_link import rank_link
 from simulated import batch, daemon
 from simulated.checks.oracle import Invariant
 from simulated.faults import Kind
@@ -94,13 +94,21 @@ ENDLESS, UNFINISHED = Invariant.ENDLESS, Invariant.UNFINISHED
 
 MUTANTS = (
     _mutant("a job is requeued whatever its state", restart, "_refusal",
-            "if not job.running:", "if False:", REVIVED),
+            "if not job.may_go_back:", "if False:", REVIVED),
+    _mutant("a job at its time limit is given up", job.JobState, "may_go_back",
+            'self.reason == "TimeLimit"', "False", UNFINISHED, kinds=(Kind.LIMIT,)),
+    _mutant("a failure during a stop ends the job", restart, "failed_as_it_stopped",
+            "code=ExitCode.STOPPED", "code=decision.code", UNFINISHED,
+            kinds=(Kind.CRASH, Kind.WARNING, Kind.TOLD)),
+    _mutant("agents leave the job to others", last_resort, "decide_last_resort",
+            "ending and job.running", "True", UNFINISHED,
+            kinds=(Kind.KEEPER_KILLED, Kind.BATCH_HOST_LOST, Kind.KILL)),
     _mutant("a job that completes counts as running", job.JobState, "running",
             '{"COMPLETING", "STAGE_OUT"', '{"STAGE_OUT"', REVIVED),
-    _mutant("orphaned ranks requeue without a look at the state", rank_link,
-            "decide_orphan_requeue", "if not (job.running or script_died):", "if False:", REVIVED,
+    _mutant("orphaned ranks requeue without a look at the state", scontrol,
+            "decide_orphan_requeue", "not (job.may_go_back or script_died)", "False", REVIVED,
             kinds=(Kind.BATCH_HOST_LOST, Kind.ORPHANS, Kind.CANCEL)),
-    _mutant("orphaned ranks never requeue", rank_link, "decide_orphan_requeue",
+    _mutant("orphaned ranks never requeue", scontrol, "decide_orphan_requeue",
             "return RequeueDecision(True,", "return RequeueDecision(False,", UNFINISHED,
             kinds=(Kind.BATCH_HOST_LOST,)),
     _mutant("a stop is no reason to requeue", restart, "decide_requeue",
@@ -138,14 +146,11 @@ MUTANTS = (
             "if all(e.code == ExitCode.COMPLETED for e in exits):",
             "if any(e.status in (ExitCode.COMPLETED, ExitCode.STOPPED) for e in exits):",
             UNFINISHED),
-    _mutant("a kill during a stop is a crash", outcome, "decide_outcome",
-            "if stop_requested.ends_run and _from_outside(first):", "if False:", UNFINISHED,
-            kinds=(Kind.KILL, Kind.PREEMPT, Kind.WARNING)),
     _mutant("a hang is never seen", hangs.HangDetector, "check",
             "if still <= limit:", "if True:", UNFINISHED, kinds=(Kind.HANG,)),
     _mutant("every pause is a hang", hangs.HangDetector, "patience",
             "patience(section.hang_timeout_min, ceiling, long)",
-            "patience(0.0, ceiling, long and 0.1 * usual.long)", UNFINISHED, ENDLESS),
+            "patience(0.0, ceiling, long and 0.01 * long)", UNFINISHED, ENDLESS),
     _mutant("a lost node stays in the allocation", allocation, "without",
             "nodes = (*left, *spare[:missing])", "nodes = allocation.nodes", UNFINISHED, ENDLESS,
             users=(daemon,)),

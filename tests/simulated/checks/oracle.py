@@ -42,14 +42,15 @@ class Invariant(Enum):
     their trouble; a load comes to an end."""
     UNFINISHED = "every run that can finish does"
     """A run is complete only with its last step committed. It stops for good, or needs a person,
-    only for a reason that the model knows of: it was cancelled, its job may not be requeued, Slurm
-    refuses or is mute, the keeper or the batch host was lost, its time was cut, saves were made to
-    fail, it has used up its budget or met the same exception at the same step, or it came back in
-    vain. A person then starts it again. No save of the live attempt fails that was not made to. No
-    attempt starts
-    on a node that does not answer. At a time limit that is known, healthy ranks lose no step, once
-    a save was measured and if saves are faster than their interval. With all faults over, it
-    completes within the time that the whole run takes, some hangs, and the repair of nodes."""
+    only for a reason that the model knows of, and that holds for the launch that ended: it was
+    cancelled, its job may not be requeued, Slurm refused a requeue, gave no answer until it had
+    ended the job, or all nodes on which kempner had a process were lost; saves were made to fail,
+    it has used up its budget or met the same exception at the same step, or it came back in vain. A
+    person then starts it again. No save of the live attempt fails that was not made to. No attempt
+    starts on a node that does not answer. At a time limit that is known, healthy ranks lose no
+    step, once a save was measured and if saves are faster than their interval. With all faults
+    over, it completes within the time that the whole run takes, some hangs, and the repair of
+    nodes."""
 
 
 class Violation(AssertionError):
@@ -91,10 +92,14 @@ class Oracle:
         self._launches, self._requeues = Counter[str](), Counter[str]()
         self._troubles: list[int] = []
         """Where the loss was when it sent the run back."""
+        self._troubles_of_others: list[int] = []
+        """The same of attempts that did not own the run any more: those remember it, too."""
         self._failed_saves = 0
         self._back_to: int | None = None
-        self.excuse = ""
-        """Why a person is needed, if one is."""
+        self._excuses: dict[str, str] = {}
+        """Why a person is needed if a job ends, by jobs of which that is known."""
+        self.excused = Counter[str]()
+        """How often a person was needed, by reasons."""
 
     # Commits
 
@@ -142,10 +147,13 @@ class Oracle:
         if actor == self.current:
             self._back_to = None
             self._troubles.append(at)
+        else:
+            self._troubles_of_others.append(at)
 
-    def _in_vain(self) -> int:
+    def _in_vain(self, others: bool = False) -> int:
         """How many rollbacks were not followed by a commit beyond their trouble."""
-        return sum(1 for at in self._troubles if not self.branch or at >= self.branch[-1])
+        troubles = self._troubles + (self._troubles_of_others if others else [])
+        return sum(1 for at in troubles if not self.branch or at >= self.branch[-1])
 
     def looked(self, tried: int, many: int) -> None:
         """A load looks at yet another checkpoint."""
@@ -168,6 +176,10 @@ class Oracle:
         self.branch = [s for s in self.branch if s <= step]
 
     # Launches
+
+    def launched(self, job: str) -> None:
+        """Slurm starts a job: what was known of its launch before counts no more."""
+        self._excuses.pop(job, None)
 
     def began(self, job: str) -> None:
         """A supervisor begins an attempt, after a look at the ledger."""
@@ -211,13 +223,13 @@ class Oracle:
 
     # Ends
 
-    def refused(self) -> None:
+    def refused(self, job: str) -> None:
         """Slurm does not take the job back."""
-        self.excuse = "Slurm refuses"
+        self._excuses[job] = "Slurm refuses"
 
-    def superseded(self) -> None:
+    def superseded(self, job: str) -> None:
         """A save was refused by the fence."""
-        self.excuse = "another attempt owns the run"
+        self._excuses[job] = "another attempt owns the run"
 
     def save_failed(self) -> None:
         """A save could not be written, by a fault."""
@@ -240,40 +252,42 @@ class Oracle:
         if len(earlier) < self._budget and not (last.raised and again):
             words = f"given up after {[last, *earlier]}, of {self._budget}"
             raise Violation(Invariant.UNFINISHED, words)
-        self.excuse, self._failures = "given up", []
+        self._excuses[job], self._failures = "given up", []
         self._forget_launches()
 
     def parted(self, job_id: str, decision: Decision, job: JobState | None) -> None:
         """The job is not put back into the queue."""
         match decision.code:
             case ExitCode.CHECKPOINT_FAILED if self._failed_saves:
-                self.excuse = "saves fail"
-            case ExitCode.DIVERGED if self._in_vain() >= self._max_rollbacks or not self.branch:
-                self.excuse = "diverged"
+                self._excuses[job_id] = "saves fail"
+            case ExitCode.DIVERGED if (
+                self._in_vain(others=True) >= self._max_rollbacks or not self.branch
+            ):
+                self._excuses[job_id] = "diverged"
             case ExitCode.BAD_DATA if self._back_to is not None:
-                self.excuse = "all that it could go back to is damaged"
-            case ExitCode.CRASHED if "ValueError" in decision.reason:
-                self.excuse = "an exception while it stopped"
-            case _ if job is None:
-                self.excuse = "Slurm is mute"
-            case _ if job.running and self._requeues[job_id] >= MAX_REQUEUES_WITHOUT_PROGRESS:
-                self.excuse = "it came back in vain"
+                self._excuses[job_id] = "all that it could go back to is damaged"
+            case _ if job is not None and (
+                job.running and self._requeues[job_id] >= MAX_REQUEUES_WITHOUT_PROGRESS
+            ):
+                self._excuses[job_id] = "it came back in vain"
 
-    def left_alone(self, job_id: str) -> None:
+    def left_alone(self, job: str) -> None:
         """Its watchdog does not put the job back."""
-        if self._requeues[job_id] >= MAX_REQUEUES_WITHOUT_PROGRESS:
-            self.excuse = "it came back in vain"
+        if self._requeues[job] >= MAX_REQUEUES_WITHOUT_PROGRESS:
+            self._excuses[job] = "it came back in vain"
 
     def lost_at_limit(self, steps: int) -> None:
         """A job that is stopped because its time is over has steps that were not saved."""
         words = f"{steps} steps are lost at a time limit that was known"
         raise Violation(Invariant.UNFINISHED, words)
 
-    def needs_person(self, known: str) -> None:
-        """The run is in no queue, and not complete; `known` is what the model has done to it."""
-        if not (self.excuse or known):
+    def needs_person(self, job: str, known: str) -> None:
+        """The run is in no queue, and not complete; `known` is what the model has done to its last
+        job."""
+        reason = known or self._excuses.get(job, "")
+        if not reason:
             raise Violation(Invariant.UNFINISHED, "it has stopped for good, for no known reason")
-        self.excuse = ""
+        self.excused[reason] += 1
         self._forget_launches()
 
     def completed(self, max_steps: int) -> None:

@@ -15,7 +15,11 @@ from kills import assert_healed, assert_on_demand, note_healing, overrides, plai
 from lab import Cluster
 from submitting import Project
 
-pytestmark = [pytest.mark.timeout(7200), pytest.mark.drill]
+pytestmark = [
+    pytest.mark.timeout(7200),
+    pytest.mark.drill,
+    pytest.mark.alone("starts are measured that need all eight nodes"),
+]
 
 NODES, INTERVAL, KILLS = 8, 3, 50
 

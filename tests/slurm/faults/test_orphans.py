@@ -1,6 +1,11 @@
-"""The supervisor dies, alone or with its node, and its ranks put the job back into the queue."""
+"""The supervisor dies, alone or with its node, and its ranks put the job back into the queue, or
+their agents where no rank can."""
 
 from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
 
 import pytest
 from lab import Cluster
@@ -66,5 +71,52 @@ def test_a_job_whose_supervisor_is_killed_is_requeued_with_all_that_it_has_done(
     assert cluster.job(job)["Restarts"] == "1"
     assert f"resumed at step {stopped['step']}" in project.log(job)
     assert "did not renew its lease" not in project.log(job)
+    taken = [sample for step in project.run.samples().values() for sample in step]
+    assert sorted(taken) == list(range(8 * STEPS))
+
+
+@pytest.mark.every_slurm
+def test_agents_requeue_a_job_whose_batch_process_is_killed_while_no_rank_can(
+    cluster: Cluster, project: Project
+) -> None:
+    job = project.train(*LONG, nodes=2)
+    project.reach(job, 21)
+    for node in ("node1", "node2"):
+        project.signal_ranks(node, signal.SIGSTOP)
+    (keeper,) = _processes(cluster, cluster.job(job)["BatchHost"], "kempner-keeper")
+    os.kill(keeper, signal.SIGKILL)
+    _assert_requeued_by_an_agent(cluster, project, job)
+
+
+@pytest.mark.every_slurm
+def test_agents_requeue_a_job_whose_batch_host_is_lost_while_no_rank_is_there(
+    cluster: Cluster, project: Project
+) -> None:
+    job = project.train(*LONG, nodes=3, options=NO_GPUS)
+    project.reach(job, 21)
+    seen = look(project.run.record.supervisors)
+    assert seen is not None
+    assert seen.holder is not None
+    cluster.run("node1", "kill", "-STOP", str(seen.holder.pid))  # it starts no ranks any more
+    for node in ("node1", "node2", "node3"):
+        project.signal_ranks(node, signal.SIGKILL)
+    cluster.crash("node1")
+    _assert_requeued_by_an_agent(cluster, project, job)
+
+
+def _processes(cluster: Cluster, node: str, name: str) -> list[int]:
+    """Those of this name, as numbered outside."""
+    pids = cluster.machines[node].processes()
+    return [pid for pid in pids if Path(f"/proc/{pid}/comm").read_text().strip() == name]
+
+
+def _assert_requeued_by_an_agent(cluster: Cluster, project: Project, job: str) -> None:
+    _wait_for_requeue(project, job)
+    newest = project.run.latest()
+    project.end(job)
+    requeued, *_ = project.events("requeued")  # two agents may have asked at once, and tell of it
+    assert (requeued.get("by_rank"), requeued["reason"][:22]) == (None, "the supervisor is gone")
+    assert cluster.job(job)["Restarts"] == "1"
+    assert f"resumed at step {newest}" in project.log(job)
     taken = [sample for step in project.run.samples().values() for sample in step]
     assert sorted(taken) == list(range(8 * STEPS))

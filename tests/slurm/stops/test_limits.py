@@ -68,3 +68,25 @@ def test_the_time_limit_costs_nothing(
     assert asked == ["Slurm sent a warning"]
     (asked_alone,) = unwarned.events("stop_requested")
     assert "left of the job's time" in asked_alone["sentence"]
+
+
+AT_ITS_LIMIT = """#!/bin/bash
+[ -n "$SLURM_RESTART_COUNT" ] && exit 0
+trap 'scancel -v "$SLURM_JOB_ID" 2>> "$1"; scontrol requeue "$SLURM_JOB_ID"' TERM
+while true; do sleep 1; done
+"""
+"""Asks for its end, and for its requeue, only once its time is over."""
+
+
+@pytest.mark.every_slurm
+def test_slurm_takes_a_job_back_at_its_time_limit_until_it_kills_it(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """What kempner relies on in need: a limit that was moved, a controller that was away. No person
+    can have cancelled the job meanwhile."""
+    script, said = tmp_path / "at_its_limit.sh", tmp_path / "said.txt"
+    script.write_text(AT_ITS_LIMIT)
+    job = cluster.sbatch("--time=1", "--requeue", "--output=/dev/null", str(script), str(said))
+    assert cluster.wait_for(job, "COMPLETED", "TIMEOUT", "FAILED", deadline=240) == "COMPLETED"
+    assert cluster.job(job)["Restarts"] == "1"
+    assert "already completing" in said.read_text()

@@ -60,6 +60,7 @@ from kempner.supervisor.launchers.agents.invitation import (
     JoinTerms,
     hear_departures,
 )
+from kempner.supervisor.launchers.agents.last_resort import LastResort
 from kempner.supervisor.launchers.agents.messages import (
     ADDRESSES,
     BEAT,
@@ -288,9 +289,11 @@ class NodeAgent:
         secret: Secret,
         addresses: Sequence[str],
         terms: JoinTerms | None = None,
+        last_resort: LastResort | None = None,
     ) -> None:
         self._program, self._children, self._here = program, children, here
-        self._secret, self._terms = secret, terms
+        self._secret, self._terms, self._last_resort = secret, terms, last_resort
+        self._job: str | None = None
         self._sender, copies = CopySender(secret), CopyHolder()
         receiver = CopyReceiver(copies, secret, addresses, node_name(os.environ))
         self._slots = SlotKeeper(SlotHolder(), copies, receiver.listen)
@@ -316,8 +319,7 @@ class NodeAgent:
             try:
                 event = self._incoming.get(timeout=LOOK)
             except Empty:
-                if not self._children.alive() and self._link.alone_for() > self._patience:
-                    logger().warning("the supervisor is gone, and no rank is left")
+                if self._is_left_alone():
                     return self._leave(ALONE_CODE)
                 continue
             if isinstance(event, LeaveOrder):
@@ -325,6 +327,20 @@ class NodeAgent:
                     say(f"kempner join: {event.refusal}", sys.stderr)
                 return self._leave(REFUSED_CODE if event.refusal else 0)
             self._act_on(event)
+
+    def _is_left_alone(self) -> bool:
+        """Whether the supervisor is gone, and no rank is left; the job is seen to then."""
+        if self._link.alone_for() <= self._patience:
+            return False
+        last_resort = self._last_resort
+        if last_resort is not None and self._patience == ALONE_AT_A_STOP:
+            last_resort.begin(self._job, self._attempt)
+        if self._children.alive():
+            return False
+        logger().warning("the supervisor is gone, and no rank is left")
+        if last_resort is not None:
+            last_resort.finish(self._job, self._attempt)
+        return True
 
     def take_signal(self, came: ReceivedSignal) -> None:
         self._incoming.put(came)
@@ -439,6 +455,7 @@ class NodeAgent:
         self._sender.end()
         self._slots.copies.clear()
         launch = order.launch.open(self._secret, order.attempt)
+        self._job = launch.job
         size = order.size if order.ranks is None else order.ranks
         socket = self._link.ranks.begin(order.attempt, size, launch.secret)
         launch = replace(launch, socket=socket)
@@ -534,7 +551,8 @@ def main(text: str, environ: MutableMapping[str, str]) -> None:
         return Caller(role, step, task, node_name(os.environ), os.getpid(), joins)
 
     here, program = AgentRankSetup(_run(terms, environ)), _program(text)
-    agent = NodeAgent(program, Children(), here, place.secret, place.addresses, terms)
+    last_resort = LastResort.here(here.run, environ) if terms is None else None
+    agent = NodeAgent(program, Children(), here, place.secret, place.addresses, terms, last_resort)
     inbox().react_with(agent.take_signal)
     code = agent.run(AgentLink(place, caller, agent.hear))
     sys.stdout.flush()

@@ -29,6 +29,7 @@ from kempner.run.process.exit_codes import ExitCode, StopReason
 from kempner.run.record.events import NodeSuspected
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger, read_lines
+from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.attempt import AttemptFollower
 from kempner.supervisor.control.program_reports import LastReport
 from kempner.supervisor.control.rank_connections import AWAY, RECONNECT
@@ -136,6 +137,43 @@ def test_ranks_that_fail_before_slurm_has_said_anything_come_back_without_the_no
     end = restart_or_finish(_context(tmp_path, ledger, job), follower, decision, [TRAINED])
     assert end is not None
     assert end.bad_nodes == ("node2",)
+
+
+@pytest.mark.parametrize(
+    ("status", "shown", "twice", "code"),
+    [
+        (ExitCode.CRASHED, {}, False, ExitCode.STOPPED),
+        (ExitCode.CHECKPOINT_FAILED, {}, False, ExitCode.STOPPED),
+        (ExitCode.CRASHED, {}, True, ExitCode.CRASHED),
+        (ExitCode.CRASHED, {"Requeue": "0"}, False, ExitCode.CRASHED),
+        (ExitCode.DIVERGED, {}, False, ExitCode.DIVERGED),
+    ],
+)
+def test_a_rank_that_fails_as_it_stops_keeps_no_job_from_the_queue(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    status: ExitCode,
+    shown: dict[str, str],
+    twice: bool,
+    code: ExitCode,
+) -> None:
+    """But for what no later start can help: the same exception at the same step, say."""
+    job, hands = JobMonitor("7", batch=True), Hands()
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    follower = follow(hands, 1, Config(), ledger, job)
+    fields = {"JobId": "7", "JobState": "RUNNING", "Requeue": "1", "BatchFlag": "1"}
+    seen = parse_job(fields | shown)
+    monkeypatch.setattr(scontrol, "job_state", lambda job, within=0.0: seen)
+    feed(follower, Connected(0, "node1", 7), JobSeen(seen, 100.0, 30.0))
+    follower.enforce()
+    feed(follower, RankExit(0, int(status), sentence="ValueError: no such thing"))
+    decision = decide_outcome(follower.ends, follower.stop.reason)
+    earlier = [Failure(follower.step_of(0), None, "ValueError: no such thing")] * twice
+    context = _context(tmp_path, ledger, job)
+    context.run = RunDirectory(tmp_path)
+    end = restart_or_finish(context, follower, decision, earlier)
+    assert end is not None
+    assert end.code is code
 
 
 def _context(folder: Path, ledger: Ledger, job: JobMonitor) -> Any:

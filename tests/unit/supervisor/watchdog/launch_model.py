@@ -2,10 +2,10 @@
 order in which their steps, their deaths and their messages can come.
 
 The decisions are the real ones. What is assumed of Slurm was seen on the tests' cluster: it takes
-back a job that runs, and one that was cancelled and still completes, which brings it back to life;
-it refuses one that is pending; it starts a job again once all of its processes are gone, or were
-cut off with their node. Between a look at a job and the request that follows directly no person
-cancels it: Slurm has no request that would exclude that.
+back a job that runs, or is at its time limit and not killed yet, and one that was cancelled and
+still completes, which brings it back to life; it refuses one that is pending; it starts a job again
+once all of its processes are gone, or were cut off with their node. Between a look at a job and the
+request that follows directly no person cancels it: Slurm has no request that would exclude that.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kempner.cluster.slurm.job import JobState, parse_job
-from kempner.cluster.slurm.scontrol import RequeueDecision, came_back
+from kempner.cluster.slurm.scontrol import RequeueDecision, came_back, decide_orphan_requeue
 from kempner.run.process.exit_codes import ExitCode
 from kempner.supervisor.policy.outcome import Decision
 from kempner.supervisor.policy.restart import decide_requeue
 from kempner.supervisor.watchdog.board import SupervisorStage
 from kempner.supervisor.watchdog.watch import Act, Sight, decide_for_supervisor, next_act
-from kempner.training.rank_link.rank_link import decide_orphan_requeue
 
 MARGIN = 15.0
 LEFT = {"far": 1000.0, "margin": 12.0, "last": 4.0, "over": -1.0}
@@ -265,9 +264,9 @@ def _taken_back(world: World) -> World:
     """Slurm gets a request to put the job back."""
     if world.job == "again":
         return world._replace(broke="requeued twice")
-    if world.job in ("cancelled", "timeout", "over"):
+    if world.job in ("cancelled", "over"):
         return world._replace(broke="revived")
-    if world.job not in ("runs", "bereft"):
+    if world.job not in ("runs", "bereft", "timeout"):
         return world  # refused
     if world.stage is SupervisorStage.SETTLED and world.wants in ("complete", "give up"):
         return world._replace(broke="revived")
@@ -287,10 +286,10 @@ def _slurm(world: World, busy: bool) -> Steps:
     if world.job == "runs" and world.clock in LATER and not (busy and world.clock != "far"):
         yield "time", world._replace(clock=LATER[world.clock])
     if world.job == "runs" and world.clock == "over" and not busy:
-        yield "time limit", _all_killed(world._replace(job="timeout"))
+        yield "time limit", world._replace(job="timeout")
     if world.job == "queued":
         yield "starts again", _all_killed(world._replace(job="again"))
-    if world.job == "bereft" and not busy:
+    if world.job in ("bereft", "timeout") and not busy:
         yield "killed", _all_killed(world._replace(job="over"))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from kempner.cluster.slurm.command import SlurmError, SlurmRefusedError
 from kempner.cluster.slurm.job import JobState, parse_job
-from kempner.cluster.slurm.scontrol import SlurmAccess
+from kempner.cluster.slurm.scontrol import SlurmAccess, decide_orphan_requeue
 from kempner.run.record.attempts import begin_attempt
 from kempner.run.record.events import CheckpointCommitted, Requeued
 from kempner.run.record.lease import RELEASED, Holder, LeaseReading
@@ -22,7 +22,6 @@ from kempner.training.rank_link import rank_link
 from kempner.training.rank_link.rank_link import (
     SupervisorWatch,
     Watched,
-    decide_orphan_requeue,
     hand_back,
     has_died,
 )
@@ -40,7 +39,8 @@ def job(state: str, reason: str, may_requeue: str = "1", restarts: str = "2") ->
         (job("SIGNALING", "None"), False, True, "requeueing the job"),
         (job("RUNNING", "None", may_requeue="0"), False, False, "--no-requeue"),
         (job("COMPLETING", "None"), False, False, "is COMPLETING"),  # cancelled
-        (job("COMPLETING", "TimeLimit"), False, False, "is COMPLETING"),
+        (job("COMPLETING", "TimeLimit"), False, True, "requeueing the job"),
+        (job("TIMEOUT", "TimeLimit"), False, False, "is TIMEOUT"),
         (job("COMPLETING", "JobLaunchFailure"), False, True, "requeueing the job"),
         (job("COMPLETING", "RaisedSignal:9(Killed)"), False, True, "requeueing the job"),
         (job("FAILED", "NonZeroExitCode"), False, True, "requeueing the job"),

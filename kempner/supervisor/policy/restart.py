@@ -98,8 +98,8 @@ def decide_restart(
             False, f"{decision.reason}, which program.fail_codes names: a restart would not help"
         )
     here = f"at step {failure.step}" if failure.step else "before the first step"
-    alike = [other for other in earlier if other.node_lost is failure.node_lost]
-    fruitless = list(takewhile(lambda f: f.committed == failure.committed, reversed(alike)))
+    in_a_row = takewhile(lambda f: f.committed == failure.committed, reversed(earlier))
+    fruitless = [other for other in in_a_row if other.node_lost is failure.node_lost]
     if any(failure.is_like(other) for other in fruitless):
         return RestartDecision(
             False,

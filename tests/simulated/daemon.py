@@ -346,6 +346,8 @@ class Daemon:
                 world.record(Requeued(step, job.id, preempted=preempted))
         else:
             world.oracle.parted(job.id, decision, state)
+            if self.ranks is not None and self.ranks.attempt.number != world.oracle.current:
+                world.oracle.superseded(job.id)
         self._board.settle()
         if refusal:
             world.record(NotRequeued(step, refusal))

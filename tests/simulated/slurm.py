@@ -203,7 +203,7 @@ class Slurm:
         job.preempt_time, job.shortened, job.asleep, job.suspended_at = None, False, 0.0, None
         job.end_time = None if job.time_limit is None else now + job.time_limit
         job.life, job.no_room_until = Life(), 0.0
-        job.agents, job.lost = set(), set()
+        job.agents, job.lost, job.bereaved_at = set(), set(), 0.0
         self._world.run_batch(job)
         if job.time_limit is not None:
             self._later(job.time_limit, job, self._look_at_limit)

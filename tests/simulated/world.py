@@ -317,8 +317,9 @@ class World(Storage):
         last = LONGEST_PAUSE + 2 * LOOK_EVERY
         if self.engine.now - self.mute_until < last:
             return "Slurm gave no answer until it had ended the job"
-        if self.engine.now - job.no_room_until < last and job.agents == {job.batch_host}:
-            return "no process could be made on its only node until Slurm had ended the job"
+        elsewhere = job.bereaved_at and job.agents != {job.batch_host}
+        if self.engine.now - job.no_room_until < last and not elsewhere:
+            return "no process could be made on the batch host until Slurm had ended the job"
         if job.agents <= job.lost:
             return "all nodes with a process of kempner's were lost"
         return ""

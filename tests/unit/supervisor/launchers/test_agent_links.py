@@ -112,6 +112,7 @@ class Place:
             PORT: str(self.relay.port),
             TOKEN: (secret or self.fleet.secret).token,
             STEP: str(len(self.agents)),
+            "SLURM_JOB_ID": "7",
             "SLURM_PROCID": "0",
             "SLURMD_NODENAME": NODE,
             SUPERVISED: f"ours:{self.folder}/run",

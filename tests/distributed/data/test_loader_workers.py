@@ -87,7 +87,11 @@ def stream(source: Feed, count: int) -> list[tuple[list[int], int, list[Any]]]:
     with closing(source):
         taken = [source.take() for _ in range(count)]
     return [
-        (step.positions, step.cursor_after, [[part.tolist() for part in m] for m in step.micro])
+        (
+            step.positions,
+            step.cursor_after,
+            [[m.inputs.tolist(), m.targets.tolist()] for m in step.micro],
+        )
         for step in taken
         if isinstance(step, StepBatch)
     ]

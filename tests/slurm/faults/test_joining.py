@@ -13,7 +13,10 @@ from submitting import Project
 
 from kempner.run.record.lease import look
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.alone("the jobs that join must start at once, on the nodes that the tests name"),
+]
 
 STEPS = 300
 OPTIONS = (f"--train.max_steps={STEPS}", "--checkpoint.interval=50")

@@ -32,7 +32,8 @@ def came_after(pid: int, earlier: int, proc: Path = Path("/proc")) -> bool:
     container may be known by a number that is another process's here."""
     try:
         same = (proc / str(pid)).stat().st_uid == (proc / str(earlier)).stat().st_uid
-        began, earlier_began = start_ticks(pid, proc), start_ticks(earlier, proc)
+        began = start_ticks(pid, proc, zombies=True)
+        earlier_began = start_ticks(earlier, proc)
     except OSError:
         return False
     return same and began is not None and earlier_began is not None and began >= earlier_began

@@ -163,12 +163,12 @@ def thread_states(pid: int | str, proc: Path = Path("/proc"), name: str = "") ->
     return states
 
 
-def start_ticks(pid: int | str, proc: Path = Path("/proc")) -> int | None:
+def start_ticks(pid: int | str, proc: Path = Path("/proc"), zombies: bool = False) -> int | None:
     """The start time of a process in clock ticks since boot (proc(5), field 22); None if it has
-    ended."""
+    ended, and so has a zombie unless `zombies` count: a thread of it may be stuck in the kernel."""
     try:
         stat = (proc / str(pid) / "stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
     state, *fields = stat.rpartition(")")[2].split()
-    return None if state == "Z" else int(fields[18])
+    return None if state == "Z" and not zombies else int(fields[18])

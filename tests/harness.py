@@ -298,6 +298,10 @@ class Run:
             for step, by_attempt in sorted(taken.items())
         }
 
+    def taken(self) -> list[int]:
+        """All of these positions, step after step."""
+        return [position for step in self.samples().values() for position in step]
+
     def events(self, name: str) -> list[dict[str, Any]]:
         return [e for e in read_lines(self.record.ledger) if e["event"] == name]
 

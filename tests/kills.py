@@ -103,7 +103,7 @@ def assert_healed(run: Run, reference: Run, kills: Sequence[Kill]) -> None:
         assert _resumed(run, attempt) >= _committed(run, before=attempt)
     assert run.steps() == reference.steps()
     assert run.samples() == reference.samples()
-    taken = [sample for step in run.samples().values() for sample in step]
+    taken = run.taken()
     assert sorted(taken) == list(range(len(taken)))
     assert run.weights() == reference.weights() != {}
 

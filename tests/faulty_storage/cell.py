@@ -237,7 +237,7 @@ def wrong_after_a_stop(run: Run) -> list[str]:
 
 def wrong_at_the_end(run: Run, expected: Run) -> list[str]:
     """What should not be when a run has completed."""
-    taken = [sample for step in run.samples().values() for sample in step]
+    taken = run.taken()
     aside = [path.name for path in run.checkpoints.glob("*damaged*")]
     wrong = [f"{name} set aside" for name in aside]
     if run.record.gave_up.exists():

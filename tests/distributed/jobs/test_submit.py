@@ -70,8 +70,7 @@ def test_a_run_outlives_its_session_is_cancelled_and_goes_on(
     assert again.step == STEPS
     assert [event["step"] for event in submitted.events("resumed")] == [stopped]
     assert submitted.steps() == reference.steps()
-    taken = [sample for step in submitted.samples().values() for sample in step]
-    assert taken == [sample for step in reference.samples().values() for sample in step]
+    assert submitted.taken() == reference.taken()
     assert again.log is not None
     assert f"run directory: {submitted.record.path}" in again.log.read_text()
     assert again.job_id != job.job_id

@@ -125,6 +125,5 @@ def test_stops_and_a_kill_change_nothing(
     assert run.steps() == reference.steps()
     assert run.weights() == reference.weights()
     assert list(run.steps()) == list(range(1, STEPS + 1))
-    taken = [sample for step in run.samples().values() for sample in step]
-    assert taken == list(range(8 * STEPS))
+    assert run.taken() == list(range(8 * STEPS))
     note("pair of choices", **combination, stopped_on=stopped_on, killed=[rank, step])

@@ -51,8 +51,7 @@ def test_a_node_that_is_well_again_is_taken_back_without_a_step_lost(project: Pr
     assert len(project.events("attempt_failed")) == 2
     assert project.events("requeued") == []
     assert project.cluster.job(job)["Restarts"] == "0"
-    taken = [sample for step in project.run.samples().values() for sample in step]
-    assert sorted(taken) == list(range(8 * STEPS))
+    assert sorted(project.run.taken()) == list(range(8 * STEPS))
 
 
 @pytest.mark.drill
@@ -74,8 +73,7 @@ def test_a_node_that_fails_again_at_once_is_not_taken_back_at_once(project: Proj
     assert first["time"] < suspect["time"]
     assert all(back["time"] - suspect["time"] > 2 * wait for back in later)
     assert len(project.events("attempt_started")) == 4 + len(later)
-    taken = [sample for step in project.run.samples().values() for sample in step]
-    assert sorted(taken) == list(range(8 * STEPS))
+    assert sorted(project.run.taken()) == list(range(8 * STEPS))
 
 
 @pytest.mark.drill
@@ -105,5 +103,4 @@ def test_what_happens_while_the_ranks_stop_to_grow(project: Project, how: str) -
     assert len(project.events("requeued")) == (how == "warned")
     assert len(project.events("nodes_taken_back")) == (how == "killed")
     assert len(project.events("attempt_failed")) == 1 + (how == "killed")
-    taken = [sample for step in project.run.samples().values() for sample in step]
-    assert sorted(taken) == list(range(8 * STEPS))
+    assert sorted(project.run.taken()) == list(range(8 * STEPS))

@@ -55,8 +55,7 @@ def test_what_hangs_on_another_node_is_named_by_evidence_from_there(
     logs = [project.run.record.log(3, rank) for rank in range(3)]
     hosts = {e["host"] for log in logs for e in read_lines(log) if e["event"] == "ready"}
     assert hosts == {"node1", "node3", "node4"}  # the spare one took its place
-    taken = [sample for step in project.run.samples().values() for sample in step]
-    assert sorted(taken) == list(range(8 * STEPS))
+    assert sorted(project.run.taken()) == list(range(8 * STEPS))
 
 
 @pytest.mark.parametrize(

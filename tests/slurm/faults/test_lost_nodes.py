@@ -54,8 +54,7 @@ def lose(
 
 
 def assert_each_sample_once(project: Project) -> None:
-    taken = [sample for step in project.run.samples().values() for sample in step]
-    assert sorted(taken) == list(range(8 * STEPS))
+    assert sorted(project.run.taken()) == list(range(8 * STEPS))
 
 
 @pytest.mark.every_slurm

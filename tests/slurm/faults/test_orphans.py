@@ -45,8 +45,7 @@ def test_a_job_without_its_supervisor_is_requeued_once(
     # Rank 0 may have committed one more as it was lost, of which no other had heard.
     assert newest >= requeued["step"]
     assert f"resumed at step {newest}" in project.log(job)
-    taken = [sample for step in project.run.samples().values() for sample in step]
-    assert sorted(taken) == list(range(8 * STEPS))
+    assert sorted(project.run.taken()) == list(range(8 * STEPS))
 
 
 # `make check` kills one in test_supervisor_kills.py.
@@ -71,8 +70,7 @@ def test_a_job_whose_supervisor_is_killed_is_requeued_with_all_that_it_has_done(
     assert cluster.job(job)["Restarts"] == "1"
     assert f"resumed at step {stopped['step']}" in project.log(job)
     assert "did not renew its lease" not in project.log(job)
-    taken = [sample for step in project.run.samples().values() for sample in step]
-    assert sorted(taken) == list(range(8 * STEPS))
+    assert sorted(project.run.taken()) == list(range(8 * STEPS))
 
 
 @pytest.mark.every_slurm
@@ -118,5 +116,4 @@ def _assert_requeued_by_an_agent(cluster: Cluster, project: Project, job: str) -
     assert (requeued.get("by_rank"), requeued["reason"][:22]) == (None, "the supervisor is gone")
     assert cluster.job(job)["Restarts"] == "1"
     assert f"resumed at step {newest}" in project.log(job)
-    taken = [sample for step in project.run.samples().values() for sample in step]
-    assert sorted(taken) == list(range(8 * STEPS))
+    assert sorted(project.run.taken()) == list(range(8 * STEPS))

@@ -92,8 +92,7 @@ def test_eight_nodes_of_four_ranks_each_are_warned_and_lose_a_rank(project: Proj
     assert stopped["lost_steps"] == 0
     failed = project.events("attempt_failed")
     assert [event["node"] for event in failed] == ["node5"]
-    taken = [sample for step in project.run.samples().values() for sample in step]
-    assert sorted(taken) == list(range(batch * steps))
+    assert sorted(project.run.taken()) == list(range(batch * steps))
     made = max(line["step"] for line in project.run.metrics() if line["attempt"] == 2)
     begun = [event["time"] for event in project.events("ready_to_train")]
     starts = [event["time"] for event in project.events("attempt_started")]

@@ -32,7 +32,7 @@ from kempner.run.process.durable_io import FileSystem
 from kempner.run.process.exit_codes import DataError
 from kempner.run.process.fail_points import set_fail_point
 from kempner.run.record.attempts import Attempt, SupersededError
-from kempner.training import loop, session, vote
+from kempner.training import evaluation, loop, session, vote
 from kempner.training.anomalies import Numbers
 from kempner.training.compute.forward_backward import sum_over_ranks
 from kempner.training.groups import process_groups
@@ -339,8 +339,8 @@ class Edges:
                 },
             ),
             (loop, {"weightless": lambda *sizes: []}),
-            (loop, {"eval_batches": self.eval_batches}),
-            (loop, {"summed_loss": lambda *arguments: _ONE}),
+            (evaluation, {"eval_batches": self.eval_batches, "token_sizes": lambda folder: None}),
+            (evaluation, {"summed_loss": lambda *arguments: _ONE}),
             (session, {"set_rng": lambda *seeds: None}),
             (process_groups, {"say": lambda words: None}),
         ]

@@ -172,7 +172,7 @@ class Rank:
             tools=Tools(
                 data=Data(partial(Feed, scene, self.number), state),  # type: ignore[arg-type]
                 step_metrics=Metrics(scene.plan.late_numbers),  # type: ignore[arg-type]
-                evaluation=Evaluation(config, SimpleNamespace()),  # type: ignore[arg-type]
+                evaluation=Evaluation(config, {"": SimpleNamespace(directory=None)}),  # type: ignore[dict-item]
                 faults=FaultInjector((), self.number, attempt=1),
                 profiler=SimpleNamespace(begins_at=math.inf, tracing=False),  # type: ignore[arg-type]
                 progress=Progress(),

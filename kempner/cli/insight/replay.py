@@ -134,7 +134,8 @@ def _compare_states(theirs: CheckpointFolder, here: CheckpointFolder, step: int)
     with busy("importing torch"):
         from kempner.checkpoint.compare import open_kempner, pairs
     with reading(theirs, step):
-        found = list(pairs(*(open_kempner(f.step(step)) for f in (theirs, here)), lambda _: None))
+        run, again = open_kempner(theirs.step(step)), open_kempner(here.step(step))
+        found = list(pairs(run, again, lambda read: None))
     differing = [pair.name for pair in found if not pair.equal]
     tensors = count(len(found), "tensor")
     verdict = f"equal to the bit, {tensors}"

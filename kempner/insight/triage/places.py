@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from kempner.insight.triage.log.lines import LogLine
 
 _COMMUNICATOR = re.compile(r"\brank (?P<rank>\d+) nranks (?P<world>\d+)")
+_RING = re.compile(r"\bChannel \d+/\d+ :(?P<ring>(?:\s+\d+){2,19})\s*$")
+"""A ring of NCCL, from the rank that prints it (`dumpLine` in its graph/rings.cc shows 20 ranks)."""
+
 _WORLD = re.compile(r"\bworld[_ ]size[\"']?\s*[=:]?\s*(\d+)|\bMEMBER: \d+/(\d+)")
 _ADDRESS = re.compile(r"(?:Bootstrap|NET/\w+|OOB)\s?:? .*?[\w.]+:(\d+\.\d+\.\d+\.\d+)<\d+>")
 
@@ -54,6 +57,10 @@ class Places:
         if (found := _COMMUNICATOR.search(text)) is not None:
             self.world = max(self.world or 0, int(found["world"]))
             rank = int(found["rank"]) if int(found["world"]) == self.world else rank
+        elif (found := _RING.search(text)) is not None:
+            ring = found["ring"].split()
+            self.world = max(self.world or 0, len(ring))
+            rank = int(ring[0]) if len(ring) == self.world else rank
         elif (found := _WORLD.search(text)) is not None:
             self.world = max(self.world or 0, int(found[1] or found[2]))
         if rank is not None and line.node is not None:

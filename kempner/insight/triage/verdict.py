@@ -29,6 +29,9 @@ _FELT_AS = {
 }
 """How the one rank that was hit tells what the kernel or the driver tells without a rank."""
 
+_OF_AN_ENVIRONMENT = {"import_error", "binary_mismatch"}
+"""What is wrong before a rank differs from another: where it is so on all, none failed first."""
+
 ABORTED = -6  # SIGABRT: how torch's watchdog ends a rank that lost another
 
 
@@ -53,6 +56,8 @@ def find_failure(
         return _missing(scan, fatal)
     if first.cause.name == "peer_lost" and (end := _end_of_another(fatal)) is not None:
         return end.ranks[0], end.node, (f"rank {end.ranks[0]} ended, and reports no other rank",)
+    if first.cause.name in _OF_AN_ENVIRONMENT and (count := _all_failed_alike(scan, same)):
+        return None, scan.places.only_node, (f"all {count} ranks failed so",)
     ended = [f for f in fatal if f.status is not None and f.ranks and f.level < SignLevel.CASCADE]
     rank = first.ranks[0] if first.ranks else _rank_of_end(first, same, ended)
     if rank is None and first.cause.name in _FELT_AS:
@@ -67,6 +72,13 @@ def find_failure(
     if node is None and not first.line.text.startswith(_OF_SLURM):
         node = scan.places.only_node
     return rank, node, ()
+
+
+def _all_failed_alike(scan: Scan, same: Iterable[LogFinding]) -> int:
+    """The number of ranks, if there are several and each has failed of the same cause; else 0."""
+    count = scan.places.world or scan.places.highest + 1
+    failed = {rank for finding in same for rank in finding.ranks}
+    return count if count > 1 and len(failed) == count else 0
 
 
 def _missing(
@@ -135,7 +147,10 @@ UNKNOWN = "unknown"  # the cause of what no rule knows
 _UNEXPLAINED = {"exit_code", "aborted", "cascade", "terminated"}
 """Ends that say nothing about their cause."""
 
-_NETWORK = {*WAITS, "nccl_error", "nccl_init_timeout", "peer_lost", "rendezvous_timeout"}
+_NETWORK = {
+    *WAITS,
+    *("nccl_error", "nccl_init_timeout", "peer_lost", "rendezvous_timeout", "unreachable"),
+}
 """What an interface that leads nowhere makes of a job."""
 
 

@@ -145,7 +145,8 @@ def _style(source: str, sample: Sequence[str]) -> _Style:
     for prefix, share in ((_LABEL, 0.3), (_HOST, 0.5), (_BRACKETED_HOST, 0.5)):
         hits = [found for line in lines if (found := prefix.match(line))]
         hosts = set() if prefix is _LABEL else {found["node"] for found in hits}
-        if any(_NOT_A_HOST.match(host) for host in hosts):
+        bare = (found for found in hits if not found.string.startswith("[rank", found.end()))
+        if prefix is not _LABEL and any(_NOT_A_HOST.match(found["node"]) for found in bare):
             continue
         if len(hits) > 1 and len(hits) >= share * len(lines):
             style.prefixes.insert(0, prefix)

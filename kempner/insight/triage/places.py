@@ -9,7 +9,7 @@ from kempner.insight.triage.log.lines import LogLine
 
 _COMMUNICATOR = re.compile(r"\brank (?P<rank>\d+) nranks (?P<world>\d+)")
 _RING = re.compile(r"\bChannel \d+/\d+ :(?P<ring>(?:\s+\d+){2,19})\s*$")
-"""A ring of NCCL, from the rank that prints it (`dumpLine` in its graph/rings.cc shows 20 ranks)."""
+"""A ring of NCCL, from the rank that prints it on (`dumpLine` in NCCL's graph/rings.cc)."""
 
 _WORLD = re.compile(r"\bworld[_ ]size[\"']?\s*[=:]?\s*(\d+)|\bMEMBER: \d+/(\d+)")
 _ADDRESS = re.compile(r"(?:Bootstrap|NET/\w+|OOB)\s?:? .*?[\w.]+:(\d+\.\d+\.\d+\.\d+)<\d+>")

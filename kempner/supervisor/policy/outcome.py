@@ -11,9 +11,12 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
-from kempner.config.sections import ProgramSection
 from kempner.run.process.exit_codes import ExitCode, StopReason
+
+if TYPE_CHECKING:
+    from kempner.config.sections import ProgramSection  # not in a node's agent
 
 NAMED = 8
 """The most ranks that a sentence names."""

@@ -60,6 +60,8 @@ COMMANDS = (
     "models/compare.py --how best",
     "models/compare.py --how eager --size wide --steps 2",
     "models/compare.py --how eager --size vocabulary --steps 2",
+    "models/compare.py --how sft",
+    "models/compare.py --how sft --size wide --steps 2",
     "reports/large_run.py",
     "goodput/decisions.py",
     "goodput/table.py",

@@ -128,7 +128,7 @@ def plan(
         return divide(file, world, gpu, as_json, refused=context.args)
     config = load(file, overrides(context, file))
     find_gpu(gpu)  # refuse a wrong name before importing torch
-    vocab_size, chats = _check(config, world, nodes)
+    config, vocab_size = _with_data(config, world, nodes)
     # Nothing is computed: more threads would only take memory.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with busy("importing torch"):
@@ -142,24 +142,27 @@ def plan(
         compute_share=efficiency,
     )
     with busy(f"tracing a training step of one of {count(world, 'rank')}"):
-        of_data = {"vocab_size": vocab_size, "chats": chats}
-        made = make(config, world, nodes, gpu, **of_data, assumptions=assumptions)
+        made = make(config, world, nodes, gpu, vocab_size=vocab_size, assumptions=assumptions)
     typer.echo(json.dumps(to_json(made), indent=2) if as_json else to_text(made))
     return ExitCode.COMPLETED if made.fits else ExitCode.CRASHED
 
 
-def _check(config: Config, world: int, nodes: int | None) -> tuple[int, bool]:
-    """The size of the vocabulary, as configured, else of the data; and whether the data are there
-    and chats. Raises `DataError` if neither has a vocabulary, `UsageError` if the ranks make no
-    mesh."""
+def _with_data(config: Config, world: int, nodes: int | None) -> tuple[Config, int]:
+    """The configuration with the document masks that chats have anyway, where the data are there,
+    and the size of the vocabulary: as configured, else of the data. Raises `DataError` if neither
+    has it, `UsageError` if the ranks make no mesh."""
     resolve_mesh(config, world)
     ranks_on_a_node(config, world, nodes)
+    known = config.model.vocab_size
     try:
         index = read_index(Path(config.data.dataset_path))
-        return config.model.vocab_size or vocabulary(config, index), index.kind != "text"
+        known = known or vocabulary(config, index)
     except DataError as error:
-        if config.model.vocab_size is not None:
-            return config.model.vocab_size, False
+        if known is not None:
+            return config, known
         raise DataError(
             f"data.dataset_path={config.data.dataset_path}: {error}; or set model.vocab_size"
         ) from error
+    masked = config.data.document_mask or index.kind != "text"
+    data = config.data.model_copy(update={"document_mask": masked})
+    return config.model_copy(update={"data": data}), known

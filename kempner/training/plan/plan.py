@@ -210,26 +210,23 @@ def plan(
     gpu: str = "H100",
     *,
     vocab_size: int | None = None,
-    chats: bool = False,
     assumptions: Assumptions = DEFAULTS,
 ) -> Plan:
     """Trace a training step of `world` ranks, and compute its memory and time.
 
     There is one rank per GPU, `gpu` of `step_time.GPUS`, on `nodes` nodes; by default as in
-    `slurm`, or 8 ranks on each. `vocab_size` is the data's, if not configured; `chats` is whether
-    they have documents to be masked, whatever `data.document_mask`; `assumptions` cover what is not
-    traced. Raises `UsageError` for a world that cannot be divided so, and for a user's
+    `slurm`, or 8 ranks on each. `vocab_size` is the data's, if not configured; `assumptions` cover
+    what is not traced. Raises `UsageError` for a world that cannot be divided so, and for a user's
     own model. The process must not be part of a process group.
     """
-    documents = chats or config.data.document_mask
-    notes, config = _notes(config, documents), _on_a_gpu(config)
+    notes, config = _notes(config), _on_a_gpu(config)
     vocab_size = vocab_size or config.model.vocab_size
     if vocab_size is None:
         raise UsageError("model.vocab_size is not set, and no data says it: set it")
     situation = _situation(config, vocab_size, world, nodes, card := find_gpu(gpu))
     mesh, per_node, choice = situation.mesh, situation.ranks_per_node, choose(config, situation)
     job = TrainingJob(world, world // per_node, mesh, card, choice, assumptions)
-    step = Step(config, vocab_size, mesh, choice, situation.micro_batches, True, documents)
+    step = Step(config, vocab_size, mesh, choice, situation.micro_batches, as_on_gpu=True)
     found, shape = traced(step), Shape.of(config.model, vocab_size)
     speed = _speed(config, shape, found, job)
     limit = int(USED * usable_memory(card.memory))
@@ -272,7 +269,7 @@ def _on_a_gpu(config: Config) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update=changes)})
 
 
-def _notes(config: Config, documents: bool) -> list[str]:
+def _notes(config: Config) -> list[str]:
     notes = []
     if config.train.fp8:
         notes.append("fp8 is traced as bfloat16: with it, the blocks' products take less time")
@@ -280,7 +277,7 @@ def _notes(config: Config, documents: bool) -> list[str]:
         notes.append(
             "compiled blocks are traced as written; fused kernels usually keep and move less"
         )
-    if documents:
+    if config.data.document_mask:
         notes.append(
             "of document masks it is traced what they take; attention is that of one document, "
             "which computes more"

@@ -301,8 +301,8 @@ _MICRO_STEPS = 3
 @dataclass(frozen=True)
 class Step:
     """A step to trace. `config.train.dtype` is the compute type, not "auto". `micro_steps` is their
-    number in a step. `as_on_gpu`: count RMSNorm as one kernel, and build the mask that a GPU takes.
-    `documents`: tokens attend to their own document only."""
+    number in a step. `as_on_gpu`: count RMSNorm as one kernel, and document masks as a GPU has
+    them."""
 
     config: Config
     vocab_size: int
@@ -310,7 +310,6 @@ class Step:
     choice: Choice
     micro_steps: int
     as_on_gpu: bool
-    documents: bool = False
 
 
 def traced(step: Step) -> TracedStep:
@@ -342,7 +341,7 @@ def trace(step: Step, layers: int) -> Trace:
             recorder.label(map(local_part, model.parameters()), PARAMETERS)
             optimizer = build_optimizer(model, config.optimizer)
             tokens = torch.zeros(train.micro_batch_size, train.seq_len, dtype=torch.int64)
-            numbers = tokens.to(torch.int32) if step.documents else None
+            numbers = tokens.to(torch.int32) if config.data.document_mask else None
             # FlexAttention has no trace here: its mask is built beside causal attention.
             batch = MicroBatch(tokens, tokens.clone(), None if step.as_on_gpu else numbers)
             run = partial(_step, step, model, optimizer, batch)

@@ -49,6 +49,5 @@ def test_a_trace_holds_what_the_step_does(case: str, alone: None) -> None:
 
 
 def traced_memory(asked: Config, micro_steps: int) -> int:
-    masked = asked.data.document_mask
-    step = Step(asked, VOCAB, MeshDegrees(), Choice(), micro_steps, False, documents=masked)
+    step = Step(asked, VOCAB, MeshDegrees(), Choice(), micro_steps, as_on_gpu=False)
     return traced(step).memory.total

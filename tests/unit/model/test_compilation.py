@@ -33,10 +33,9 @@ def build(
     beside = AdapterSection(rank=adapter)
     config = Config(model=sizes, train=TrainSection.model_validate(train), adapter=beside)
     model = build_model(config, 61, torch.device("cpu"), None)
-    draws = torch.Generator().manual_seed(1)  # of a new adapter one half is zero
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.1, generator=draws)
+    draws = torch.Generator().manual_seed(1)
+    for parameter in model.parameters() if adapter else ():  # what is not imported has no values
+        torch.nn.init.normal_(parameter, std=0.1, generator=draws)
     model.document_end = document_end
     return model
 

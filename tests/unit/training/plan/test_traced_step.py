@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kempner.config.sections import Config
+from kempner.config.sections import Config, DataSection
 from kempner.model.spec.communication import Choice
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.spec.shape import Shape
@@ -88,12 +88,14 @@ def test_norms_that_are_one_kernel_keep_less() -> None:
 
 
 def test_the_mask_of_documents_takes_a_byte_for_each_pair_while_it_is_made() -> None:
-    asked = config(3)
-    train, forward = asked.train, StepPlace("forward", 0, -1)
+    plain = config(3)
+    train, forward = plain.train, StepPlace("forward", 0, -1)
     pairs = train.micro_batch_size * train.seq_len**2
     grown = {}
     for masked in (False, True):
-        step = Step(asked, VOCAB, MeshDegrees(), Choice(), 1, True, documents=masked)
+        data = DataSection(document_mask=masked)
+        asked = plain.model_copy(update={"data": data})
+        step = Step(asked, VOCAB, MeshDegrees(), Choice(), 1, as_on_gpu=True)
         (held,) = (s.memory.sum(1) for s in trace(step, 3).segments if s.place == forward)
         grown[masked] = held.max() - held[0]
         assert traced(step).flops == step_flops(Shape.of(asked.model, VOCAB), train, 1)

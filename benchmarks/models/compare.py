@@ -426,7 +426,7 @@ def main() -> None:
     proves: tuple[str, ...] = ("kempner/model", "kempner/training/compute")
     if args.how == "sft":
         proves = ("kempner/data", "kempner/model", "kempner/training")
-        records.result(args.record, "fine-tuning", proves, rows, "size")
+        records.result(args.record, "trainers", proves, rows, "size")
         return
     records.result(args.record, "model", proves, rows, "size", "how")
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from kempner.config.errors import COLLECTOR, NAME, PORTS, SET_NAME
-from kempner.config.model import AdapterSection, ModelSection
+from kempner.config.model import AdapterSection, ModelSection, ParallelismSection
 from kempner.config.resilience import ResilienceSection
 from kempner.config.section import (
     PURE,
@@ -115,58 +115,6 @@ class ProfilingSection(Section):
     """How many of a rank's newest traces are kept."""
 
 
-Degree = Annotated[int, Field(ge=-1)]
-
-
-class ParallelismSection(Section):
-    """How the ranks share the work (a mesh of replicate x shard x tensor ranks), and when they
-    communicate."""
-
-    data_parallel_replicate_degree: Annotated[Degree, Key("groups of ranks", 2)] = 1
-    """Number of replicas of the model, each sharded over its own group of ranks and trained on its
-    own samples (HSDP); -1 is what the other degrees leave."""
-    data_parallel_shard_degree: Annotated[Degree, Key("ranks", 8)] = -1
-    """Ranks over which parameters, gradients and optimizer state are sharded (FSDP2); -1 is what
-    the other degrees leave."""
-    tensor_parallel_degree: Annotated[PositiveInt, Key("ranks", 4)] = 1
-    """Ranks, next to each other on one node, that compute each layer together on the same samples
-    (tensor and sequence parallel)."""
-    reduce_gradients: Annotated[
-        Literal["auto", "step", "micro_batch"],
-        Key(
-            values={
-                "auto": "the choice that sends least and fits into GPU memory; on CPUs micro_batch",
-                "step": "once per step; until then a rank keeps unsharded gradients in float32",
-                "micro_batch": "after every micro batch",
-            }
-        ),
-    ] = "auto"
-    """When gradients are summed over the ranks that share the parameters."""
-    reshard_after_forward: Annotated[
-        Literal["auto", "always", "never"],
-        Key(
-            values={
-                "auto": "the choice that sends least and fits into GPU memory; on CPUs always",
-                "always": "freed after a block's forward, gathered again for its backward",
-                "never": "kept until the last backward of the step",
-            }
-        ),
-    ] = "auto"
-    """Whether the gathered parameters of a block are freed before its backward."""
-
-    @model_validator(mode="after")
-    def _degrees_leave_ranks(self) -> Self:
-        replicate, shard = self.data_parallel_replicate_degree, self.data_parallel_shard_degree
-        if 0 in (replicate, shard):
-            raise ValueError("a degree of 0 leaves no ranks; write 1, or -1 for what is left")
-        if replicate == shard == -1:
-            raise ValueError(
-                "only one of data_parallel_replicate_degree and data_parallel_shard_degree can be "
-                "-1, what is left"
-            )
-        return self
-
-
 class RunSection(Section):
     """Where the files of the run are: `<dir>/<name>/`."""
 
@@ -241,6 +189,10 @@ class TrainSection(Section):
     threads: Annotated[PositiveInt | None, Key("threads", 4)] = None
     """Threads for one rank's CPU kernels; results are bit-identical only for the same number.
     Default: OMP_NUM_THREADS, or the rank's share of the machine's cores."""
+    same_on_any_world: bool | None = None
+    """Add up gradients, losses and norms in an order that belongs to the samples, so that results
+    are the same bits on any number of data parallel ranks, replicated or sharded. Needs threads,
+    and memory for several whole gradients. Not for a model of your own."""
 
     @model_validator(mode="after")
     def _obeys_what_is_set(self) -> Self:
@@ -576,6 +528,32 @@ class Config(Section):
                 raise ValueError("data.document_mask has no effect with model.factory; remove it")
         degree = self.parallelism.tensor_parallel_degree
         self.adapter.refuse_beside(self.model, self.optimizer.name, self.train.fp8, degree)
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_the_same_on_any_world(self) -> Self:
+        if not self.train.same_on_any_world:
+            return self
+        parallelism = self.parallelism
+        impossible = {
+            "without train.threads, since another number of threads computes other bits": (
+                self.train.threads is None
+            ),
+            "with parallelism.tensor_parallel_degree above 1, which adds within a row in another "
+            "order": parallelism.tensor_parallel_degree > 1,
+            'with parallelism.reduce_gradients="micro_batch", since sums are exchanged once a '
+            "step": parallelism.reduce_gradients == "micro_batch",
+            'with optimizer.name="muon", whose updates depend on where a shard ends': (
+                self.optimizer.name == "muon"
+            ),
+            "with train.fp8, which was never tried with it": self.train.fp8,
+            "with model.factory, whose code may depend on its rank": (
+                self.model.factory is not None
+            ),
+        }
+        for why, asked in impossible.items():
+            if asked:
+                raise ValueError(f"train.same_on_any_world does not work {why}; change one of them")
         return self
 
     @model_validator(mode="after")

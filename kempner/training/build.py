@@ -75,8 +75,7 @@ def build(
     vocab_size = vocabulary(config, corpus.index)
     choice = choose_communication(config, vocab_size, ranks)
     model = _build_model(config, corpus, ranks, rank_link, choice)
-    any_shard = bool(config.train.same_on_any_world)
-    optimizer = build_optimizer(model, config.optimizer, any_shard)
+    optimizer = build_optimizer(model, config.optimizer, bool(config.train.same_on_any_world))
     gc.freeze()  # the imports' million objects: no later collection scans them
     gc.enable()  # disabled since the start of the process
     record = partial(rank_link.record, attempt)

@@ -44,10 +44,11 @@ class Estimate:
     the moments that the optimizer has; in a world of more than one, c (output + 2 blocks) / t for
     gathered weights and (c + 4) max(output, block) / t for gradients on their way; alone, c P for
     autocast's copies unless c = 4. Gradients that are reduced once a step take 4 P / t, and weights
-    that are kept c (P + block) / t. With `train.same_on_any_world` there are several whole gradients
-    (`sums_kept`), and on their way twice as many of an output or a block. An adapter's numbers are part of P, and then gradients and
-    moments are of those alone. Activations and logits as their own functions say. Shards of
-    a matrix whose rows W does not divide are up to one row larger on some ranks.
+    that are kept c (P + block) / t. `train.same_on_any_world` keeps several whole gradients
+    (`sums_kept`), and twice as many of an output or a block are on their way. An adapter's numbers
+    are part of P, and then gradients and moments are of those alone. Activations and logits as
+    their own functions say. Shards of a matrix whose rows W does not divide are up to one row
+    larger on some ranks.
     """
 
     parameters: int

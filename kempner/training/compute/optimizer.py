@@ -106,9 +106,13 @@ class GuardedAdamW(UncompiledOptimizer, AdamW):
         self, group: Mapping[str, Any], tensors: Sequence[list[Tensor]], steps: list[Tensor]
     ) -> None:
         """Update tensors of parameters, given their gradients and both moments."""
+        parameters, gradients, averages, squares = tensors
         beta1, beta2 = group["betas"]
         adamw(
-            *tensors,
+            parameters,
+            gradients,
+            averages,
+            squares,
             [],
             steps,
             fused=True,
@@ -290,10 +294,11 @@ class GuardedSGD(UncompiledOptimizer, SGD):
     def _move(self, group: Mapping[str, Any], tensors: Sequence[list[Tensor]]) -> None:
         """Update tensors of parameters, given their gradients and, if there is any, momentum."""
         parameters, gradients, *momentum = tensors
+        buffers: list[Tensor | None] = [*momentum[0]] if momentum else [None] * len(parameters)
         sgd(
             parameters,
             gradients,
-            momentum[0] if momentum else [None] * len(parameters),
+            buffers,
             fused=True,
             found_inf=self.found_inf,
             weight_decay=group["weight_decay"],

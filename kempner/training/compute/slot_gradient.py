@@ -105,7 +105,7 @@ class SlotGradient:
             mine = [[each.pop(0) for _ in group] for each in sums]
             sizes = [parameter.sharded_size.numel() for parameter in group]
             whole = self._over_replicas(self._over_shards(mine, sum(sizes)), sum(sizes))
-            for parameter, shard in zip(group, whole.split(sizes), strict=True):
+            for parameter, shard in zip(group, torch.split(whole, sizes), strict=True):
                 gradient = parameter.to_sharded_dtensor(shard.view(parameter.sharded_size))
                 parameter.sharded_param.grad = gradient
 

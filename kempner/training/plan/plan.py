@@ -219,11 +219,6 @@ def plan(
     what is not traced. Raises `UsageError` for a world that cannot be divided so, for a user's
     own model, and for `train.same_on_any_world`. The process must not be part of a process group.
     """
-    if config.train.same_on_any_world:
-        raise UsageError(
-            "kempner plan does not trace train.same_on_any_world yet; kempner config check counts "
-            "its memory"
-        )
     notes, config = _notes(config), _on_a_gpu(config)
     vocab_size = vocab_size or config.model.vocab_size
     if vocab_size is None:
@@ -268,6 +263,11 @@ def _on_a_gpu(config: Config) -> Config:
         raise UsageError(
             f"what model.factory={config.model.factory} computes is not known before it is called; "
             "kempner plan knows kempner's own models only"
+        )
+    if config.train.same_on_any_world:
+        raise UsageError(
+            "kempner plan does not trace train.same_on_any_world yet; kempner config check counts "
+            "its memory"
         )
     dtype = "bfloat16" if config.train.dtype == "auto" else config.train.dtype
     changes = {"dtype": dtype, "fp8": False}

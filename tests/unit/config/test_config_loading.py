@@ -284,4 +284,3 @@ def test_what_may_be_the_same_on_any_world_changes_no_digest_where_it_is_off(wri
     assert "same_on_any_world" not in dumps(plain)
     on = load(write(""), [f"--{key}={value}" for key, value in ANY_WORLD.items()])
     assert digest(on) != digest(load(write(""), ["--train.threads=1"]))
-    assert digest(plain) == digest(Config())

@@ -275,9 +275,12 @@ class SchedulerSection(Section):
     warmup_steps: Annotated[NonNegativeInt, Key("steps", 2000)] = 0
     """Steps of linear warm-up from 0 to the peak; a shorter run does not reach it."""
     decay_steps: Annotated[PositiveInt | None, Key("steps", 10_000)] = None
-    """wsd: steps of linear decay at the end; a tenth of train.max_steps by default."""
+    """wsd: steps of linear decay at the end; a tenth of all by default."""
     min_lr_ratio: Annotated[Fraction, Key("share of the peak", 0.1)] = 0.0
     """Final learning rate as a fraction of the peak (cosine, linear, wsd)."""
+    total_steps: Annotated[PositiveInt | None, Key("steps", 100_000)] = None
+    """Steps for which the rate is planned; train.max_steps by default. A run of fewer steps then
+    has the rates of the longer one."""
 
     @model_validator(mode="after")
     def _obeys_what_is_set(self) -> Self:
@@ -526,6 +529,12 @@ class Config(Section):
                     raise ValueError(f"train.{key} has no effect with model.factory; remove it")
             if self.data.document_mask:
                 raise ValueError("data.document_mask has no effect with model.factory; remove it")
+        planned = self.scheduler.total_steps
+        if planned is not None and planned < self.train.max_steps:
+            raise ValueError(
+                f"scheduler.total_steps={planned} is less than "
+                f"train.max_steps={self.train.max_steps}"
+            )
         degree = self.parallelism.tensor_parallel_degree
         self.adapter.refuse_beside(self.model, self.optimizer.name, self.train.fp8, degree)
         return self

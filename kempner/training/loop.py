@@ -197,7 +197,8 @@ def advance(run: Training, batch: StepBatch, loss: Tensor) -> None:
     """Update the weights by the gradient of a step on `batch`, and go on from there."""
     train, tools, before = run.config.train, run.tools, run.train_state
     step, peak = before.step + 1, run.config.optimizer.lr
-    rate = learning_rate(step, peak, train.max_steps, run.config.scheduler)
+    schedule = run.config.scheduler
+    rate = learning_rate(step, peak, schedule.total_steps or train.max_steps, schedule)
     waiting = tools.progress.waiting
     any_shard = bool(train.same_on_any_world)
     norm = update(run.model, run.optimizer, loss, rate, train.clip_grad_norm, waiting, any_shard)

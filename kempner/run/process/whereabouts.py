@@ -166,8 +166,9 @@ def _described(frame: FrameType | None) -> CodeStack:
 def _others(frames: Mapping[int, FrameType]) -> Iterator[CodeStack]:
     """The stacks of the threads that Python waits for at exit."""
     for thread in threading.enumerate():
-        if not thread.daemon and thread.ident in frames:
-            yield _described(frames[thread.ident])
+        frame = None if thread.daemon else frames.get(thread.ident or 0)
+        if frame is not None:
+            yield _described(frame)
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

@@ -216,8 +216,8 @@ def plan(
 
     There is one rank per GPU, `gpu` of `step_time.GPUS`, on `nodes` nodes; by default as in
     `slurm`, or 8 ranks on each. `vocab_size` is the data's, if not configured; `assumptions` cover
-    what is not traced. Raises `UsageError` for a world that cannot be divided so, and for a user's
-    own model. The process must not be part of a process group.
+    what is not traced. Raises `UsageError` for a world that cannot be divided so, for a user's
+    own model, and for `train.same_on_any_world`. The process must not be part of a process group.
     """
     notes, config = _notes(config), _on_a_gpu(config)
     vocab_size = vocab_size or config.model.vocab_size
@@ -226,7 +226,7 @@ def plan(
     situation = _situation(config, vocab_size, world, nodes, card := find_gpu(gpu))
     mesh, per_node, choice = situation.mesh, situation.ranks_per_node, choose(config, situation)
     job = TrainingJob(world, world // per_node, mesh, card, choice, assumptions)
-    step = Step(config, vocab_size, mesh, choice, situation.micro_batches, fused_norms=True)
+    step = Step(config, vocab_size, mesh, choice, situation.micro_batches, as_on_gpu=True)
     found, shape = traced(step), Shape.of(config.model, vocab_size)
     speed = _speed(config, shape, found, job)
     limit = int(USED * usable_memory(card.memory))
@@ -264,6 +264,11 @@ def _on_a_gpu(config: Config) -> Config:
             f"what model.factory={config.model.factory} computes is not known before it is called; "
             "kempner plan knows kempner's own models only"
         )
+    if config.train.same_on_any_world:
+        raise UsageError(
+            "kempner plan does not trace train.same_on_any_world yet; kempner config check counts "
+            "its memory"
+        )
     dtype = "bfloat16" if config.train.dtype == "auto" else config.train.dtype
     changes = {"dtype": dtype, "fp8": False}
     return config.model_copy(update={"train": config.train.model_copy(update=changes)})
@@ -278,7 +283,10 @@ def _notes(config: Config) -> list[str]:
             "compiled blocks are traced as written; fused kernels usually keep and move less"
         )
     if config.data.document_mask:
-        notes.append("document masks are traced as plain causal attention, which computes more")
+        notes.append(
+            "of document masks it is traced what they take; attention is that of one document, "
+            "which computes more"
+        )
     return notes
 
 

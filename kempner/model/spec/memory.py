@@ -87,6 +87,7 @@ def estimate_memory(
     tokens = train.micro_batch_size * train.seq_len
     gradients = MASTER_BYTES * -(-trained // shards)
     kept = sums_kept(config, mesh)
+    alone = mesh.world == 1 and not kept  # with plain tensors, which autocast copies
     if kept or (mesh.world > 1 and choice.reduce_once):
         gradients = max(kept, 1) * MASTER_BYTES * trained // tensor
     per_token = activation_bytes_per_token(
@@ -95,14 +96,14 @@ def estimate_memory(
         train.activation_checkpointing,
         train.activation_checkpointing_every or 1,
         tensor,
-        autocast=(mesh.world == 1 and compute_bytes != MASTER_BYTES) or adapter is not None,
+        autocast=(alone and compute_bytes != MASTER_BYTES) or adapter is not None,
     )
     moments = moments_of(extra, config.optimizer) or moment_elements(shape, config.optimizer)
     return Estimate(
         parameters=MASTER_BYTES * -(-parameters // shards),
         gradients=gradients,
         moments=MASTER_BYTES * -(-moments // shards),
-        gathered=_gathered(shape, extra, mesh, compute_bytes, choice),
+        gathered=_gathered(shape, extra, mesh, compute_bytes, choice, alone),
         gradient_buffers=_gradient_buffers(shape, extra, mesh, compute_bytes, kept),
         activations=tokens * per_token,
         logits=loss_bytes(shape, tokens, train.loss_chunk, compute_bytes, adapter is None)
@@ -111,11 +112,12 @@ def estimate_memory(
 
 
 def _gathered(
-    shape: Shape, extra: int, mesh: MeshDegrees, compute_bytes: int, choice: Choice
+    shape: Shape, extra: int, mesh: MeshDegrees, compute_bytes: int, choice: Choice, alone: bool
 ) -> int:
-    """Bytes of whole weights, `extra` of which are those of an adapter."""
+    """Bytes of whole weights that FSDP gathers, or autocast copies for a rank that is `alone`;
+    `extra` of which are those of an adapter."""
     parameters, block = shape.parameters + extra, shape.block_parameters + extra // shape.n_layers
-    if mesh.world == 1:
+    if alone:
         return 0 if compute_bytes == MASTER_BYTES else compute_bytes * parameters
     two = shape.head_parameters + 2 * block
     return compute_bytes * (parameters + block if choice.keep_parameters else two) // mesh.tensor

@@ -248,7 +248,7 @@ def chats(folder: Path, size: Size) -> tuple[Path, list[dict[str, Any]]]:
     return tokenizer, [chat_of_half_a_row(draw, template, size.seq) for _ in range(count)]
 
 
-RATES = {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.0}
+RATES: dict[str, Any] = {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.0}
 
 
 def train_with_kempner(size: Size, steps: int) -> None:
@@ -314,17 +314,30 @@ def train_with_trl(size: Size, steps: int) -> None:
                 os._exit(0)
 
     torch.set_num_threads(1)
-    named = {"adam_beta1": RATES["betas"][0], "adam_beta2": RATES["betas"][1]}
+    beta1, beta2 = RATES["betas"]
     arguments = SFTConfig(
         str(folder / "out"),
-        **{"max_length": size.seq, "assistant_only_loss": True, "use_cpu": True, "bf16": False},
-        **{"per_device_train_batch_size": 2 * size.batch, "max_steps": 10**6, **named},
-        **{"learning_rate": RATES["lr"], "lr_scheduler_type": "constant", "weight_decay": 0.0},
-        **{"max_grad_norm": 1.0, "report_to": [], "disable_tqdm": True, "save_strategy": "no"},
-        **{"gradient_checkpointing": False, "dataloader_pin_memory": False},
+        max_length=size.seq,
+        assistant_only_loss=True,
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=2 * size.batch,
+        max_steps=10**6,
+        adam_beta1=beta1,
+        adam_beta2=beta2,
+        learning_rate=RATES["lr"],
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        gradient_checkpointing=False,
+        dataloader_pin_memory=False,
     )
+    model: Any = transformers_model(size)
     SFTTrainer(
-        model=transformers_model(size),
+        model=model,
         args=arguments,
         train_dataset=Dataset.from_list(records_of_chats),
         processing_class=AutoTokenizer.from_pretrained(tokenizer),

@@ -269,3 +269,16 @@ class AdapterSection(Section):
         for key, (asked, why) in refused.items():
             if asked and self.rank is not None:
                 raise ValueError(f"[adapter] does not work with {key}, which {why}; remove one")
+
+
+class PreferencesSection(Section):
+    """Training on pairs of a chosen and a rejected answer (DPO, Rafailov et al., arXiv:2305.18290).
+    Only with beta."""
+
+    beta: Annotated[PositiveFloat | None, Key(PURE, 0.1)] = None
+    """How closely the model is held to the reference, which is the imported model without its
+    adapter; the smaller, the further it may move. None by default: the data holds no pairs."""
+
+    @property
+    def on(self) -> bool:
+        return self.beta is not None

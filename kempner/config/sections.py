@@ -12,7 +12,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from kempner.config.errors import COLLECTOR, NAME, PORTS, SET_NAME
-from kempner.config.model import AdapterSection, ModelSection
+from kempner.config.model import AdapterSection, ModelSection, PreferencesSection
 from kempner.config.resilience import ResilienceSection
 from kempner.config.section import (
     PURE,
@@ -560,6 +560,7 @@ class Config(Section):
     profiling: ProfilingSection = ProfilingSection()
     eval: EvalSection = EvalSection()
     adapter: AdapterSection = AdapterSection()
+    preferences: PreferencesSection = PreferencesSection()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -576,6 +577,11 @@ class Config(Section):
                 raise ValueError("data.document_mask has no effect with model.factory; remove it")
         degree = self.parallelism.tensor_parallel_degree
         self.adapter.refuse_beside(self.model, self.optimizer.name, self.train.fp8, degree)
+        if self.preferences.on and self.adapter.rank is None:
+            raise ValueError(
+                "preferences.beta needs adapter.rank, since the reference is the model without its "
+                "adapter; set it, or remove preferences.beta"
+            )
         return self
 
     @model_validator(mode="after")

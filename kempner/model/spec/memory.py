@@ -44,8 +44,10 @@ class Estimate:
     gathered weights and (c + 4) max(output, block) / t for gradients on their way; alone, c P for
     autocast's copies unless c = 4. Gradients that are reduced once a step take 4 P / t, and weights
     that are kept c (P + block) / t. An adapter's numbers are part of P, and then gradients and
-    moments are of those alone. Activations and logits as their own functions say. Shards of
-    a matrix whose rows W does not divide are up to one row larger on some ranks.
+    moments are of those alone. Activations and logits as their own functions say; of preferences
+    4 T more for the reference's log probabilities, whose forward keeps nothing else and is over
+    before the other begins. Shards of a matrix whose rows W does not divide are up to one row
+    larger on some ranks.
     """
 
     parameters: int
@@ -94,6 +96,7 @@ def estimate_memory(
         autocast=(mesh.world == 1 and compute_bytes != MASTER_BYTES) or adapter is not None,
     )
     moments = moments_of(extra, config.optimizer) or moment_elements(shape, config.optimizer)
+    logits = loss_bytes(shape, tokens, train.loss_chunk, compute_bytes, adapter is None) // tensor
     return Estimate(
         parameters=MASTER_BYTES * -(-parameters // shards),
         gradients=gradients,
@@ -101,8 +104,7 @@ def estimate_memory(
         gathered=_gathered(shape, extra, mesh, compute_bytes, choice),
         gradient_buffers=_gradient_buffers(shape, extra, mesh, compute_bytes),
         activations=tokens * per_token,
-        logits=loss_bytes(shape, tokens, train.loss_chunk, compute_bytes, adapter is None)
-        // tensor,
+        logits=logits + (MASTER_BYTES * tokens if config.preferences.on else 0),
     )
 
 
@@ -316,8 +318,15 @@ def buffers_of_step(
     train, mesh = config.train, situation.mesh
     number, size = situation.micro_batches, situation.compute_bytes
     adapter = Adapter.of(config.adapter)
+    pairs = config.preferences.on
     buffers = step_buffers(
-        shape, mesh, choice, micro_batches=number, compute_bytes=size, adapter=adapter
+        shape,
+        mesh,
+        choice,
+        micro_batches=number,
+        compute_bytes=size,
+        adapter=adapter,
+        reference=pairs,
     )
     if mesh.tensor == 1:
         return buffers, TensorBuffers(0, 0)
@@ -330,6 +339,7 @@ def buffers_of_step(
         compute_bytes=size,
         recomputed_blocks=recomputed if train.activation_checkpointing != "none" else 0,
         adapter=adapter,
+        reference=pairs,
     )
 
 

@@ -25,6 +25,7 @@ def step_flops(
     sequences: int,
     tensor: int = 1,
     adapter: Adapter | None = None,
+    reference: bool = False,
 ) -> int:
     """What one rank multiplies for its `sequences` of a step, recomputation included.
 
@@ -37,7 +38,8 @@ def step_flops(
     `sequences` are those that it shares with its `tensor` group, too. Beside an `adapter` weights
     have no gradients: four operations for each parameter, and six for each of the adapter's, half
     of which each rank of a group has whole. In the first block, below which nothing trains, the
-    inputs of queries, keys and values have no gradients either.
+    inputs of queries, keys and values have no gradients either. A `reference` adds a forward of the
+    weights alone.
     """
     matrices = shape.dim * (2 * shape.q_dim + 2 * shape.kv_dim + 3 * shape.ffn_dim)
     attention = 2 * train.seq_len * shape.q_dim
@@ -57,6 +59,9 @@ def step_flops(
     else:
         more, whole = _beside_weights(shape, adapter, matrices, recomputing)
         per_token = (blocks + more) // tensor + whole + 4 * shape.dim * rows
+    if reference:
+        forward = shape.n_layers * (2 * matrices + 2 * attention)
+        per_token += forward // tensor + 2 * shape.dim * rows
     return sequences * train.seq_len * per_token
 
 

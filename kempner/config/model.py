@@ -282,3 +282,11 @@ class PreferencesSection(Section):
     @property
     def on(self) -> bool:
         return self.beta is not None
+
+    def refuse_without(self, adapter: AdapterSection) -> None:
+        """Raise `ValueError` if there is no reference."""
+        if self.on and adapter.rank is None:
+            raise ValueError(
+                "preferences.beta needs adapter.rank, since the reference is the model without its "
+                "adapter; set it, or remove preferences.beta"
+            )

@@ -577,11 +577,7 @@ class Config(Section):
                 raise ValueError("data.document_mask has no effect with model.factory; remove it")
         degree = self.parallelism.tensor_parallel_degree
         self.adapter.refuse_beside(self.model, self.optimizer.name, self.train.fp8, degree)
-        if self.preferences.on and self.adapter.rank is None:
-            raise ValueError(
-                "preferences.beta needs adapter.rank, since the reference is the model without its "
-                "adapter; set it, or remove preferences.beta"
-            )
+        self.preferences.refuse_without(self.adapter)
         return self
 
     @model_validator(mode="after")

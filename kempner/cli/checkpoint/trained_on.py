@@ -389,6 +389,15 @@ def _held_out(
         ) from error
 
 
+def _refuse_another_kind(folder: Path, index: Index, held_out: HeldOut) -> None:
+    if (index.kind == "preferences") != (held_out.beta is not None):
+        learned = "text or chats" if held_out.beta is None else "preferences"
+        raise DataError(
+            f"{folder} holds {index.kind}, and the run learns from {learned}: name a directory of "
+            "the same kind"
+        )
+
+
 def _evaluate(
     checkpoint: Path, manifest: Manifest, held_out: HeldOut
 ) -> dict[str, tuple[Scores, int]]:
@@ -397,12 +406,7 @@ def _evaluate(
     known = manifest.identity.model["vocab_size"]
     for folder in held_out.data.values():
         index = read_index(folder)
-        if (index.kind == "preferences") != (held_out.beta is not None):
-            learned = "text or chats" if held_out.beta is None else "preferences"
-            raise DataError(
-                f"{folder} holds {index.kind}, and the run learns from {learned}: name a directory "
-                "of the same kind"
-            )
+        _refuse_another_kind(folder, index, held_out)
         ids = index.vocab_size
         if ids > known:
             raise DataError(

@@ -53,16 +53,13 @@ def step_flops(
     rows = shape.vocab_size if chunked else shape.vocab_rows
     # The first rank of a tensor group has a full part of the rows.
     rows = min(rows, shape.vocab_rows // tensor) if tensor > 1 else rows
-    blocks = shape.n_layers * block + recomputing * again
+    blocks = shape.n_layers * (block + reference * 2 * (matrices + attention)) + recomputing * again
     if adapter is None:
         per_token = blocks // tensor + 6 * shape.dim * rows
     else:
         more, whole = _beside_weights(shape, adapter, matrices, recomputing)
         per_token = (blocks + more) // tensor + whole + 4 * shape.dim * rows
-    if reference:
-        forward = shape.n_layers * (2 * matrices + 2 * attention)
-        per_token += forward // tensor + 2 * shape.dim * rows
-    return sequences * train.seq_len * per_token
+    return sequences * train.seq_len * (per_token + reference * 2 * shape.dim * rows)
 
 
 def _beside_weights(

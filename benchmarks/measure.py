@@ -60,6 +60,8 @@ COMMANDS = (
     "models/compare.py --how best",
     "models/compare.py --how eager --size wide --steps 2",
     "models/compare.py --how eager --size vocabulary --steps 2",
+    "models/compare.py --how sft --rounds 15",
+    "models/compare.py --how sft --size wide --steps 2 --rounds 11",
     "reports/large_run.py",
     "goodput/decisions.py",
     "goodput/table.py",

@@ -41,6 +41,7 @@ MADE = (
     "docs/measurements.md",
     "docs/performance.md",
     "docs/storage_faults.md",
+    "docs/trainer.md",
     "docs/wrap.md",
 )
 """Records, and the pages made from them: they are no change of what is recorded."""

@@ -14,7 +14,9 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from kempner.data.files.chat_template import ChatTemplate
 from kempner.data.files.text import _byte_characters
+from kempner.data.prepare.chats import documents_of, read_chat
 
 Record = dict[str, Any]
 
@@ -106,6 +108,17 @@ def messages(draw: Random, *, thinks: bool = False, calls: bool = False) -> list
     if draw.random() < 0.1:
         chat.append({"role": "user", "content": text(draw)})
     return chat
+
+
+def chat_of_half_a_row(draw: Random, template: ChatTemplate, seq_len: int) -> Record:
+    """One of which two, and no more, fit into a row."""
+    while True:
+        asked, answered = text(draw, seq_len // 8), text(draw, seq_len // 8)
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        record = {"messages": turns}
+        (document,) = documents_of(read_chat(record), template)
+        if seq_len // 3 < len(document.ids) <= seq_len // 2:
+            return record
 
 
 def forms(draw: Random, count: int, **options: bool) -> dict[str, list[Record]]:

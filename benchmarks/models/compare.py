@@ -9,6 +9,10 @@ not that of the process: the tensors that stay from step to step, and the most t
 allocator had handed out on top of them at any moment of one step. With `--how compiled` each model
 is compiled as one and the loss is plain; with `--how best` kempner has its own loss in chunks and
 its own compiled blocks, the others model and loss compiled as one.
+
+With `--how sft` it is trainers that take turns, each with its own loop, loader, clipping and log,
+over the same chats: `kempner train`, which packs them two in a row, and TRL's `SFTTrainer`, which
+pads them. A step learns from as many chats in both.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -23,8 +28,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from random import Random
 from types import ModuleType
 from typing import Any
 
@@ -36,7 +42,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 import records
 
 LIBRARIES = ("kempner", "transformers", "torchtitan")
-HOW = ("eager", "compiled", "best")
+TRAINERS = ("kempner", "trl")
+HOW = ("eager", "compiled", "best", "sft")
 
 
 @dataclass(frozen=True)
@@ -124,7 +131,7 @@ class Turn:
 
     wall: float
     cpu: float
-    loss: float
+    loss: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -206,6 +213,125 @@ def _memory(step: Callable[[], Tensor], kept: Callable[[], int]) -> Memory:
     return Memory(before, before + max(live))
 
 
+class TurnsOfTrainer:
+    """Lines on stdin, each of which lets a trainer make some steps, and the answers to them."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps, self._left, self._began = steps, 0, (0.0, 0.0)
+        self._answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # what a trainer prints is no answer
+
+    def go_on(self, made: int = 1) -> bool:
+        """To be asked before a first step, and after so many more; False when it is over."""
+        now = time.perf_counter(), time.process_time()
+        self._left -= made
+        if self._left > 0:
+            return True
+        if self._left == 0:
+            wall, cpu = (each - b for each, b in zip(now, self._began, strict=True))
+            turn = asdict(Turn(wall / self._steps, cpu / self._steps))
+            print(json.dumps(turn), file=self._answers, flush=True)
+        more = bool(sys.stdin.readline())
+        self._left, self._began = self._steps, (time.perf_counter(), time.process_time())
+        return more
+
+
+def chats(folder: Path, size: Size) -> tuple[Path, list[dict[str, Any]]]:
+    """A tokenizer, and chats for a hundred steps, of which two fit into a row."""
+    from tiny_tokenizers import chat_of_half_a_row, template_of_trl, write_tokenizer
+
+    from kempner.data.files.chat_template import ChatTemplate
+
+    tokenizer = write_tokenizer(folder / "tokenizer", "llama3", template_of_trl("llama3_training"))
+    template, draw = ChatTemplate.beside(tokenizer), Random(1)
+    count = 2 * size.batch * 100
+    return tokenizer, [chat_of_half_a_row(draw, template, size.seq) for _ in range(count)]
+
+
+RATES = {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.0}
+
+
+def train_with_kempner(size: Size, steps: int) -> None:
+    """`kempner train`, alone, but for the turns that its loop is cut into."""
+    from kempner.config.sections import Config
+    from kempner.data.prepare.pipeline import prepare
+    from kempner.run.process.exit_codes import ExitCode
+    from kempner.training import loop
+    from kempner.training import main as rank
+    from kempner.training.rank_link.rank_link import open_rank_link
+    from kempner.training.rank_link.shutdown import StopListener
+
+    folder = Path(tempfile.mkdtemp(prefix="compare-"))
+    tokenizer, records_of_chats = chats(folder, size)
+    lines = "".join(json.dumps(each) + "\n" for each in records_of_chats)
+    (folder / "chats.jsonl").write_text(lines, encoding="utf-8")
+    files, data = [folder / "chats.jsonl"], folder / "data"
+    prepare(data, files, tokenizer=str(tokenizer), kind="chats", seq_len=size.seq)
+    sizes = {"dim": size.dim, "n_layers": size.layers, "n_heads": size.heads}
+    batch = {"global_batch_size": size.batch, "micro_batch_size": size.batch}
+    config = Config.model_validate(
+        {
+            "run": {"dir": str(folder), "name": "run"},
+            "model": {**sizes, "ffn_dim": size.ffn, "vocab_size": size.vocab},
+            "train": {"seq_len": size.seq, "max_steps": 10**6, "threads": 1, **batch},
+            "optimizer": RATES,
+            "scheduler": {"name": "constant", "warmup_steps": 0},
+            "data": {"dataset_path": str(data)},
+            "checkpoint": {"interval": 10**6},
+        }
+    )
+    turns = TurnsOfTrainer(steps)
+
+    def train(run: Any) -> ExitCode:
+        while turns.go_on(steps):
+            until = {"max_steps": run.train_state.step + steps}
+            section = run.config.train.model_copy(update=until)
+            run.config = run.config.model_copy(update={"train": section})
+            loop.train(run)
+        os._exit(0)
+
+    loop.finish_run = lambda run, agreed: ExitCode.COMPLETED  # between turns nothing is saved
+    rank.train = train  # type: ignore[attr-defined]
+    shutdown = StopListener()
+    rank.main(config, open_rank_link(config, shutdown), shutdown)
+
+
+def train_with_trl(size: Size, steps: int) -> None:
+    """`SFTTrainer`, but for the turns that a callback cuts its steps into."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    folder, turns = Path(tempfile.mkdtemp(prefix="compare-")), TurnsOfTrainer(steps)
+    tokenizer, records_of_chats = chats(folder, size)
+
+    class Turns(TrainerCallback):
+        def on_train_begin(self, *given: Any, **rest: Any) -> None:
+            turns.go_on()
+
+        def on_step_end(self, *given: Any, **rest: Any) -> None:
+            if not turns.go_on():
+                os._exit(0)
+
+    torch.set_num_threads(1)
+    named = {"adam_beta1": RATES["betas"][0], "adam_beta2": RATES["betas"][1]}
+    arguments = SFTConfig(
+        str(folder / "out"),
+        **{"max_length": size.seq, "assistant_only_loss": True, "use_cpu": True, "bf16": False},
+        **{"per_device_train_batch_size": 2 * size.batch, "max_steps": 10**6, **named},
+        **{"learning_rate": RATES["lr"], "lr_scheduler_type": "constant", "weight_decay": 0.0},
+        **{"max_grad_norm": 1.0, "report_to": [], "disable_tqdm": True, "save_strategy": "no"},
+        **{"gradient_checkpointing": False, "dataloader_pin_memory": False},
+    )
+    SFTTrainer(
+        model=transformers_model(size),
+        args=arguments,
+        train_dataset=Dataset.from_list(records_of_chats),
+        processing_class=AutoTokenizer.from_pretrained(tokenizer),
+        callbacks=[Turns()],
+    ).train()
+
+
 class Contender:
     """A library's process."""
 
@@ -247,42 +373,61 @@ def share(ours: list[float], theirs: list[float]) -> tuple[float, list[float]]:
     return middle, [low, high]
 
 
-def main() -> None:
-    """Print a table; or take turns, with `--library`."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--library", choices=LIBRARIES)
-    parser.add_argument("--how", choices=HOW, default="eager")
-    parser.add_argument("--size", choices=SIZES, default="debug")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=4)
-    records.add_option(parser)
-    args = parser.parse_args()
-    if args.library:
-        take_turns(args.library, SIZES[args.size], args.how, args.steps)
-        return
-    passed_on = ["--size", args.size, "--steps", str(args.steps), "--how", args.how]
-    contenders = {library: Contender(library, passed_on) for library in LIBRARIES}
+def compared(how: str, size: str, rounds: int, steps: int) -> list[dict[str, Any]]:
+    """A row for each library, after so many turns of each."""
+    passed_on = ["--size", size, "--steps", str(steps), "--how", how]
+    names = TRAINERS if how == "sft" else LIBRARIES
+    contenders = {library: Contender(library, passed_on) for library in names}
     for contender in contenders.values():
         contender.turn()  # imports, compiles, and allocates the optimizer's state
-    turns: dict[str, list[Turn]] = {library: [] for library in LIBRARIES}
-    for _ in range(args.rounds):
+    turns: dict[str, list[Turn]] = {library: [] for library in names}
+    for _ in range(rounds):
         for library, contender in contenders.items():
             turns[library].append(contender.turn())
-    memory = {library: contender.memory() for library, contender in contenders.items()}
+    # A trainer is not asked for its memory.
+    peaks = {} if how == "sft" else {name: c.memory().peak for name, c in contenders.items()}
     for contender in contenders.values():
         contender.close()
     ours = [turn.cpu for turn in turns["kempner"]]
     rows = []
     for library, theirs in turns.items():
         cpu = [turn.cpu for turn in theirs]
-        row = {"size": args.size, "how": args.how, "library": library}
+        row: dict[str, Any] = {"size": size, "how": how, "library": library}
         row["processor ms"] = statistics.median(cpu) * 1e3
-        row["MiB"] = memory[library].peak / 2**20
+        if peaks:
+            row["MiB"] = peaks[library] / 2**20
         if library != "kempner":
             row["kempner's time"], row["quartiles"] = share(ours, cpu)
-            row["kempner's memory"] = memory["kempner"].peak / memory[library].peak
+        if peaks and library != "kempner":
+            row["kempner's memory"] = peaks["kempner"] / peaks[library]
         rows.append(row)
-    proves = ("kempner/model", "kempner/training/compute")
+    return rows
+
+
+def main() -> None:
+    """Print a table; or take turns, with `--library`."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--library", choices={*LIBRARIES, *TRAINERS})
+    parser.add_argument("--how", choices=HOW, default="eager")
+    parser.add_argument("--size", choices=SIZES, default="debug")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=4)
+    records.add_option(parser)
+    args = parser.parse_args()
+    if args.library and args.how == "sft":
+        train = {"kempner": train_with_kempner, "trl": train_with_trl}[args.library]
+        size = SIZES[args.size]  # the tokenizer has more tokens than bytes
+        train(replace(size, vocab=max(512, size.vocab)), args.steps)
+        return
+    if args.library:
+        take_turns(args.library, SIZES[args.size], args.how, args.steps)
+        return
+    rows = compared(args.how, args.size, args.rounds, args.steps)
+    proves: tuple[str, ...] = ("kempner/model", "kempner/training/compute")
+    if args.how == "sft":
+        proves = ("kempner/data", "kempner/model", "kempner/training")
+        records.result(args.record, "trainers", proves, rows, "size")
+        return
     records.result(args.record, "model", proves, rows, "size", "how")
 
 

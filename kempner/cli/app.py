@@ -43,6 +43,7 @@ _NOW_AND_THEN: dict[str, tuple[str, ...]] = {
     "join": ("supervise",),
     "metrics": ("insight.metrics",),
     "profile": ("insight.profile",),
+    "replay": ("insight.replay",),
     "config": ("config",),
     "download": ("checkpoint.download",),
     "prune": ("checkpoint.inspect",),

@@ -15,6 +15,7 @@ import resource
 import signal
 import subprocess
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -176,6 +177,32 @@ class MemoryGroup:
         """Bytes in use that cannot be reclaimed, as a cache could. Raises `OSError`."""
         stat = _entries(self.path / "memory.stat")
         return stat["total_rss"] if "total_rss" in stat else stat["anon"]
+
+
+KILLED_WITHIN = 30.0
+"""Seconds from an out-of-memory kill to the end that it explains: a large process is not gone at
+once."""
+
+
+class OutOfMemoryKills:
+    """Tells from a count of out-of-memory kills, noted again and again, whether one was recent."""
+
+    def __init__(self, count: int, now: float) -> None:
+        self._noted = deque([(now, count)])
+
+    @property
+    def noted_at(self) -> float:
+        return self._noted[-1][0]
+
+    def note(self, count: int, now: float) -> None:
+        self._noted.append((now, count))
+        while len(self._noted) > 1 and self._noted[1][0] <= now - KILLED_WITHIN:
+            self._noted.popleft()
+
+    def recent(self, count: int) -> bool:
+        """Whether there was one in the last `KILLED_WITHIN` seconds, if `count` is the number
+        now."""
+        return count > self._noted[0][1]
 
 
 def memory_group(

@@ -1,5 +1,5 @@
-"""Configuration of the model: a transformer by its sizes or its name, or a model of your own; and
-of the adapter that trains beside its weights.
+"""Configuration of the model: a transformer by its sizes or its name, or a model of your own; of
+the adapter that trains beside its weights; and of how ranks share the work.
 
 Sizes of published models are from the `config.json` of each: Llama 2 (arXiv:2307.09288), Llama 3,
 3.1, 3.2 and 3.3 (arXiv:2407.21783), Qwen3 (arXiv:2505.09388).
@@ -290,3 +290,55 @@ class PreferencesSection(Section):
                 "preferences.beta needs adapter.rank, since the reference is the model without its "
                 "adapter; set it, or remove preferences.beta"
             )
+
+
+Degree = Annotated[int, Field(ge=-1)]
+
+
+class ParallelismSection(Section):
+    """How the ranks share the work (a mesh of replicate x shard x tensor ranks), and when they
+    communicate."""
+
+    data_parallel_replicate_degree: Annotated[Degree, Key("groups of ranks", 2)] = 1
+    """Number of replicas of the model, each sharded over its own group of ranks and trained on its
+    own samples (HSDP); -1 is what the other degrees leave."""
+    data_parallel_shard_degree: Annotated[Degree, Key("ranks", 8)] = -1
+    """Ranks over which parameters, gradients and optimizer state are sharded (FSDP2); -1 is what
+    the other degrees leave."""
+    tensor_parallel_degree: Annotated[PositiveInt, Key("ranks", 4)] = 1
+    """Ranks, next to each other on one node, that compute each layer together on the same samples
+    (tensor and sequence parallel)."""
+    reduce_gradients: Annotated[
+        Literal["auto", "step", "micro_batch"],
+        Key(
+            values={
+                "auto": "the choice that sends least and fits into GPU memory; on CPUs micro_batch",
+                "step": "once per step; until then a rank keeps unsharded gradients in float32",
+                "micro_batch": "after every micro batch",
+            }
+        ),
+    ] = "auto"
+    """When gradients are summed over the ranks that share the parameters."""
+    reshard_after_forward: Annotated[
+        Literal["auto", "always", "never"],
+        Key(
+            values={
+                "auto": "the choice that sends least and fits into GPU memory; on CPUs always",
+                "always": "freed after a block's forward, gathered again for its backward",
+                "never": "kept until the last backward of the step",
+            }
+        ),
+    ] = "auto"
+    """Whether the gathered parameters of a block are freed before its backward."""
+
+    @model_validator(mode="after")
+    def _degrees_leave_ranks(self) -> Self:
+        replicate, shard = self.data_parallel_replicate_degree, self.data_parallel_shard_degree
+        if 0 in (replicate, shard):
+            raise ValueError("a degree of 0 leaves no ranks; write 1, or -1 for what is left")
+        if replicate == shard == -1:
+            raise ValueError(
+                "only one of data_parallel_replicate_degree and data_parallel_shard_degree can be "
+                "-1, what is left"
+            )
+        return self

@@ -12,7 +12,12 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from kempner.config.errors import COLLECTOR, NAME, PORTS, SET_NAME
-from kempner.config.model import AdapterSection, ModelSection, PreferencesSection
+from kempner.config.model import (
+    AdapterSection,
+    ModelSection,
+    ParallelismSection,
+    PreferencesSection,
+)
 from kempner.config.resilience import ResilienceSection
 from kempner.config.section import (
     PURE,
@@ -113,58 +118,6 @@ class ProfilingSection(Section):
     """Also write a snapshot of GPU memory for pytorch.org/memory_viz."""
     keep: Annotated[PositiveInt, Key("traces", 20)] = 8
     """How many of a rank's newest traces are kept."""
-
-
-Degree = Annotated[int, Field(ge=-1)]
-
-
-class ParallelismSection(Section):
-    """How the ranks share the work (a mesh of replicate x shard x tensor ranks), and when they
-    communicate."""
-
-    data_parallel_replicate_degree: Annotated[Degree, Key("groups of ranks", 2)] = 1
-    """Number of replicas of the model, each sharded over its own group of ranks and trained on its
-    own samples (HSDP); -1 is what the other degrees leave."""
-    data_parallel_shard_degree: Annotated[Degree, Key("ranks", 8)] = -1
-    """Ranks over which parameters, gradients and optimizer state are sharded (FSDP2); -1 is what
-    the other degrees leave."""
-    tensor_parallel_degree: Annotated[PositiveInt, Key("ranks", 4)] = 1
-    """Ranks, next to each other on one node, that compute each layer together on the same samples
-    (tensor and sequence parallel)."""
-    reduce_gradients: Annotated[
-        Literal["auto", "step", "micro_batch"],
-        Key(
-            values={
-                "auto": "the choice that sends least and fits into GPU memory; on CPUs micro_batch",
-                "step": "once per step; until then a rank keeps unsharded gradients in float32",
-                "micro_batch": "after every micro batch",
-            }
-        ),
-    ] = "auto"
-    """When gradients are summed over the ranks that share the parameters."""
-    reshard_after_forward: Annotated[
-        Literal["auto", "always", "never"],
-        Key(
-            values={
-                "auto": "the choice that sends least and fits into GPU memory; on CPUs always",
-                "always": "freed after a block's forward, gathered again for its backward",
-                "never": "kept until the last backward of the step",
-            }
-        ),
-    ] = "auto"
-    """Whether the gathered parameters of a block are freed before its backward."""
-
-    @model_validator(mode="after")
-    def _degrees_leave_ranks(self) -> Self:
-        replicate, shard = self.data_parallel_replicate_degree, self.data_parallel_shard_degree
-        if 0 in (replicate, shard):
-            raise ValueError("a degree of 0 leaves no ranks; write 1, or -1 for what is left")
-        if replicate == shard == -1:
-            raise ValueError(
-                "only one of data_parallel_replicate_degree and data_parallel_shard_degree can be "
-                "-1, what is left"
-            )
-        return self
 
 
 class RunSection(Section):
@@ -323,9 +276,12 @@ class SchedulerSection(Section):
     warmup_steps: Annotated[NonNegativeInt, Key("steps", 2000)] = 0
     """Steps of linear warm-up from 0 to the peak; a shorter run does not reach it."""
     decay_steps: Annotated[PositiveInt | None, Key("steps", 10_000)] = None
-    """wsd: steps of linear decay at the end; a tenth of train.max_steps by default."""
+    """wsd: steps of linear decay at the end; a tenth of all by default."""
     min_lr_ratio: Annotated[Fraction, Key("share of the peak", 0.1)] = 0.0
     """Final learning rate as a fraction of the peak (cosine, linear, wsd)."""
+    total_steps: Annotated[PositiveInt | None, Key("steps", 100_000)] = None
+    """Steps for which the rate is planned; train.max_steps by default. A run of fewer steps then
+    has the rates of the longer one."""
 
     @model_validator(mode="after")
     def _obeys_what_is_set(self) -> Self:
@@ -575,6 +531,12 @@ class Config(Section):
                     raise ValueError(f"train.{key} has no effect with model.factory; remove it")
             if self.data.document_mask:
                 raise ValueError("data.document_mask has no effect with model.factory; remove it")
+        planned = self.scheduler.total_steps
+        if planned is not None and planned < self.train.max_steps:
+            raise ValueError(
+                f"scheduler.total_steps={planned} is less than "
+                f"train.max_steps={self.train.max_steps}"
+            )
         degree = self.parallelism.tensor_parallel_degree
         self.adapter.refuse_beside(self.model, self.optimizer.name, self.train.fp8, degree)
         self.preferences.refuse_without(self.adapter)

@@ -1,7 +1,7 @@
-"""Whether the processes of a rank do anything, as the kernel counts it from outside.
+"""The activity of a rank's processes as observed from outside: CPU time, I/O, sleeps, stacks.
 
-A program that says nothing of itself is judged by this alone: its ranks may download, compile,
-wait for a lock or for each other, before the first step or after the last one.
+A program that does not report is judged by this alone: its ranks may download, compile, or wait
+for a lock or for each other, before the first step or after the last one.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ import psutil
 from kempner.run.process.whereabouts import CodePlace, place_in
 
 WORKS = 0.05
-"""Share of a processor that processes use at least if they are at work. Ranks that wait for each
-other in Gloo use 0.003 of one, those that poll torch's store 0.013."""
+"""Share of a CPU that processes at work use at least. Ranks that wait for each other in Gloo use
+0.003, those that poll torch's store 0.013."""
 
 TRANSFERS = 65536.0
-"""Bytes a second that processes at work read and write at least, if they use no processor."""
+"""Bytes a second that processes at work read and write at least, if they use no CPU."""
 
 POLLS = 1.0
-"""Times a second that a process wakes up at least that looks again and again whether it can go on.
-A worker of a data loader does so five times less often, whatever its trainer does."""
+"""Wake-ups a second of a process that polls, at least. A worker of a data loader wakes up five
+times less often, whatever its trainer does."""
 
 STACK_WITHIN = 10.0
-"""Seconds for a look at a stack, which another process takes."""
+"""Seconds in which py-spy must return a stack."""
 
 
 @dataclass(frozen=True)
 class TreeUsage:
-    """What a process and its descendants have used: CPU seconds, bytes read and written, and by
-    process how often it has gone to sleep, and for how many seconds it has waited for a processor.
-    `spun` are the CPU seconds of those that have a GPU, which may do nothing but wait for it."""
+    """Use by a process and its descendants: CPU seconds, bytes read and written, and by process the
+    number of sleeps and the seconds of waiting for a CPU. `spun` are the CPU seconds of processes
+    that have a GPU, which may only spin while they wait for it."""
 
     cpu: float
     moved: int
@@ -51,8 +51,8 @@ class TreeUsage:
 
 
 def tree_usage(pid: int) -> TreeUsage | None:
-    """Of the processes below `pid`, itself included; None if it is gone, or if what one of them
-    uses may not be read, as another user's may not: it may be at work."""
+    """Use by `pid` and its descendants; None if it is gone, or if one of them may not be read,
+    since it may be at work."""
     cpu, spun, moved, sleeps, waited = 0.0, 0.0, 0, dict[int, int](), dict[int, float]()
     try:
         for process in _tree(pid):
@@ -71,8 +71,8 @@ def tree_usage(pid: int) -> TreeUsage | None:
 
 
 def _waited_for_processor(pid: int) -> float:
-    """Seconds in which the main thread of a process could have gone on but for want of a processor,
-    as where a machine has too few; 0 where the system does not say."""
+    """Seconds for which the main thread of a process was runnable and waited for a CPU; 0 if
+    unknown."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
@@ -80,7 +80,7 @@ def _waited_for_processor(pid: int) -> float:
 
 
 def has_gpu(pid: int) -> bool:
-    """Whether a process has opened a GPU of NVIDIA or AMD."""
+    """Whether a process has opened an NVIDIA or AMD GPU."""
     try:
         files = [str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir()]
         return any(file.startswith(("/dev/nvidia", "/dev/kfd")) for file in files)
@@ -89,16 +89,16 @@ def has_gpu(pid: int) -> bool:
 
 
 def _tree(pid: int) -> list[psutil.Process]:
-    """A process and all below it. Raises `psutil.Error`."""
+    """A process and its descendants. Raises `psutil.Error`."""
     top = psutil.Process(pid)
     return [top, *top.children(recursive=True)]
 
 
 @dataclass(frozen=True)
 class Stillness:
-    """For how many seconds a rank has not worked, and has not even looked whether it can go on; and
-    where it stands, if that could be seen. `works` says that it was seen at work: where nothing
-    could be seen it is neither that nor idle."""
+    """Seconds for which a rank has been `idle`, and for which it has been `still`, which is to say
+    without polling either; and its `place` in the program, if known. `works`: it was seen at work;
+    a rank that could not be observed neither works nor is idle."""
 
     idle: float = 0.0
     still: float = 0.0
@@ -112,9 +112,9 @@ class Stillness:
         seconds: float,
         share: float = WORKS,
     ) -> Stillness:
-        """What it is `seconds` later, by the usage at both ends, where processes at work use at
-        least such a `share` of a processor. To wait for one counts as using it, but not of a
-        process that polls: on a crowded machine it waits a little each time."""
+        """The stillness `seconds` later, by the usage `before` and `now`; processes at work use at
+        least `share` of a CPU. Time spent waiting for a CPU counts as use, except for a process
+        that polls: on an overloaded machine it waits a little each time."""
         if before is None or now is None:
             return Stillness()
         moves = now.moved - before.moved > TRANSFERS * seconds
@@ -134,14 +134,14 @@ class Stillness:
 
 
 def share_at_work(processors: int, load: float) -> float:
-    """Share of a processor that processes at work use at least: on a crowded machine half of what
-    each that wants one gets."""
+    """Share of a CPU that processes at work use at least: on an overloaded machine half of an equal
+    share."""
     return min(WORKS, 0.5 * processors / load) if load > 0 else WORKS
 
 
 @dataclass
 class ActivityWatch:
-    """Looks at the ranks of one machine now and then. `clock` is in seconds."""
+    """Observes the ranks of one machine at intervals. `clock` is in seconds."""
 
     clock: Callable[[], float]
     use: Callable[[int], TreeUsage | None] = tree_usage
@@ -150,7 +150,7 @@ class ActivityWatch:
     _found: dict[int, Stillness] = field(default_factory=dict)
 
     def look(self, pids: Mapping[int, int]) -> Mapping[int, Stillness]:
-        """By rank, of the process of each that runs."""
+        """The stillness of each rank, by the pid of its process."""
         now, usage = self.clock(), {rank: self.use(pid) for rank, pid in pids.items()}
         share = share_at_work(os.cpu_count() or 1, os.getloadavg()[0])
         self._found = {
@@ -164,7 +164,7 @@ class ActivityWatch:
 
 
 class StackReader:
-    """Reads stacks of Python from outside, with py-spy (the extra `stacks`), where that may."""
+    """Reads Python stacks of other processes with py-spy (the extra `stacks`), where permitted."""
 
     @cached_property
     def _command(self) -> str | None:
@@ -172,8 +172,8 @@ class StackReader:
         return str(beside) if beside.exists() else shutil.which("py-spy")
 
     def place(self, pid: int) -> CodePlace | None:
-        """Where the main thread of a process stands, or of the first below it that is Python; None
-        if that cannot be seen."""
+        """The place of the main thread of a process, or of its first descendant that runs Python;
+        None if unknown."""
         if self._command is None:
             return None
         try:
@@ -194,8 +194,8 @@ class StackReader:
 
 
 def main_place(told: bytes, pid: int) -> CodePlace | None:
-    """Where the main thread stands in what `py-spy dump --json` prints of a process; None if it
-    prints no such thread."""
+    """The place of the main thread in the output of `py-spy dump --json`; None if it has no such
+    thread."""
     try:
         threads: list[dict[str, Any]] = json.loads(told)
         frames = [

@@ -1,8 +1,7 @@
-"""What the doctor alone measures of a node: its GPUs, its software, its storage.
+"""Measurements of a node that only the doctor makes: of GPUs, software and storage.
 
-`nvidia-smi -q -x` is NVML's own report, comes with every driver, and is read here without a further
-package. The names of its elements are those of NVIDIA's manual of nvidia-smi; where two are given,
-the second is what older drivers call it.
+`nvidia-smi -q -x` prints NVML's report, and comes with every driver. The names of its elements are
+those of NVIDIA's manual of nvidia-smi; where two are given, the second is that of older drivers.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 _SMI_WITHIN = 30.0
-"""Seconds for one call: a GPU that has fallen off the bus makes it hang."""
+"""Time limit of one call in seconds: it hangs if a GPU has fallen off the bus."""
 
 _THROTTLES = (
     "hw_slowdown",
@@ -28,8 +27,8 @@ _THROTTLES = (
     "hw_power_brake_slowdown",
     "sw_thermal_slowdown",
 )
-"""Reasons for a slower clock that are a defect: heat or the power supply. That a GPU is idle, or at
-its power limit, is none."""
+"""Reasons for a slower clock that are defects, of cooling or the power supply, unlike idleness or
+the power limit."""
 
 _UNCORRECTED = (
     *("sram_uncorrectable", "sram_uncorrectable_parity", "sram_uncorrectable_secded"),
@@ -54,8 +53,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuSurvey:
-    """The GPUs of a node, and why they could not be looked at; `driver` is its version, empty
-    where there is none."""
+    """The GPUs of a node, the version of the driver (empty without one), and the error if they
+    could not be examined."""
 
     gpus: tuple[Gpu, ...] = ()
     driver: str = ""
@@ -63,7 +62,7 @@ class GpuSurvey:
 
 
 def survey_gpus(environ: Mapping[str, str] = os.environ) -> GpuSurvey:
-    """Ask nvidia-smi about the GPUs that this process may use; nothing where there is none."""
+    """The GPUs that this process may use, by nvidia-smi; an empty survey without it."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "-q", "-x"],
@@ -76,7 +75,7 @@ def survey_gpus(environ: Mapping[str, str] = os.environ) -> GpuSurvey:
     except subprocess.TimeoutExpired:
         return GpuSurvey(trouble=f"nvidia-smi does not answer within {_SMI_WITHIN:g} s")
     except OSError as error:
-        # Where a folder on PATH cannot be looked into, one that is nowhere has that folder's error.
+        # If a folder on PATH cannot be read, a missing command has that folder's error.
         if shutil.which("nvidia-smi", mode=os.F_OK) is None:
             return GpuSurvey()
         return GpuSurvey(trouble=f"nvidia-smi cannot be started: {error.strerror}")
@@ -97,7 +96,7 @@ def read_survey(text: str) -> GpuSurvey:
 
 
 def _visible(found: GpuSurvey, visible: str | None) -> GpuSurvey:
-    """Without the GPUs that are hidden from CUDA by their numbers; UUIDs hide none."""
+    """Without the GPUs that CUDA_VISIBLE_DEVICES hides by index; UUIDs hide none."""
     words = [word.strip() for word in (visible or "").split(",")]
     if visible is None or not all(word.isdecimal() for word in words):
         return found
@@ -121,7 +120,7 @@ def _gpu(number: int, element: ElementTree.Element) -> Gpu:
 
 
 def _remap(element: ElementTree.Element) -> str:
-    """Of rows (Ampere and later), or of pages (before)."""
+    """Remapping of rows (Ampere and later), or of pages (before)."""
     if element.findtext("remapped_rows/remapped_row_failure", "No") == "Yes":
         return "failed"
     pending = ("remapped_rows/remapped_row_pending", "retired_pages/pending_retirement",
@@ -147,7 +146,7 @@ def _count(text: str | None) -> int:
 
 
 IMPORT_WITHIN = 180.0
-"""Seconds that the import of torch may take: from a busy network file system, minutes."""
+"""Time limit in seconds of importing torch, which takes minutes from a busy network file system."""
 
 _DRY_RUN = """
 import importlib, json, sys
@@ -169,8 +168,8 @@ print(json.dumps(told))
 
 @dataclass(frozen=True)
 class Software:
-    """Versions, and what torch sees: `cuda` is what it was built with (CUDA or ROCm), empty for
-    CPUs alone; `devices` is how many GPUs it can use. `trouble` says why an import failed."""
+    """Versions; `cuda` is that of CUDA or ROCm which torch was built with, empty for CPUs alone;
+    `devices` is the number of GPUs that it can use. `trouble` says why an import failed."""
 
     python: str = ""
     kempner: str = ""
@@ -206,25 +205,25 @@ def look_at_software(imports: Sequence[str] = ()) -> Software:
 
 
 LARGEST = 128 * 2**20
-"""Bytes that a node writes at most."""
+"""Bytes that one node writes at most."""
 
 TOGETHER = 16 * 2**30
 """Bytes that all nodes write at most."""
 
 SHARE = 0.05
-"""Of the free space, the most that all of them take."""
+"""Share of the free space that all nodes use at most."""
 
 LONGEST = 2.0
 """Seconds after which no further piece is written."""
 
 _PIECE, _LEAST = 4 * 2**20, 4096
 _SYNC_EVERY = 4
-"""Pieces between two fsyncs: how long the last of them takes is bounded, too."""
+"""Pieces between two fsyncs, so that the last one is short as well."""
 
 
 @dataclass(frozen=True)
 class WriteRate:
-    """`written` bytes in `seconds`, with fsync; `trouble` says why it could not be written."""
+    """`written` bytes in `seconds`, with fsync; `trouble` says why writing failed."""
 
     written: int
     seconds: float
@@ -232,18 +231,18 @@ class WriteRate:
 
     @property
     def rate(self) -> float | None:
-        """Bytes a second; None where too little was written to tell."""
+        """Bytes a second; None if nothing was written."""
         return self.written / self.seconds if self.written and self.seconds > 0 else None
 
 
 def write_test(folder: Path, name: str, writers: int = 1) -> WriteRate:
-    """Write to a file in `folder` that has lost its name before it has any content. So nothing is
-    left behind, however this process ends. `writers` is how many nodes do so at once."""
+    """Write to a file in `folder` that is unlinked before it has content, so that nothing is left
+    behind, however this process ends. `writers` nodes do so at once."""
     written, began = 0, time.monotonic()
     try:
         together = min(TOGETHER, int(SHARE * shutil.disk_usage(folder).free))
         largest = max(_LEAST, min(LARGEST, together // writers))
-        # What cannot be compressed is written as it is.
+        # Random, since a file system may compress.
         content = os.urandom(min(_PIECE, largest))
         path = folder / name
         with open(path, "xb", buffering=0) as file:

@@ -1,8 +1,8 @@
-"""What NVIDIA's driver says of the GPUs of a node: `python -m kempner.probe.gpu_events PARENT`.
+"""Reports errors of a node's NVIDIA GPUs: `python -m kempner.probe.gpu_events PARENT`.
 
-A process of its own, since a call into the driver may never return once a GPU has fallen off the
-bus. It needs nvidia-ml-py (the extra `gpu`); without it, or without a GPU, it ends at once. It
-prints a line for each Xid and for what else begins to be wrong, and ends with its parent.
+It is a process of its own, since a call into the driver may never return once a GPU has fallen off
+the bus. It needs nvidia-ml-py (the extra `gpu`); without it, or without a GPU, it exits at once. It
+prints a line for each Xid and each new health problem, and exits with its parent.
 
 Xid numbers: https://docs.nvidia.com/deploy/xid-errors/.
 """
@@ -29,13 +29,13 @@ from kempner.run.process.threads import start_thread
 from kempner.run.process.worker_process import SAFE_MODULE
 
 DRIVER = Path("/dev/nvidiactl")
-"""Where NVIDIA's driver is loaded."""
+"""Exists where NVIDIA's driver is loaded."""
 
 HEALTH_EVERY = 60.0
-"""Seconds between two looks at what is no event."""
+"""Seconds between two health checks."""
 
 _PROGRAMS = {13, 31, 43, 45, 68}
-"""Xids of what a program did, and of what the driver does to it: they say nothing of the GPU."""
+"""Xids that a program caused: they are no errors of the GPU."""
 
 _BROKEN = {
     48: "an uncorrectable memory error",
@@ -52,20 +52,20 @@ _BROKEN = {
     143: "its memory cannot be initialised",
     155: "a link to other GPUs is down",
 }
-"""Xids after which a GPU needs at least a reset: no other rank shall start on its node."""
+"""Xids after which a GPU needs at least a reset, and no other rank should start on its node."""
 
 _PASSING = {
     63: "a row of its memory is replaced at the next reset",
     94: "a contained memory error",
     137: "an error of NVLink that was recovered",
 }
-"""Xids of the GPU after which it goes on: the processes on it may not."""
+"""Xids after which the GPU goes on, though its processes may not."""
 
 
 @dataclass(frozen=True)
 class GpuTrouble:
-    """What is wrong with the GPU of that index; `xid` is 0 where it is no event. `broken` says that
-    nothing shall start there before it is repaired."""
+    """An error of the GPU with that index; `xid` is 0 for a health problem. `broken`: nothing
+    should start there before it is repaired."""
 
     gpu: int
     xid: int
@@ -74,7 +74,7 @@ class GpuTrouble:
 
 
 def trouble_of(gpu: int, xid: int) -> GpuTrouble | None:
-    """What an Xid says of a GPU; None where it speaks of a program."""
+    """The error that an Xid reports; None if a program caused it."""
     if xid in _PROGRAMS:
         return None
     words = _BROKEN.get(xid) or _PASSING.get(xid) or "see NVIDIA's list of them"
@@ -98,7 +98,7 @@ class _Nvml:
         self._known: set[GpuTrouble] = set()
 
     def wait(self, seconds: float) -> GpuTrouble | None:
-        """The next that an Xid tells, within some seconds."""
+        """The error of the next Xid within `seconds`."""
         nvml = self._nvml
         try:
             event = nvml.nvmlEventSetWait_v2(self._events, int(1000 * seconds))
@@ -110,7 +110,7 @@ class _Nvml:
         return None if number is None else trouble_of(number, int(event.eventData))
 
     def look(self) -> Iterator[GpuTrouble]:
-        """What is wrong now and was not before."""
+        """New health problems."""
         for number, gpu in self._gpus.items():
             for found in self._find_troubles(number, gpu):
                 if found not in self._known:
@@ -132,7 +132,7 @@ class _Nvml:
 
 
 def watch(nvml: _Nvml, tell: Callable[[GpuTrouble], None]) -> None:
-    """Tell of what goes wrong, for ever."""
+    """Report errors for ever."""
     looked_at = -HEALTH_EVERY
     while True:
         if time.monotonic() - looked_at >= HEALTH_EVERY:
@@ -156,8 +156,8 @@ def main(parent: int) -> None:
 
 
 class GpuWatch:
-    """Hears of the GPUs of this node from such a process, if the `driver` is there: `hear` is
-    called by a thread of its own."""
+    """Runs this module as a process if the `driver` exists, and calls `hear` with its reports, in a
+    thread of its own."""
 
     def __init__(self, hear: Callable[[GpuTrouble], None], driver: Path = DRIVER) -> None:
         self._hear, self._driver = hear, driver
@@ -176,7 +176,8 @@ class GpuWatch:
             self._process.kill()
 
     def _follow(self) -> None:
-        """The thread that starts the process has to outlive it: it ends with that thread."""
+        """Start the process and follow it. The thread must outlive it: it is killed with the thread
+        that started it."""
         command = [sys.executable, *SAFE_MODULE, __name__, str(os.getpid())]
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
         try:

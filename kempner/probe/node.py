@@ -1,7 +1,7 @@
 """Measures a node: `python -m kempner.probe.node QUESTION`, or by the node's agent.
 
-The answer comes in lines that srun does not mix. This imports neither torch nor the configuration,
-so that it takes a moment where a rank takes seconds to start.
+The answer is in lines that srun does not mix. This module imports neither torch nor the
+configuration, which would take seconds.
 
 Every node is asked before each attempt; `kempner doctor` asks for more.
 """
@@ -53,13 +53,13 @@ from kempner.run.process.worker_process import SAFE_MODULE
 _PACKAGE = Path(__file__).parents[1]
 
 _SHOWN = 8
-"""Digits of a hash that a sentence shows."""
+"""Digits of a hash in a sentence."""
 
 
 @dataclass(frozen=True)
 class CodeIdentity:
-    """`python` and `torch` are versions, that of torch empty where there is none; `code` is a hash
-    of kempner's files, hexadecimal."""
+    """Versions of Python and of torch, empty without torch, and a hexadecimal hash of kempner's
+    files."""
 
     python: str
     code: str
@@ -71,7 +71,7 @@ class CodeIdentity:
 
 
 def code_identity(package: Path = _PACKAGE) -> CodeIdentity:
-    """Of this process. Raises `OSError` if the package's files cannot be read."""
+    """The identity of this process's code. Raises `OSError` if the files cannot be read."""
     total = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         content = path.read_bytes()
@@ -85,7 +85,7 @@ def code_identity(package: Path = _PACKAGE) -> CodeIdentity:
 
 
 def other_code(found: Mapping[str, CodeIdentity], first: str) -> dict[str, str]:
-    """The nodes whose code is not that of most, each with a sentence. Of several that as many have,
+    """A sentence for each node whose code is not that of the majority; of equally frequent ones
     that of the `first` node counts."""
     if len(set(found.values())) < 2:
         return {}
@@ -101,10 +101,10 @@ def other_code(found: Mapping[str, CodeIdentity], first: str) -> dict[str, str]:
 SHM = "/dev/shm"
 
 SITE_CHECK, INTERFACE = "site check", "interface"
-"""What a trouble with `hooks.before_start`, or with the network, is about."""
+"""Keys of troubles with `hooks.before_start` and with the network."""
 
 MARK = "asked"
-"""The file in a shared folder that a node is to see."""
+"""The file in a shared folder that a node must see."""
 
 CONNECT_WITHIN = 3.0
 """Seconds for a connection to the doctor: within a cluster it takes milliseconds."""
@@ -112,7 +112,7 @@ CONNECT_WITHIN = 3.0
 
 @dataclass(frozen=True)
 class SiteCheck:
-    """`hooks.before_start`: a shell command, the seconds that it gets, and its variables."""
+    """`hooks.before_start`: a shell command, its time limit in seconds, and its variables."""
 
     command: str
     seconds: float
@@ -121,11 +121,10 @@ class SiteCheck:
 
 @dataclass(frozen=True)
 class DetailQuestion:
-    """What else the doctor asks: `copies` are files whose content must be the same everywhere,
-    `caches` folders that are to be readable, `imports` modules to import besides torch. A short
-    write test goes to `written_to`, empty for none, while `writers` nodes do the same. `first` is
-    the node of rank 0; the doctor listens at `port` on the addresses `meet_at`, with prefix
-    length."""
+    """Further checks for the doctor: `copies` are files whose content must be the same everywhere,
+    `caches` folders that must be readable, `imports` modules to import besides torch. A short write
+    test goes to `written_to`, empty for none, while `writers` nodes do the same. `first` is the
+    node of rank 0; the doctor listens at `port` on the addresses `meet_at`, with prefix length."""
 
     copies: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
@@ -139,10 +138,10 @@ class DetailQuestion:
 
 @dataclass(frozen=True)
 class ProbeQuestion:
-    """What to check: `folders` that all nodes share, in each of which `MARK` holds `nonce`;
-    `interface` as configured; `on_one_node` if the ranks need no network; the site's own check.
-    `asker` says for a sentence where the folders were marked. Without `details` the answer has
-    none: their measurement takes seconds to minutes."""
+    """Checks of a node: of `folders` that all nodes share, in each of which `MARK` holds `nonce`;
+    of the network, with `interface` as configured, unless all ranks are `on_one_node`; the site's
+    own. `asker` says in sentences where the folders were marked. Only with `details` does the
+    answer have details, whose measurement takes seconds to minutes."""
 
     nonce: str
     folders: tuple[str, ...]
@@ -155,7 +154,7 @@ class ProbeQuestion:
 
 @dataclass(frozen=True)
 class ProbedMemory:
-    """A node's memory in bytes: what a process could still have, and all."""
+    """A node's available and total memory in bytes."""
 
     free: int
     total: int
@@ -163,9 +162,9 @@ class ProbedMemory:
 
 @dataclass(frozen=True)
 class NetworkDetails:
-    """`warning` says what is odd about a node's interface, `unreachable` why the doctor's own
-    address on that network does not answer. `clock_ahead` is by how many seconds the node's clock
-    is ahead of the doctor's, None where that could not be asked."""
+    """`warning` is about a node's interface; `unreachable` says why the doctor's address on that
+    network does not answer. `clock_ahead` is the offset of the node's clock from the doctor's in
+    seconds, None if unknown."""
 
     warning: str = ""
     unreachable: str = ""
@@ -176,8 +175,8 @@ class NetworkDetails:
 @dataclass(frozen=True)
 class ProbeDetails:
     """`temporary` is the folder of temporary files. Sizes are in bytes; `locked_memory` is the soft
-    limit, None without one. `digests` tell the content of the copies, empty for one that cannot be
-    read; `caches` are clauses by folder."""
+    limit, None without one. `digests` are hashes of the copies, empty for one that cannot be read;
+    `caches` are clauses about folders that cannot be used."""
 
     temporary: str = ""
     shm_total: int = 0
@@ -193,10 +192,9 @@ class ProbeDetails:
 @dataclass(frozen=True)
 class ProbeResult:
     """A node's answer. Sizes are in bytes, `time` in seconds since the epoch by the node's clock.
-    `disk_free` is by folder; `open_files` is the most that a process may have, None without a
-    limit; `interface` is what the ranks would bind to, None if that is left to Gloo or impossible;
-    `code` is what it runs, None where that cannot be read; `troubles` are sentences, by what they
-    are about."""
+    `disk_free` is by folder; `open_files` is the limit per process, None without one; `interface`
+    is the one that ranks would bind to, None if that is left to Gloo or impossible; `code` is None
+    if it cannot be read; `troubles` are sentences by subject."""
 
     node: str
     time: float
@@ -229,12 +227,12 @@ def read_result(text: str | bytes) -> ProbeResult | None:
 
 
 def read_results(lines: Iterable[str]) -> list[ProbeResult]:
-    """The whole answers among what the tasks of a step print."""
+    """The complete answers in the output of a step's tasks."""
     return [found for text in whole_answers(lines) if (found := read_result(text)) is not None]
 
 
 def answer_text(question: str) -> str:
-    """The text that answers a question's; nothing to none."""
+    """The answer to a question, both as text; empty for an empty question."""
     if not question:
         return ""
     asked = as_names(_QUESTION.validate_json(question))
@@ -247,8 +245,8 @@ def answer_lines(result: ProbeResult) -> str:
 
 @contextmanager
 def marked(folders: Sequence[Path], nonce: str) -> Iterator[dict[str, str]]:
-    """Make these folders, each with a mark for nodes to see, and remove them afterwards; yields why
-    some could not be made, by folder."""
+    """Create these folders, each with a mark for nodes to see, and remove them afterwards; yields
+    the errors by folder."""
     unwritable = {}
     try:
         for folder in folders:
@@ -264,7 +262,7 @@ def marked(folders: Sequence[Path], nonce: str) -> Iterator[dict[str, str]]:
 
 
 def unseen(question: ProbeQuestion, result: ProbeResult) -> Iterator[str]:
-    """The folders in which what the node has written does not come to be seen here."""
+    """The folders in which the node's file does not become visible here."""
     for folder in question.folders:
         path = Path(folder) / result.node
         wrote = folder not in result.troubles
@@ -273,8 +271,8 @@ def unseen(question: ProbeQuestion, result: ProbeResult) -> Iterator[str]:
 
 
 def measure(question: ProbeQuestion) -> ProbeResult:
-    """The answer of this node. Whatever cannot be measured is one of the troubles. The write test
-    comes first: all nodes are to write at once. What takes longest comes last."""
+    """The answer of this node; a failed measurement is one of the troubles. The write test comes
+    first, since all nodes should write at once, and the slowest measurements last."""
     troubles: dict[str, str] = {}
     node, details = node_name(os.environ), question.details
     write = None if details is None else _write(details, node)
@@ -331,7 +329,8 @@ def _run_site_check(check: SiteCheck, node: str, troubles: dict[str, str]) -> No
 
 
 def _trouble_with(folder: Path, node: str, question: ProbeQuestion) -> str:
-    """Read there what the asker has written, and write something for it to read."""
+    """Read the asker's mark in a folder, and write a file for it to read; a sentence if that
+    fails."""
     content = question.nonce.encode()
     try:
         if not comes_to_hold(folder / MARK, content, SHARED_WITHIN):
@@ -425,6 +424,6 @@ def _cache_trouble(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    # At one go, or lines mix with other nodes' where Python's output is unbuffered.
+    # In one write, or lines mix with those of other nodes where Python's output is unbuffered.
     sys.stdout.write(in_lines(node_name(os.environ), answer_text(sys.argv[1]).encode()))
     sys.stdout.flush()

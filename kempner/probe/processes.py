@@ -1,12 +1,12 @@
-"""What is known from outside of processes on a node, even of those that run no code of ours.
+"""Processes on a node as seen from outside, whatever they run.
 
     python -m kempner.probe.processes '{"node2": [4711]}'
 
-says that a node answers, and which of these processes still run there, in one line of JSON;
+prints the node and which of these processes still run there, in one line of JSON;
 
     python -m kempner.probe.processes PID...
 
-what can be seen of them. Both import no more than they must: the first runs on every node at once.
+describes them. Both import as little as possible: the first runs on every node at once.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def still_runs(pid: int, proc: Path = Path("/proc")) -> bool:
 
 
 def came_after(pid: int, earlier: int, proc: Path = Path("/proc")) -> bool:
-    """Whether process `pid` has the same owner as `earlier` and was started no sooner. A rank in a
-    container may be known by a number that is another process's here."""
+    """Whether process `pid` has the same owner as `earlier` and was started no sooner: the pid of a
+    rank in a container may be that of another process here."""
     try:
         same = (proc / str(pid)).stat().st_uid == (proc / str(earlier)).stat().st_uid
         began = start_ticks(pid, proc, zombies=True)
@@ -40,8 +40,8 @@ def came_after(pid: int, earlier: int, proc: Path = Path("/proc")) -> bool:
 
 
 def describe_process(pid: int, proc: Path = Path("/proc")) -> str:
-    """Its state (`T` if it is stopped, `D` if stuck on storage) and the kernel function in which it
-    waits (proc(5)), on one line."""
+    """The state of a process (`T` if stopped, `D` if stuck on storage) and the kernel function in
+    which it waits (proc(5)), on one line."""
     try:
         lines = (proc / str(pid) / "status").read_text().splitlines()
         waits_in = (proc / str(pid) / "wchan").read_text().strip() or "0"

@@ -182,7 +182,8 @@ def advance(run: Training, batch: StepBatch, means: Tensor) -> None:
     `StepGradient.add`, and go on from there."""
     train, tools, before = run.config.train, run.tools, run.train_state
     step, peak = before.step + 1, run.config.optimizer.lr
-    rate = learning_rate(step, peak, train.max_steps, run.config.scheduler)
+    schedule = run.config.scheduler
+    rate = learning_rate(step, peak, schedule.total_steps or train.max_steps, schedule)
     waiting = tools.progress.waiting
     norm = update(run.model, run.optimizer, means[0], rate, train.clip_grad_norm, waiting)
     run.train_state = replace(

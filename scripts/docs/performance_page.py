@@ -21,7 +21,7 @@ import records  # noqa: E402
 
 DOCS = ROOT / "docs"
 SOURCES = tuple(DOCS / f"{name}.jsonl" for name in ("performance", "drills", "versions"))
-PAGES = tuple(DOCS / f"{name}.md" for name in ("performance", "goodput", "sites", "wrap"))
+PAGES = tuple(DOCS / f"{n}.md" for n in ("performance", "goodput", "sites", "trainer", "wrap"))
 DETAILS = DOCS / "measurements.md"
 KINDS = ("benchmark", "drill", "record")
 HIDDEN = {"benchmark", *records.HEADER}

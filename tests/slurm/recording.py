@@ -1,4 +1,4 @@
-"""What was really run on which Slurm: a row for each test that had the cluster."""
+"""What was really run on which Slurm: a row for each test that had one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ class Record:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
         self._outcome = OUTCOMES[0]
         done = yield
-        if "cluster" in getattr(item, "fixturenames", ()) and self._outcome != "skipped":
+        # One of the tests for every Slurm brings up a cluster of its own.
+        theirs = "cluster" in getattr(item, "fixturenames", ()) or item.get_closest_marker(
+            "every_slurm"
+        )
+        if theirs and self._outcome != "skipped":
             self._add(item, item.config.getoption("--slurm"))
         return done
 

@@ -201,8 +201,8 @@ def named_as_base(folder: CheckpointFolder) -> frozenset[int]:
 
 def expendable(committed: Sequence[int], latest: int | None, keep: Keep) -> list[int]:
     """The steps to delete: those before `latest` that `keep` does not cover. Steps beyond `latest`
-    are of a branch that a rollback abandoned: they do not count as kept, and are not deleted, since
-    the run sets them aside when it gets there."""
+    were committed late by a superseded attempt: they do not count as kept, and are not deleted,
+    since the run sets them aside when it gets there."""
     if latest is None:
         return []
     branch = [step for step in sorted(committed) if step <= latest]

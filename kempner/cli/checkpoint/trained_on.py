@@ -21,7 +21,7 @@ from kempner.checkpoint.store.retention import locate, pick, reading_at
 from kempner.cli.checkpoint.inspect import Folder
 from kempner.cli.progress import busy
 from kempner.cli.usage import usable_path
-from kempner.data.files.index import fingerprint, read_index
+from kempner.data.files.index import Index, fingerprint, read_index
 from kempner.data.files.text import TextTokenizer
 from kempner.run.process.exit_codes import DataError, UsageError
 from kempner.run.record.recorded_config import recorded_config

@@ -128,7 +128,7 @@ def plan(
         return divide(file, world, gpu, as_json, refused=context.args)
     config = load(file, overrides(context, file))
     find_gpu(gpu)  # refuse a wrong name before importing torch
-    vocab_size = _check(config, world, nodes)
+    config, vocab_size = _with_data(config, world, nodes)
     # Nothing is computed: more threads would only take memory.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with busy("importing torch"):
@@ -147,16 +147,22 @@ def plan(
     return ExitCode.COMPLETED if made.fits else ExitCode.CRASHED
 
 
-def _check(config: Config, world: int, nodes: int | None) -> int:
-    """The size of the vocabulary: as configured, else of the data. Raises `DataError` if neither
+def _with_data(config: Config, world: int, nodes: int | None) -> tuple[Config, int]:
+    """The configuration with the document masks that chats have anyway, where the data are there,
+    and the size of the vocabulary: as configured, else of the data. Raises `DataError` if neither
     has it, `UsageError` if the ranks make no mesh."""
     resolve_mesh(config, world)
     ranks_on_a_node(config, world, nodes)
-    if config.model.vocab_size is not None:
-        return config.model.vocab_size
+    known = config.model.vocab_size
     try:
-        return vocabulary(config, read_index(Path(config.data.dataset_path)))
+        index = read_index(Path(config.data.dataset_path))
+        known = known or vocabulary(config, index)
     except DataError as error:
+        if known is not None:
+            return config, known
         raise DataError(
             f"data.dataset_path={config.data.dataset_path}: {error}; or set model.vocab_size"
         ) from error
+    masked = config.data.document_mask or index.kind != "text"
+    data = config.data.model_copy(update={"document_mask": masked})
+    return config.model_copy(update={"data": data}), known

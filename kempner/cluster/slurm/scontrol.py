@@ -470,12 +470,14 @@ class RequeueOutcome(Enum):
 @dataclass(frozen=True)
 class PutBack:
     """The outcome of a requeue, with the `reason`. `state` is the job's last known state, `asked`
-    its state before the first try; None without one."""
+    its state before the first try; None without one. `by_another`: the job is back, but Slurm has
+    refused this request, so that it took that of another process."""
 
     outcome: RequeueOutcome
     reason: str
     state: JobState | None = None
     asked: JobState | None = None
+    by_another: bool = False
 
 
 @dataclass(frozen=True)
@@ -568,5 +570,9 @@ class _RequeueTries:
             self.means.pause(next_pause(self.tries))
 
     def _end(self, outcome: RequeueOutcome, reason: str, state: JobState | None = None) -> PutBack:
-        shown = self.reason if outcome is RequeueOutcome.DONE else reason
-        return PutBack(outcome, shown, state or self.asked, self.asked)
+        done = outcome is RequeueOutcome.DONE
+        refused = isinstance(self.refusal, SlurmRefusedError) and self.lost is None
+        by_another = done and refused and not self.taken
+        return PutBack(
+            outcome, self.reason if done else reason, state or self.asked, self.asked, by_another
+        )

@@ -1,4 +1,4 @@
-"""How processes ended, as launchers and the accounting say it.
+"""Exits of processes, as launchers and the accounting report them.
 
 srun names node and task; torchrun prints a block per process; sacct has `code:signal`; a shell adds
 128 to a signal's number.
@@ -61,10 +61,10 @@ _STATES = {
 
 @dataclass(frozen=True)
 class End:
-    """The end of processes: `status` is an exit code, or minus a signal's number.
+    """The exit of processes: `status` is an exit code, or minus a signal's number.
 
-    `cause` names the row of the table. `first` says that torchrun saw it fail first on its node,
-    `task` that its `ranks` are tasks of srun.
+    `cause` is the name of a row of the table. `first`: torchrun saw it fail first on its node.
+    `task`: its `ranks` are tasks of srun.
     """
 
     line: LogLine
@@ -92,7 +92,7 @@ _BY_STATUS: dict[int, tuple[str, SignLevel, Sure]] = {
 
 
 def plain_status(code: int) -> int:
-    """An exit code as a shell gives it, with a signal as minus its number."""
+    """A shell's exit code, with a signal as minus its number."""
     return 128 - code if 128 < code < 160 else code
 
 
@@ -106,8 +106,7 @@ def describe_status(status: int) -> str:
 
 
 def what_status_means(status: int) -> tuple[str, SignLevel, Sure]:
-    """The row of the table for an exit status that is no success, how near to the beginning it is,
-    and how sure that is."""
+    """The name of the table's row for a failing exit status, its level, and its certainty."""
     return _BY_STATUS.get(status, ("exit_code", SignLevel.SYMPTOM, Sure.POSSIBLE))
 
 
@@ -123,14 +122,14 @@ def expand_ranks(ranks: str) -> tuple[int, ...]:
 
 @dataclass
 class EndReader:
-    """Takes lines one after the other; knows the block that each torchrun has begun."""
+    """Finds exits in lines, also in the blocks that torchrun prints over several lines."""
 
     elastic: bool = False
-    """Whether torchrun, or a launcher like it, starts the ranks: then srun's tasks are no ranks."""
+    """Whether torchrun, or a similar launcher, starts the ranks: then srun's tasks are no ranks."""
     _blocks: dict[object, dict[str, str]] = field(default_factory=dict)
     _root: set[object] = field(default_factory=set)
     _ending: bool = False
-    """Whether Slurm already ends the step: what is killed then is a consequence."""
+    """Whether Slurm already ends the step: exits by its signals are consequences."""
 
     def feed(self, line: LogLine) -> End | None:
         text = line.text

@@ -1,4 +1,4 @@
-"""What failed first: in a job by its logs alone, in a run by its ledger and its logs."""
+"""The first failure of a job, by its logs alone, and of a run, by its ledger and logs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from kempner.run.record.events import (
 from kempner.run.record.history import RunHistory
 from kempner.run.record.run_dir import RunDirectory
 
-MOST_RANKS = 64  # ranks whose logs are read where the ledger does not name one
+MOST_RANKS = 64  # ranks whose logs are read if the ledger names none
 
 _STOPS = {
     StopReason.TIME_LIMIT: "time_limit",
@@ -131,7 +131,7 @@ def _judge(run: RunDirectory, attempt: AttemptFacts) -> Verdict:
 
 
 def _cause(attempt: AttemptFacts, scan: Scan) -> tuple[Cause, Sure]:
-    """By the ledger; by the rank's log where that says no more than an exit code."""
+    """The cause by the ledger, or by the rank's log if the ledger has only an exit code."""
     raised = _raised(attempt)
     said = raised or _end(attempt).reason
     if attempt.hang() is not None:
@@ -216,7 +216,7 @@ def _afterwards(
 
 
 def _stopped(history: RunHistory) -> Verdict:
-    """Of a run without a failure: why it stopped, or that nothing happened."""
+    """The verdict on a run without a failure: why it stopped, if it did."""
     stops = history.events(Stopped, Completed)
     last = stops[-1] if stops else None
     if not isinstance(last, Stopped):
@@ -228,10 +228,7 @@ def _stopped(history: RunHistory) -> Verdict:
 
 
 def triage_logs(paths: Sequence[Path]) -> Verdict:
-    """The verdict on one job, of which these are the logs.
-
-    Raises `OSError` if one cannot be read.
-    """
+    """The verdict on the job with these logs. Raises `OSError` if one cannot be read."""
     scan = Scan()
     for path in paths:
         scan.read(str(path), read_log(path))

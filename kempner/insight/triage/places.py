@@ -1,4 +1,4 @@
-"""Which rank is on which node, as the lines of a log tell on the way."""
+"""The nodes of ranks, as the lines of a log tell."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from dataclasses import dataclass, field
 from kempner.insight.triage.log.lines import LogLine
 
 _COMMUNICATOR = re.compile(r"\brank (?P<rank>\d+) nranks (?P<world>\d+)")
+_RING = re.compile(r"\bChannel \d+/\d+ :(?P<ring>(?:\s+\d+){2,19})\s*$")
+"""A ring of NCCL, from the rank that prints it on (`dumpLine` in NCCL's graph/rings.cc)."""
+
 _WORLD = re.compile(r"\bworld[_ ]size[\"']?\s*[=:]?\s*(\d+)|\bMEMBER: \d+/(\d+)")
 _ADDRESS = re.compile(r"(?:Bootstrap|NET/\w+|OOB)\s?:? .*?[\w.]+:(\d+\.\d+\.\d+\.\d+)<\d+>")
 
 _USES = re.compile(r"\bUsing (?:\[\d+\])?(?P<name>[\w.-]+):(?P<address>\d+\.\d+\.\d+\.\d+)<\d+>")
 _OF_RAY = re.compile(r"\bip=(?P<node>[\d.]+), pid=(?P<pid>\d+)\) world_rank=(?P<rank>\d+)")
 _VIRTUAL = re.compile(r"(?:docker|virbr|br-|veth|lxc|lxd|cni|flannel|podman|tun|tap)\S*$")
-"""Interfaces that lead to other nodes on no cluster."""
+"""Interfaces that never lead to other nodes."""
 
 _MOST = 100_000  # facts of a kind that are kept; a world is not larger
 
 
 @dataclass
 class Places:
-    """What is known so far; a node's name counts up to its first dot."""
+    """Ranks, processes and addresses by node; a node's name counts up to its first dot."""
 
     nodes: dict[int, str] = field(default_factory=dict)
     ranks: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -31,7 +34,7 @@ class Places:
     first_ranks: dict[str, int] = field(default_factory=dict)
     """By node: the rank of its local rank 0, as torchrun counts, which numbers a node in a row."""
     uses: dict[str, tuple[str, LogLine]] = field(default_factory=dict)
-    """By node: the first address that NCCL says to use there, and the line."""
+    """By node: the first address that NCCL uses there, and the line."""
     tasks: dict[int, str] = field(default_factory=dict)
     """By task of srun: its node."""
     highest: int = -1  # of the ranks that wrote a line
@@ -54,6 +57,10 @@ class Places:
         if (found := _COMMUNICATOR.search(text)) is not None:
             self.world = max(self.world or 0, int(found["world"]))
             rank = int(found["rank"]) if int(found["world"]) == self.world else rank
+        elif (found := _RING.search(text)) is not None:
+            ring = found["ring"].split()
+            self.world = max(self.world or 0, len(ring))
+            rank = int(ring[0]) if len(ring) == self.world else rank
         elif (found := _WORLD.search(text)) is not None:
             self.world = max(self.world or 0, int(found[1] or found[2]))
         if rank is not None and line.node is not None:
@@ -72,7 +79,7 @@ class Places:
                 self.first_ranks[short(node)] = rank - local_rank
 
     def place_tasks(self) -> None:
-        """Srun's tasks are the ranks, unless there is one on each node, and ranks are more."""
+        """Take srun's tasks for ranks, unless there is one on each node and more ranks."""
         nodes = {short(node) for node in self.tasks.values()}
         spread = {0, 1} <= self.tasks.keys() and len(nodes) == len(self.tasks)
         if spread and self.highest >= len(nodes):
@@ -85,15 +92,15 @@ class Places:
             self.seen.setdefault(short(node), node)
 
     def rank_of(self, pid: int, node: str | None) -> int | None:
-        """The rank of a process, on whichever node if none is named."""
+        """The rank of a process, on any node if none is named and the pid is unique."""
         if node is not None:
             return self.ranks.get((short(node), pid))
         found = {rank for (_, number), rank in self.ranks.items() if number == pid}
         return found.pop() if len(found) == 1 else None
 
     def rank_of_local(self, local_rank: int, node: str | None) -> int | None:
-        """The rank of a local rank of a node, if a line has told it; of the only node, if none is
-        named."""
+        """The rank of a local rank of a node, or of the only node if none is named; None if
+        unknown."""
         node = self.only_node if node is None else node
         if node is None:
             return None
@@ -103,9 +110,8 @@ class Places:
 
     @property
     def isolated_interface(self) -> LogLine | None:
-        """The line that says what NCCL uses though it leads to no other node, of several.
-
-        That is a bridge for containers or virtual machines, or an address that two nodes share.
+        """The line that names an interface of NCCL without a route to the other nodes, if there are
+        several: a bridge for containers or virtual machines, or an address that two nodes share.
         """
         if len(self.uses) < 2:
             return None

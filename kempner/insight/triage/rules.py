@@ -1,4 +1,4 @@
-"""What a rule of the table is: signs in a log, what they mean, and what to do."""
+"""The rules of the table: signs in a log, their cause, and a remedy."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from functools import cached_property
 
 
 class SignLevel(IntEnum):
-    """How near a sign is to the beginning. The least that was found counts."""
+    """How near a sign is to the first failure. The lowest level found counts."""
 
-    GIVEN = 0  # the machine, its kernel or Slurm says so, often long after those who suffer from it
+    GIVEN = 0  # reported by the kernel, the driver or Slurm, often long after the ranks' errors
     CAUSE = 1  # explains a failure by itself
-    MECHANISM = 2  # how a process ended, or the layer in which it failed; something made it do so
-    SYMPTOM = 3  # A rank that misses another, or an end without an explanation
-    CASCADE = 4  # follows from another end, and is no cause
+    MECHANISM = 2  # how a process ended, or the layer in which it failed; it has a cause
+    SYMPTOM = 3  # a rank that misses another, or an exit without an explanation
+    CASCADE = 4  # follows from another exit
 
 
 class Sure(IntEnum):
@@ -38,8 +38,8 @@ class Blame(IntEnum):
 class Sign:
     """A regular expression for the text of a line, or for `Type: message` of an exception.
 
-    With `warned` it counts also where it is only a warning, with `within` only of an exception
-    that a function of such a name is in the way of.
+    `warned`: it also counts in a warning. `within`: it counts only for an exception that came
+    through a function whose name matches.
     """
 
     pattern: str
@@ -54,16 +54,15 @@ class Sign:
         return re.compile(self.pattern)
 
     def search(self, text: str, through: str = "") -> re.Match[str] | None:
-        """In a text, or in an exception raised `through` these functions."""
         found = self.regex.search(text)
         return found if found is None or re.search(self.within, through) else None
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A kind of failure: a `name` for programs, what to say of it, what to do about it.
+    """A kind of failure: its `name` for programs, a description, and a remedy.
 
-    `ends_from_outside`: it ends what still runs, and so explains nothing that came before.
+    `ends_from_outside`: it ends the job from outside, and explains nothing that came before.
     """
 
     name: str

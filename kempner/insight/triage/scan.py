@@ -1,7 +1,6 @@
-"""Reads logs line by line and collects what may matter: a log of any size, findings bounded in
-number. Among them are the rank that is missing in a collective that timed out (it reports no error,
-or is behind), and the network by which each rank talks to other nodes, from NCCL's lines
-(NCCL_DEBUG=INFO)."""
+"""Reads logs of any size line by line and collects a bounded number of findings. Among them are the
+rank that is missing in a collective that timed out (it reports no error, or is behind), and the
+network that each rank uses to other nodes, from NCCL's lines (NCCL_DEBUG=INFO)."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ _LIST = re.compile(r"^\s*-\s*\[([\d, ]+)\]")
 
 @dataclass(frozen=True)
 class MissingRanks:
-    """The ranks that others waited for, and how that can be told."""
+    """The ranks that others waited for, and the evidence."""
 
     ranks: tuple[int, ...]
     why: str
@@ -46,7 +45,8 @@ class MissingRanks:
 
 @dataclass
 class Collectives:
-    """Numbers of collectives, by rank: in which it timed out, and the last that it had begun."""
+    """Sequence numbers of collectives, by rank: of the one that timed out, and of the last
+    begun."""
 
     stuck: dict[int, int] = field(default_factory=dict)
     begun: dict[int, int] = field(default_factory=dict)
@@ -112,7 +112,7 @@ _NETWORK = re.compile(r"Using network (?P<net>[\w-]+)")
 
 @dataclass
 class Transports:
-    """The networks of every rank that said one: `IB`, `Socket`, or a plugin's name."""
+    """The networks of each rank: `IB`, `Socket`, or a plugin's name."""
 
     by_rank: dict[int, set[str]] = field(default_factory=dict)
     _by_process: dict[tuple[str, int], str] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class Transports:
                 self._by_process[line.node, line.pid] = found["net"]
 
     def table(self, places: Places) -> dict[int, str]:
-        """Rank to network, the slower one where a rank has both."""
+        """The network by rank, the slower of several."""
         for (node, pid), net in self._by_process.items():
             rank = places.rank_of(pid, node)
             if rank is not None:
@@ -140,26 +140,26 @@ class Transports:
 
 
 KEPT = 48  # findings of a cause that are kept; the rest is counted
-SURVIVED = 5  # steps that the training makes after something that it survives
+SURVIVED = 5  # training steps after which an earlier failure was survived
 
 GOT_OVER = 3
-"""Lines from an exception to the line of that rank that says that the program goes on; of a writer
-who does not say who it is, only the next one counts."""
+"""Lines from an exception to the line of the same rank that says that the program goes on; without
+a rank only the next line counts."""
 
 CONTINUED = 8  # lines below an exception that may belong to its message
 
 
 _BARE_OF_SOCKETS = {"unreachable", "name_resolution"}
-"""What a socket says, and the library that was using it then says in its own words."""
+"""Causes that the library which was using the socket reports again in its own words."""
 
 
 @dataclass(frozen=True)
 class About:
-    """What a line is about: ranks, or a process, and the node; empty if it names none.
+    """The subject of a line: ranks, or a process, and the node; empty if it names none.
 
-    `frame` is the user's line of code, `status` how the process ended, if the line tells an end,
-    and `first` that torchrun saw this end first on its node. `everywhere`: it is no single rank's.
-    `task`: its `ranks` are numbers of srun's tasks.
+    `frame` is the user's line of code, `status` the exit status, if the line reports one. `first`:
+    torchrun saw this exit first on its node. `everywhere`: it concerns no single rank. `task`:
+    `ranks` are numbers of srun's tasks.
     """
 
     ranks: tuple[int, ...] = ()
@@ -178,10 +178,10 @@ class About:
 
 @dataclass(frozen=True)
 class LogFinding:
-    """A line that a rule knows.
+    """A line that matches a rule.
 
-    `order` counts lines over all files; `steps` is how many the training had made by then;
-    `doubtful` says that the program may have got over it.
+    `order` counts lines over all files; `steps` counts training steps before it; `doubtful`: the
+    program may have handled it.
     """
 
     cause: Cause
@@ -218,9 +218,8 @@ class LogFindings:
         return iter(sorted(found, key=lambda finding: finding.order))
 
     def add(self, finding: LogFinding, raised: bool = False) -> None:
-        """Keep it. `raised` says that it is an exception that no rule knows.
-
-        One that lines below explain, as parts of its message do, gives way to them.
+        """Keep a finding. `raised`: it is an exception that matches no rule, which is replaced if
+        lines below, such as parts of its message, match one.
         """
         writer = finding.line.writer
         before = self._last_raised.pop(writer, None)
@@ -242,7 +241,7 @@ class LogFindings:
                 self._last_raised[writer] = finding
 
     def handled(self, line: LogLine) -> None:
-        """The last exception of this writer was handled: another came of it, and says more."""
+        """Drop the last exception of this writer: another one was raised while it was handled."""
         before = self._last_raised.pop(line.writer, None)
         if before is not None:
             self._forget(before)
@@ -251,7 +250,7 @@ class LogFindings:
             kept[:] = [finding for finding in kept if finding.line.writer != line.writer]
 
     def tolerated(self, line: LogLine, order: int) -> None:
-        """The writer goes on after what it has just told."""
+        """Drop the last finding of a writer that goes on after it."""
         before = self._last.pop(line.writer, None)
         near = 1 if line.rank is None else GOT_OVER
         if before is None or order - before.order > near:
@@ -270,17 +269,17 @@ _FACTS = (
     *("FAIL", "ERROR", "atal", "FATAL", "CRITICAL", "panic", "etry", "ttempt", "kipping"),
     "gnoring",
 )
-"""What lines have in them that tell no failure, and are read nevertheless."""
+"""Substrings of lines that report no failure and are needed nevertheless."""
 
 _TELLING = (*LITERALS, *_FACTS)
 
-BATCH = 64  # lines that are looked at together, before each is looked at by itself
+BATCH = 64  # lines that are filtered together
 
 _OWN = re.compile(
     r"kempner: rank (?P<rank>\d+) exited with code (?P<code>\d+)(?: \(\w+\))?"
     r"(?:: (?P<said>.+?))?(?: at step \d+)?(?:; restarting .*|\. \d+ attempts? .*)?$"
 )
-"""What kempner's supervisor prints of a rank that failed."""
+"""The line of kempner's supervisor about a rank that failed."""
 
 _ERROR = re.compile(
     r"(?i)\b(?:\w*error|fatal|critical|\w*exception|failed|failure|abort\w*|panic|killed|refused|"
@@ -289,7 +288,7 @@ _ERROR = re.compile(
 _DIGITS = re.compile(r"\d+")
 
 SHOWN = 12
-"""Most likely lines that are kept for a log that no rule knows, from its begin and from its end."""
+"""Lines that are shown of a log that matches no rule."""
 
 
 ENDING = 3  # last lines of all that are kept
@@ -297,7 +296,7 @@ ENDING = 3  # last lines of all that are kept
 
 @dataclass
 class Suspects:
-    """Lines that speak of an error; those that differ in numbers alone count as one."""
+    """Lines that mention an error; those that differ only in numbers count as one."""
 
     first: dict[str, LogLine] = field(default_factory=dict)
     last: deque[LogLine] = field(default_factory=lambda: deque(maxlen=SHOWN))
@@ -313,7 +312,7 @@ class Suspects:
 
 
 class Scan:
-    """All that was learnt from logs. Feed it with `read`."""
+    """Findings and facts from logs, which `read` adds."""
 
     def __init__(self) -> None:
         self.places = Places()
@@ -353,7 +352,8 @@ class Scan:
         self._tracebacks, self._ends = Tracebacks(), EndReader(self._ends.elastic)
 
     def _pass_by(self, source: str, number: int, text: str) -> None:
-        """A line without a word that tells: only of progress, and only where that may matter."""
+        """Take in a line without a relevant word: only its progress, and only where that is
+        needed."""
         if self.findings.counts or self.places.uses:
             self.steps.count(text)
         if self.losses.since is not None and "oss" in text:
@@ -390,7 +390,8 @@ class Scan:
             self._signed(*hit, line, "")
 
     def _tolerated(self, line: LogLine) -> None:
-        """What the program gets over: a traceback right above or below this line, too."""
+        """Take in a line of a program that goes on, which may refer to a traceback right above or
+        below."""
         if takes_back(line.text):
             self.findings.tolerated(line, self.lines)
         if announces(line.text):
@@ -459,9 +460,8 @@ class Scan:
 def match(
     text: str, warning: bool = False, through: str = ""
 ) -> tuple[Sign, Cause, re.Match[str]] | None:
-    """The first row of the table that knows this text; of a `warning` only those that may.
-
-    `through` are the functions through which an exception came.
+    """The first sign of the table that matches this text; for a `warning` only signs that count
+    there. `through` are the functions through which an exception came.
     """
     for sign, cause in TABLE:
         if warning and not sign.warned:
@@ -473,7 +473,7 @@ def match(
 
 
 def _of_kempner(line: LogLine) -> FoundException | None:
-    """What a rank raised, as its supervisor repeats it."""
+    """The exception of a rank, as its supervisor repeats it."""
     found = _OWN.search(line.text)
     if found is None:
         return None

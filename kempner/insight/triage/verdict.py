@@ -1,6 +1,6 @@
-"""What failed first: a pure function of what a scan has found.
+"""The first failure as a pure function of a scan's findings.
 
-Whom a failure is laid to: the rank that failed first, which is seldom who complains.
+A failure is attributed to the rank that failed first, which is seldom the one that complains.
 """
 
 from __future__ import annotations
@@ -19,21 +19,25 @@ from kempner.insight.triage.scan import SHOWN, SURVIVED, About, LogFinding, Scan
 from kempner.insight.triage.table.everything import CAUSES
 from kempner.run.output.units import spans
 
-_OF_SLURM = ("srun: ", "slurmstepd: ")  # whose lines are of the whole step, where they name no node
-WAITS = {"nccl_timeout", "gloo_timeout"}  # ranks that waited for another
+_OF_SLURM = ("srun: ", "slurmstepd: ")  # lines about the whole step, unless they name a node
+WAITS = {"nccl_timeout", "gloo_timeout"}  # of ranks that waited for another
 _FELT_AS = {
     "host_out_of_memory": ("loader_worker_died",),
     **dict.fromkeys(
         ("gpu_lost", "gpu_memory_error", "gpu_link"), ("cuda_failure", "illegal_memory_access")
     ),
 }
-"""How the one rank that was hit tells what the kernel or the driver tells without a rank."""
+"""Causes by which the affected rank reports what the kernel or driver reports without a rank."""
+
+_OF_AN_ENVIRONMENT = {"import_error", "binary_mismatch"}
+"""Causes in the environment of all ranks: if each rank fails of it, none failed first."""
 
 ABORTED = -6  # SIGABRT: how torch's watchdog ends a rank that lost another
 
 
 def in_order(finding: LogFinding, among: Iterable[LogFinding], by_time: bool) -> tuple[float, int]:
-    """By time where each has one and files are compared, or torchrun's blocks; else by line."""
+    """A sort key: the time, if each has one and several files or torchrun's blocks are compared;
+    else the line."""
     times = [other.line.time for other in among]
     comparable = by_time or all(other.status is not None for other in among)
     if comparable and None not in times and finding.line.time is not None:
@@ -44,7 +48,7 @@ def in_order(finding: LogFinding, among: Iterable[LogFinding], by_time: bool) ->
 def find_failure(
     scan: Scan, fatal: Sequence[LogFinding], first: LogFinding, same: Sequence[LogFinding]
 ) -> tuple[int | None, str | None, tuple[str, ...]]:
-    """The rank and node that failed first, and how that was told."""
+    """The rank and node that failed first, and notes on how they were found."""
     if first.cause.ends_from_outside:
         return None, None, ()
     if first.about.everywhere:
@@ -53,6 +57,8 @@ def find_failure(
         return _missing(scan, fatal)
     if first.cause.name == "peer_lost" and (end := _end_of_another(fatal)) is not None:
         return end.ranks[0], end.node, (f"rank {end.ranks[0]} ended, and reports no other rank",)
+    if first.cause.name in _OF_AN_ENVIRONMENT and (count := _all_failed_alike(scan, same)):
+        return None, scan.places.only_node, (f"all {count} ranks failed so",)
     ended = [f for f in fatal if f.status is not None and f.ranks and f.level < SignLevel.CASCADE]
     rank = first.ranks[0] if first.ranks else _rank_of_end(first, same, ended)
     if rank is None and first.cause.name in _FELT_AS:
@@ -67,6 +73,13 @@ def find_failure(
     if node is None and not first.line.text.startswith(_OF_SLURM):
         node = scan.places.only_node
     return rank, node, ()
+
+
+def _all_failed_alike(scan: Scan, same: Iterable[LogFinding]) -> int:
+    """The number of ranks, if there are several and each has failed of the same cause; else 0."""
+    count = scan.places.world or scan.places.highest + 1
+    failed = {rank for finding in same for rank in finding.ranks}
+    return count if count > 1 and len(failed) == count else 0
 
 
 def _missing(
@@ -86,7 +99,7 @@ def _missing(
 
 
 def _end_of_another(fatal: Sequence[LogFinding]) -> LogFinding | None:
-    """The first end of a rank that does not complain of others, if it ended by itself."""
+    """The first exit of a rank that does not complain of others, unless it aborted."""
     complained = {f.line.rank for f in fatal if f.level is SignLevel.SYMPTOM and f.status is None}
     ends = [
         finding
@@ -124,8 +137,8 @@ def _rank_of_end(
 
 
 def _by_themselves(ended: Sequence[LogFinding]) -> list[LogFinding]:
-    """Those that torchrun saw first, if there are any; of them those that did not abort themselves,
-    as ranks do that lost another."""
+    """The ends that torchrun saw first, if any, without ranks that aborted, as ranks do that lost
+    another."""
     others = [finding for finding in ended if finding.status != ABORTED] or list(ended)
     return [finding for finding in others if finding.about.first] or others
 
@@ -133,21 +146,24 @@ def _by_themselves(ended: Sequence[LogFinding]) -> list[LogFinding]:
 UNKNOWN = "unknown"  # the cause of what no rule knows
 
 _UNEXPLAINED = {"exit_code", "aborted", "cascade", "terminated"}
-"""Ends that say nothing about their cause."""
+"""Exits that do not tell their cause."""
 
-_NETWORK = {*WAITS, "nccl_error", "nccl_init_timeout", "peer_lost", "rendezvous_timeout"}
-"""What an interface that leads nowhere makes of a job."""
+_NETWORK = {
+    *WAITS,
+    *("nccl_error", "nccl_init_timeout", "peer_lost", "rendezvous_timeout", "unreachable"),
+}
+"""Causes that an interface without a route to the other nodes may explain."""
 
 
 _NOT_FINITE = re.compile(r"(?i)\b(?:nans?|infs?|(?:non-?|not |in)finite)\b|converge|singular")
-"""What code says that has to work on numbers that are none."""
+"""Messages of code that received numbers that are not finite."""
 
 _TOLD_TO_END = re.compile(r"(?i)SIGTERM|SIGUSR|SIGCONT|signal 1\d|signal: Terminated")
 
 PASSED_BY = 50
-"""Lines without any failure after which one that a line has mentioned did not end the job."""
+"""Lines without a failure after which an earlier one did not end the job."""
 
-GRACE = 120.0  # seconds that a scheduler gives to end, in which what fails has failed for that
+GRACE = 120.0  # seconds after a scheduler's signal in which failures follow from it
 
 
 @dataclass(frozen=True)
@@ -218,7 +234,7 @@ class Verdict:
 
 
 def decide(scan: Scan) -> Verdict:
-    """The earliest of what is nearest to the beginning."""
+    """The earliest finding of the lowest level."""
     scan.places.place_tasks()
     found = [_placed(finding, scan) for finding in scan.findings]
     fatal = [finding for finding in found if _steps_after(scan, finding) < SURVIVED]
@@ -232,7 +248,7 @@ def decide(scan: Scan) -> Verdict:
 
 
 def _behind(scan: Scan, fatal: Sequence[LogFinding], first: LogFinding) -> LogFinding:
-    """What made the first failure happen, if something else in the log does explain it."""
+    """The first failure, or what explains it in the log."""
     lonely = scan.places.isolated_interface
     if first.cause.name in _NETWORK and scan.steps.made < SURVIVED and lonely is not None:
         failed = [f for f in fatal if f.cause.name in _NETWORK - WAITS]
@@ -255,13 +271,13 @@ def _explained(first: LogFinding, cause: str, line: LogLine, about: About) -> Lo
 
 
 def _steps_after(scan: Scan, finding: LogFinding) -> int:
-    """How many more steps its own file tells of: another file may be another node's."""
+    """Steps after a finding in its own file: another file may be another node's."""
     source = finding.line.place.rpartition(":")[0]
     return scan.steps.by_file.get(source, scan.steps.made) - finding.steps
 
 
 def _placed(finding: LogFinding, scan: Scan) -> LogFinding:
-    """With rank or node added where the other tells it."""
+    """The finding with its rank or node, where the other tells it."""
     about = finding.about
     if about.task and not scan.places.tasks:
         about = replace(about, ranks=())
@@ -278,7 +294,7 @@ def _placed(finding: LogFinding, scan: Scan) -> LogFinding:
 
 
 def _without_passed_by(scan: Scan, found: Sequence[LogFinding]) -> list[LogFinding]:
-    """Without what a line only mentions, and nothing came of it in all the lines below."""
+    """Without mentioned failures that were followed by many lines without any."""
     last = max((finding.order for finding in found), default=0)
     if len(scan.sources) > 1 or scan.lines - last <= PASSED_BY:
         return list(found)
@@ -288,7 +304,7 @@ def _without_passed_by(scan: Scan, found: Sequence[LogFinding]) -> list[LogFindi
 
 
 def _without_doubtful(found: Sequence[LogFinding]) -> list[LogFinding]:
-    """Without what may have been got over, if something else explains the end, or there is none."""
+    """Without failures that may have been handled, if another explains the end, or none does."""
     certain = [finding for finding in found if not finding.doubtful]
     if any(f.level < SignLevel.SYMPTOM for f in certain):
         return certain
@@ -297,7 +313,7 @@ def _without_doubtful(found: Sequence[LogFinding]) -> list[LogFinding]:
 
 
 def _without_aftermath(found: Sequence[LogFinding]) -> list[LogFinding]:
-    """Without exceptions of ranks that had complained of another before."""
+    """Without exceptions of ranks that had complained of another rank before."""
     complained: set[object] = set()
     kept = []
     for finding in found:
@@ -311,8 +327,8 @@ def _without_aftermath(found: Sequence[LogFinding]) -> list[LogFinding]:
 
 
 def _without_late_ends(found: Sequence[LogFinding]) -> list[LogFinding]:
-    """Without what ended the job from outside after it had failed; or with nothing else, where that
-    came first."""
+    """Without ends from outside, such as a time limit, that came after a failure; only these if
+    they came first."""
     ends = [finding for finding in found if finding.cause.ends_from_outside]
     if not ends:
         return list(found)
@@ -333,12 +349,12 @@ def _without_late_ends(found: Sequence[LogFinding]) -> list[LogFinding]:
 
 
 def _just_after(finding: LogFinding, end: LogFinding) -> bool:
-    """Whether clocks say so, whichever line was printed first."""
+    """Whether a finding came within the grace period after `end`, by their clocks."""
     return finding.level is not SignLevel.GIVEN and 0 <= _seconds_after(finding, end) <= GRACE
 
 
 def _seconds_after(finding: LogFinding, other: LogFinding) -> float:
-    """By the times of their lines; NaN if one has none."""
+    """The difference of their times; NaN if one has none."""
     if finding.line.time is None or other.line.time is None:
         return math.nan
     return finding.line.time - other.line.time
@@ -386,7 +402,7 @@ def _quoted(line: LogLine) -> Evidence:
 
 
 def _consequences(others: Sequence[LogFinding], first: Iterable[int]) -> Iterable[str]:
-    """One sentence for each kind of end or complaint of the ranks but the `first`."""
+    """One sentence for each kind of exit or complaint of ranks other than `first`."""
     failed = set(first)
     for name in dict.fromkeys(finding.cause.name for finding in others):
         same = [finding for finding in others if finding.cause.name == name]
@@ -404,8 +420,8 @@ def _consequences(others: Sequence[LogFinding], first: Iterable[int]) -> Iterabl
 
 
 def _is_thin(fatal: Sequence[LogFinding], first: LogFinding, rank: int | None) -> bool:
-    """Whether a symptom is all there is, or other ranks tell of other causes at the same time: then
-    the order of lines alone says which was first."""
+    """Whether the evidence is thin: only a symptom, or other ranks report other causes at the same
+    time, so that only the order of lines says which was first."""
     rivals = [
         finding
         for finding in fatal
@@ -421,7 +437,7 @@ def _is_thin(fatal: Sequence[LogFinding], first: LogFinding, rank: int | None) -
 
 
 def _remarks(scan: Scan) -> Iterator[str]:
-    """On a loss that was no number at the end, and on NCCL over plain sockets."""
+    """Notes on a loss that is not finite at the end, and on NCCL over sockets."""
     since = scan.losses.since
     if since is not None and scan.losses.lost:
         yield f"the loss is no finite number since {since.place}"

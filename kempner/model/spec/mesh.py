@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kempner.config.sections import Config, ParallelismSection
+from kempner.config.model import ParallelismSection
+from kempner.config.sections import Config
 from kempner.model.spec.shape import Shape
 from kempner.run.process.exit_codes import UsageError
 

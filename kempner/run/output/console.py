@@ -14,6 +14,7 @@ import io
 import os
 import select
 import shutil
+import stat
 import sys
 import threading
 from collections.abc import Callable, Collection
@@ -23,8 +24,9 @@ from typing import Any, NoReturn, TextIO
 
 from kempner.run.output.writers import Writer, settle_all
 
-KEPT = 1 << 20
-"""Bytes kept for an output that blocks; beyond them, lines are dropped and counted."""
+KEPT, KEPT_FOR_FILE = 1 << 20, 16 << 20
+"""Bytes kept for an output that blocks, and for one that is a file; beyond them, lines are dropped
+and counted. A terminal or a pipe may be too slow to take more at the end."""
 
 LAST_WORDS = 2.0
 """Seconds that a process waits at its end until its output is written."""
@@ -45,13 +47,13 @@ class _Outlet(Writer[_Chunk]):
     _dropped: int
     _lost: int
 
-    def __init__(self) -> None:
+    def __init__(self, kept: int) -> None:
         self.puts, self._torn = 0, False
-        super().__init__("output", KEPT)
+        super().__init__("output", kept)
 
-    def show(self, descriptor: int, data: bytes, ahead: int = 0) -> None:
-        """Write as soon as possible; as a rule this returns when the data is written, or fewer than
-        `ahead` bytes wait."""
+    def show(self, descriptor: int, data: bytes, wait: bool = True) -> None:
+        """Write as soon as possible; as a rule this returns when the data is written, or, without
+        `wait`, when fewer than half of the bytes wait that are kept."""
         self.puts += 1
         if sys.is_finalizing():  # no threads any more: a blocked write is dropped
             if _takes_some(descriptor):
@@ -59,6 +61,7 @@ class _Outlet(Writer[_Chunk]):
             return
         with self._changed:
             before, self._dropped = self._dropped, 0
+            ahead = 0 if wait else self._kept // 2
             self.prompt(_Chunk(descriptor, data, before), len(data), ahead)
 
     def _drop(self, item: _Chunk) -> None:
@@ -118,12 +121,12 @@ def _outlet(descriptor: int) -> _Outlet:
     """The outlet of a descriptor's file; output and error often share one."""
     try:
         found = os.fstat(descriptor)
-        key = found.st_dev, found.st_ino
+        key, is_file = (found.st_dev, found.st_ino), stat.S_ISREG(found.st_mode)
     except OSError:
-        key = -1, descriptor
+        key, is_file = (-1, descriptor), False
     with _outlets_lock:
         if key not in _outlets:
-            _outlets[key] = _Outlet()
+            _outlets[key] = _Outlet(KEPT_FOR_FILE if is_file else KEPT)
         return _outlets[key]
 
 
@@ -192,7 +195,7 @@ _ERASE = "\r\x1b[2K"
 def pass_on(descriptor: int, data: bytes) -> None:
     """Show another process's output on this process's `descriptor`, without waiting for each write,
     which would cost a thread switch. Never raises."""
-    _outlet(descriptor).show(descriptor, data, KEPT // 2)
+    _outlet(descriptor).show(descriptor, data, wait=False)
 
 
 def can_rewrite() -> bool:

@@ -236,6 +236,34 @@ class OutputBounds:
     tail: int = 2 << 20
 
 
+class _Tail:
+    """The last `size` bytes of an output, or a piece more: old ones are dropped without copying the
+    others."""
+
+    def __init__(self, size: int) -> None:
+        self._most, self._piece = size, max(1, size // 32)
+        self._pieces: deque[bytes | bytearray] = deque()
+        self._size = 0
+
+    def append(self, chunk: bytes) -> None:
+        self._size += len(chunk)
+        last = self._pieces[-1] if self._pieces else b""
+        if isinstance(last, bytearray) and len(last) + len(chunk) <= self._piece:
+            last += chunk
+        else:
+            self._pieces.append(bytearray(chunk) if 2 * len(chunk) < self._piece else chunk)
+
+    def shorten(self) -> int:
+        """Drop the pieces that are older; returns the number of bytes dropped."""
+        before = self._size
+        while self._pieces and self._size - len(self._pieces[0]) >= self._most:
+            self._size -= len(self._pieces.popleft())
+        return before - self._size
+
+    def joined(self) -> bytes:
+        return b"".join(self._pieces)
+
+
 class KeptOutput(Writer[None]):
     """Keeps the head and the tail of a process's output in a file that only its owner can read;
     between them a line gives the number of bytes left out.
@@ -253,7 +281,7 @@ class KeptOutput(Writer[None]):
     ) -> None:
         self._path, self._tell, self._masked, self._bounds = path, tell, masked, bounds
         self._descriptor, self._head, self._most = -1, 0, 0
-        self._new, self._skipped = bytearray(), 0
+        self._new, self._skipped = _Tail(self._bounds.tail), 0
         self._rest, self._left_out = bytearray(), 0
         self._tail_at = 0.0
         self._over = self._failed = False
@@ -263,10 +291,10 @@ class KeptOutput(Writer[None]):
         """Add the next bytes; as a rule they are written before this returns, or, once only the
         tail is kept, with its next update."""
         with self._changed:
-            self._new += chunk
+            self._new.append(chunk)
             only_tail = self._failed or self._left_out or 0 < self._most <= self._head
-            if (only_tail or self._stuck) and len(self._new) > 2 * self._bounds.tail:
-                self._skipped += self._shorten(self._new)
+            if only_tail or self._stuck:
+                self._skipped += self._new.shorten()
             if only_tail and self._due_at < math.inf:
                 return
         self.prompt()
@@ -279,11 +307,11 @@ class KeptOutput(Writer[None]):
     def _write(self) -> float | None:
         with self._changed:
             new, skipped = self._new, self._skipped
-            self._new, self._skipped = bytearray(), 0
+            self._new, self._skipped = _Tail(self._bounds.tail), 0
         if skipped:  # all earlier bytes are older than the tail
             self._left_out += skipped + len(self._rest)
             self._rest.clear()
-        self._rest += new
+        self._rest += new.joined()
         try:
             again = self._store()
         except OSError as error:

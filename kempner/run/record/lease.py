@@ -302,7 +302,8 @@ def _cards() -> str:
 def _make_folder(folder: Path, worked: bool) -> None:
     """Make the folder of a run's supervisors; raises as `StorageWaits.retry`. If the run existed
     before (`worked`) and is missing, storage may be away: wait for a while before a new run begins
-    in its place, and refuse if even `run.dir` is missing."""
+    in its place, and refuse if even `run.dir` is missing where storage may still be away. The first
+    launch of a job may also have ended before it made either."""
 
     def make() -> None:
         if worked and not folder.is_dir():
@@ -314,12 +315,22 @@ def _make_folder(folder: Path, worked: bool) -> None:
     except OSError as error:
         if error.errno != errno.ENODATA:
             raise
-        if not folder.parent.parent.is_dir():
+        if not folder.parent.parent.is_dir() and not _is_mounted(folder):
             raise StorageUnavailableError(
                 f"{folder.parent} is not there, nor {folder.parent.parent}, although this job was "
                 "started before: is the file system mounted? If this is a new place, make it"
             ) from error
         storage_waits().retry(partial(folder.mkdir, parents=True, exist_ok=True), path=folder)
+
+
+def _is_mounted(folder: Path) -> bool:
+    """Whether the file system of a folder that is missing is certainly there: the nearest folder
+    above it is this process's own, or lies within a mounted file system. Where one is not mounted,
+    it leaves an empty folder, or nothing, in that of `/`."""
+    there = next(path for path in folder.resolve().parents if path.is_dir())
+    if there.is_relative_to(Path.cwd().resolve()):
+        return True
+    return not there.is_mount() and there.stat().st_dev != Path("/").stat().st_dev
 
 
 def _create(path: Path, me: Holder) -> int:

@@ -66,6 +66,8 @@ class RunDirectory:
     """torch.compile's cache, for the next start."""
     exports = _Below("exports")
     """State of `kempner metrics`: its progress, and the files of TensorBoard and W&B."""
+    replays = _Below("replays")
+    """Runs of `kempner replay`, which repeat steps of this one."""
     profiles = _Below("profiles")
     """Traces of steps that `[profiling]` or `kempner profile` requested."""
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING
 
 from kempner.cluster.network.interfaces import Interface, read_interfaces
 from kempner.cluster.world import World, discover, network_of_rank
-from kempner.config.site import DistributedSection
 from kempner.run.control.launch_env import Launch
 from kempner.run.output.logs import logger
+
+if TYPE_CHECKING:
+    from kempner.config.site import DistributedSection
 
 
 def enter_network(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -21,6 +24,8 @@ def enter_network(environ: MutableMapping[str, str] = os.environ) -> None:
     launch = Launch.from_environment(environ)
     if launch is None or launch.terms is None:
         return
+    from kempner.config.site import DistributedSection  # a node's agent is spared it
+
     section = DistributedSection.model_validate_json(launch.terms.network)
     environ.update(variables(environ, section, discover(environ), read_interfaces()))
 

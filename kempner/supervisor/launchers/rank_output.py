@@ -4,6 +4,7 @@ to the rank's heartbeat file."""
 from __future__ import annotations
 
 import fcntl
+import math
 import mmap
 import os
 import re
@@ -12,6 +13,7 @@ import signal
 import termios
 import time
 import tty
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -40,6 +42,9 @@ whose page faults cost more than the read."""
 
 _RECENT = 65536
 """Bytes of a rank's last output that are searched for the cause of its death."""
+
+_SHARED_WITHIN = 0.05
+"""Seconds after which the last output is in shared memory, where not every byte is copied."""
 
 _LONGEST = 4096
 """Bytes of a line that are searched."""
@@ -206,7 +211,7 @@ class RankOutput:
         for number in open_ends:
             waiting.register(number, select.POLLIN)
         while open_ends:
-            for number, _ in waiting.poll(WRITE_EVERY * 1000):
+            for number, _ in waiting.poll(1000 * min(WRITE_EVERY, self._recent.share())):
                 if chunk := open_ends[number].read():
                     self._take_in(chunk, open_ends[number], kept)
                 else:
@@ -221,6 +226,7 @@ class RankOutput:
                 written, at = step, now
                 with suppress(OSError):  # the next step is tried again
                     write(self._heartbeat, Heartbeat(step))
+        self._recent.share(at_once=True)
         kept.close()
 
     def _take_in(self, chunk: bytes, ends: OutputEnds, kept: KeptOutput) -> None:
@@ -238,24 +244,30 @@ class RecentBytes:
     """The last bytes of an output, in memory shared with a forked process."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, _RECENT + 8)  # a ring, and the number of bytes added to it
+        self._shared = mmap.mmap(-1, 8 + _RECENT)  # the number of bytes, and the bytes
+        self._chunks: deque[bytes] = deque()
+        self._size, self._due_at = 0, math.inf
 
     def add(self, chunk: bytes) -> None:
-        total, last = self._total() + len(chunk), memoryview(chunk)[-_RECENT:]
-        at = (total - len(last)) % _RECENT
-        before_end = min(len(last), _RECENT - at)
-        self._memory[at : at + before_end] = last[:before_end]
-        self._memory[: len(last) - before_end] = last[before_end:]
-        self._memory[_RECENT:] = total.to_bytes(8, "little")
+        """Add the next bytes, which `share` publishes."""
+        self._chunks.append(chunk)
+        self._size += len(chunk)
+        while self._size - len(self._chunks[0]) >= _RECENT:
+            self._size -= len(self._chunks.popleft())
+        self._due_at = min(self._due_at, time.monotonic() + _SHARED_WITHIN)
+
+    def share(self, at_once: bool = False) -> float:
+        """Publish the last bytes if that is due; the seconds until it is."""
+        if (left := self._due_at - time.monotonic()) > 0 and not at_once:
+            return left
+        last = b"".join(self._chunks)[-_RECENT:]
+        self._shared[8 : 8 + len(last)] = last
+        self._shared[:8] = len(last).to_bytes(8, "little")
+        self._due_at = math.inf
+        return math.inf
 
     def read(self) -> bytes:
-        if (total := self._total()) <= _RECENT:
-            return self._memory[:total]
-        at = total % _RECENT
-        return self._memory[at:_RECENT] + self._memory[:at]
-
-    def _total(self) -> int:
-        return int.from_bytes(self._memory[_RECENT:], "little")
+        return self._shared[8 : 8 + int.from_bytes(self._shared[:8], "little")]
 
 
 def _keep_only(descriptors: Collection[int]) -> None:

@@ -8,12 +8,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kempner.cluster.network.interfaces import choose, named, read_interfaces, route_address
 from kempner.cluster.slurm.node_step import binding_option, container_options
-from kempner.config.site import SlurmSection
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.process.worker_process import SAFE_MODULE
+
+if TYPE_CHECKING:
+    from kempner.config.site import SlurmSection  # not in a node's agent
 
 OPEN_WITHIN = 600.0
 """Seconds for all nodes to open a container at once; its image was fetched before."""

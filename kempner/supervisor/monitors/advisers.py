@@ -1,8 +1,8 @@
-"""Knows what does not end an attempt, but is worth a line: a straggler, a run that has become slow,
-a node that runs short of memory, a rank that grows without end; and an out-of-memory kill.
+"""Findings that do not end an attempt: a straggler, a slow-down of the run, a node that runs short
+of memory, steady growth of a rank; and the explanation of an out-of-memory kill.
 
-A straggler is a rank whose own work per step takes longer than that of the others: they wait for
-it. If all of them work longer, the run is slow, and no rank is a straggler."""
+A straggler is a rank whose own work per step takes longer than that of the others, which wait for
+it. If all ranks work longer, the run is slow, and none is a straggler."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from kempner.supervisor.monitors.hangs import is_here
 from kempner.supervisor.policy.outcome import OUT_OF_MEMORY, RankExit
 
 SPAN = 15.0
-"""Seconds that are looked at together; what shows in two spans in a row is no passing thing."""
+"""Seconds of a span; a state counts once two spans in a row show it."""
 
 STEPS = 2
-"""Steps that a span has at least, if they are long."""
+"""Steps that a span has at least."""
 
 REMEMBERED = 240
-"""Spans that count as history: the last hour, if steps are short."""
+"""Spans that are kept as history: an hour, if steps are short."""
 
 _STEPPING = (Phase.STEP, Phase.EVAL, Phase.SAVE)
 
@@ -53,14 +53,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Effort:
-    """A rank's seconds per step: its own work, and all of them with the wait for others."""
+    """A rank's seconds per step: of its own work, and in all with the wait for others."""
 
     worked: float
     step: float
 
 
 def efforts(before: Mapping[int, Report], now: Mapping[int, Report]) -> dict[int, Effort]:
-    """What each rank's steps between two reports took, by the rank's own clock."""
+    """Seconds per step of each rank between two reports, by the rank's own clock."""
     found = {}
     for rank, report in now.items():
         steps = report.step - before[rank].step
@@ -81,14 +81,14 @@ def find_straggler(found: Mapping[int, Effort], share: float) -> Straggler | Non
 
 
 class Streak(Generic[T]):
-    """Tells a state that lasts from one that shows once: it takes two looks in a row."""
+    """Filters a state: it counts once it was seen twice in a row."""
 
     def __init__(self) -> None:
         self._last: T | None = None
         self.state: T | None = None
 
     def changes_to(self, seen: T | None) -> bool:
-        """Whether another state lasts now, `None` included; `state` has it then."""
+        """Whether `state` has changed, `None` included."""
         lasts = seen == self._last
         self._last = seen
         if not lasts or seen == self.state:
@@ -98,7 +98,7 @@ class Streak(Generic[T]):
 
 
 class StragglerMonitor:
-    """Follows the steps of one attempt; `usual` is the seconds that one took before, if known."""
+    """Follows the steps of one attempt; `usual` are the seconds per step before it, if known."""
 
     def __init__(self, section: ResilienceSection, usual: float | None) -> None:
         self._section, self._usual = section, usual
@@ -109,7 +109,7 @@ class StragglerMonitor:
         self._slow: Streak[bool] = Streak()
 
     def check(self, snapshot: Snapshot) -> Sequence[_Found]:
-        """What is new: a straggler or a slow-down is told once, and again when it is over."""
+        """New findings: the beginning and the end of a straggler or a slow-down."""
         reports, now = snapshot.reports, snapshot.now
         stepping = all(r.phase in _STEPPING and not r.storage for r in reports.values())
         if len(reports) < snapshot.size or not stepping:
@@ -154,13 +154,13 @@ class StragglerMonitor:
 
 
 GROWTH_SPAN = 300.0
-"""Seconds of which the least use counts: what comes and goes within them is no growth."""
+"""Seconds of a span, of which the least use counts, so that peaks are no growth."""
 
 SPANS = 6
-"""Spans in a row, each with more than the one before, that make a growth."""
+"""Spans in a row, each with more use than the one before, that count as growth."""
 
 HORIZON = 24 * 3600.0
-"""Seconds within which growth has to use everything up to be worth a word."""
+"""Seconds within which growth must exhaust a resource to be reported."""
 
 
 class GrowthTracker:
@@ -169,9 +169,8 @@ class GrowthTracker:
         self._span = -1
 
     def full_in(self, value: float, room: float, now: float) -> float | None:
-        """Seconds after which steady growth has used up the `room` that is left; None without.
-
-        `now` is in seconds. A new answer comes with each new span only."""
+        """Seconds until steady growth has used up `room`; None without growth, and until the next
+        span begins. `now` is in seconds."""
         span = int(now // GROWTH_SPAN)
         if span == self._span:
             self._least[-1] = min(self._least[-1], value)
@@ -186,7 +185,7 @@ class GrowthTracker:
 
 
 class MemoryMonitor:
-    """Follows the ranks of one attempt; each trouble is told once."""
+    """Follows the resource use of one attempt's ranks; each trouble is reported once."""
 
     def __init__(self, section: ResilienceSection) -> None:
         self._reserve = section.memory_reserve
@@ -195,11 +194,10 @@ class MemoryMonitor:
         self._told: set[tuple[int, str]] = set()
 
     def check(self, snapshot: Snapshot) -> Sequence[ResourceTrouble]:
-        """What is new in the ranks' newest usage."""
         return [*self._shortages(snapshot), *self._growing(snapshot)]
 
     def _shortages(self, snapshot: Snapshot) -> list[ResourceTrouble]:
-        """Nodes that have less left than the reserve, each with its largest rank."""
+        """Nodes with less memory than the reserve, each with its largest rank."""
         largest: dict[str, int] = {}
         usage, joined = snapshot.usage, snapshot.joined
         for rank, seen in usage.items():
@@ -230,9 +228,8 @@ class MemoryMonitor:
 
 
 def explain_kill(last: Usage, kills: int) -> str:
-    """Why a rank was killed that said `last` of itself; empty if not for want of memory.
-
-    `kills` is the number of out-of-memory kills in its control group since."""
+    """A sentence about the out-of-memory kill of a rank whose newest report is `last`; empty if it
+    was none. `kills` is the count of such kills in its control group now."""
     if kills <= last.memory.oom_kills:
         return ""
     return (
@@ -261,11 +258,10 @@ def _gib(size: int) -> str:
 def explained(
     end: RankExit, usage: Mapping[int, Usage], joined: Mapping[int, Connected]
 ) -> RankExit:
-    """`end`, with the reason and the numbers if it was an out-of-memory kill.
+    """`end`, with an explanation if it was an out-of-memory kill.
 
-    The count of such kills comes from its node's agent, from the control group where that is on
-    this host, or else from the ranks that lived on beside it: they measure once more when they lose
-    a peer."""
+    The count of such kills comes from its node's agent, from the control group if that is on this
+    host, and from the other ranks on that node, which measure once more when they lose a peer."""
     last, there = usage.get(end.rank), joined.get(end.rank)
     by_force = end.status in (-signal.SIGKILL, None) and not end.ended_by_us
     if last is None or there is None or not by_force:

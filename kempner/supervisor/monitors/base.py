@@ -1,4 +1,5 @@
-"""What monitors look at, how long the phases of a run take, what is found, and how that is told."""
+"""Input and findings of the monitors, statistics of phase durations, and how findings are
+reported."""
 
 from __future__ import annotations
 
@@ -34,9 +35,8 @@ from kempner.supervisor.control.program_reports import LastReport
 
 @dataclass(frozen=True)
 class DurationStats:
-    """How long something takes, in seconds, by `count` times that it was seen.
-
-    `spread` is what the 95th percentile has above the median."""
+    """Statistics of `count` measured durations, in seconds; `spread` is the 95th percentile minus
+    the median."""
 
     median: float
     spread: float
@@ -44,7 +44,7 @@ class DurationStats:
 
     @property
     def long(self) -> float:
-        """The 95th percentile in seconds: a long one, but none that is out of the ordinary."""
+        """The 95th percentile in seconds."""
         return self.median + self.spread
 
     @classmethod
@@ -56,7 +56,7 @@ class DurationStats:
 
 
 PhaseDurations: TypeAlias = Mapping[Phase, DurationStats]
-"""What is known; for STEP, of the time between two steps."""
+"""Durations by phase; for STEP, the time between two steps."""
 
 
 def to_event(phase_durations: PhaseDurations, ranks: int) -> PhaseDurationsLearned:
@@ -80,7 +80,7 @@ def learned(history: RunHistory, ranks: int) -> dict[Phase, DurationStats]:
 
 
 def longer(some: PhaseDurations, others: PhaseDurations) -> dict[Phase, DurationStats]:
-    """Of two experiences with the same phase, the one that allows more time."""
+    """Both merged; of two statistics of the same phase, the one with the larger 95th percentile."""
     together = dict(others)
     for phase, usual in some.items():
         other = together.get(phase, usual)
@@ -90,11 +90,12 @@ def longer(some: PhaseDurations, others: PhaseDurations) -> dict[Phase, Duration
 
 @dataclass(frozen=True)
 class Hang:
-    """Nothing moves, in `phase` (of several the one that may take longest), for `still` seconds.
+    """No rank has made progress for `still` seconds, in `phase` (of several the one with the
+    longest limit).
 
-    `laggard` is the rank that the others wait for, as far as can be told. Of ranks that wait for
-    each other for ever, `deadlock` is where: the same for the same mistake in a program. `silent`
-    says that the program tells nothing of itself."""
+    `laggard` is the rank that the others wait for, if known. `deadlock` identifies the place of a
+    deadlock: it is equal for the same mistake in a program. `silent`: the program does not
+    report."""
 
     sentence: str
     laggard: int | None
@@ -106,8 +107,7 @@ class Hang:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that works `worked` seconds per step, where the median of the others is `usual`.
-
+    """A rank that works `worked` seconds per step, where the median of the others is `usual`;
     `lost` (0 to 1) is the share of each step that the others wait for it."""
 
     rank: int
@@ -140,15 +140,15 @@ class SlowDown:
 
 @dataclass(frozen=True)
 class Recovery:
-    """A straggler, or a slow-down of the run, is over: `of` is the event that said it began."""
+    """The end of a straggler or slow-down; `of` is the event of its beginning."""
 
     of: type[StragglerFound] | type[SlowDownFound]
 
 
 @dataclass(frozen=True)
 class ResourceTrouble:
-    """The node of `rank`, its largest, has little memory left, or what `rank` uses grows without
-    end: `of` is the event that says which, `reason` is for a person to read."""
+    """Little memory is left on the node of `rank`, the largest there, or the memory or open files
+    of `rank` grow steadily. `of` is the event that says which, `reason` a sentence."""
 
     of: type[MemoryLow] | type[ResourceGrowth]
     rank: int
@@ -157,15 +157,15 @@ class ResourceTrouble:
 
 @dataclass(frozen=True)
 class PhasesLearned:
-    """How long the phases of this run take: worth a note, in case the supervisor dies."""
+    """Phase durations of this attempt, recorded in case the supervisor dies."""
 
     phases: PhaseDurations
 
 
 @dataclass(frozen=True)
 class LongWork:
-    """A rank of a user's own program has been at work for `seconds`, at `line`; `limit` seconds
-    are the most that it has. `waiting` are the ranks that wait for it in collectives."""
+    """A rank of a user's own program has been at work for `seconds` of at most `limit`, at `line`;
+    `waiting` ranks wait for it in collectives."""
 
     rank: int
     line: str
@@ -185,24 +185,24 @@ class LongWork:
 
 
 Remark: TypeAlias = LongWork | Straggler | SlowDown | Recovery | ResourceTrouble | PhasesLearned
-"""What is told, and has no other consequence."""
+"""A finding that is only reported."""
 
 Finding: TypeAlias = Hang | Remark
 
 
 SILENT = 7.5
-"""Seconds without a report after which a rank is not merely waiting: they come once a second, and
-where they go by file, within seven."""
+"""Seconds without a report after which a rank is silent. Reports come once a second; those by file
+within seven."""
 
 
 @dataclass(frozen=True)
 class RankConditions:
-    """Circumstances that are not the ranks' fault.
+    """Circumstances of the ranks.
 
-    `woke_at` is when the supervisor last went on after it was suspended: what it read then had
-    waited, and tells nothing about how long anything took before. `unstarted` says that the
-    launcher still waits for a process that can start the ranks. `ended` are the ranks that have.
-    `still` are those of a program of the user's own that do nothing, as it is seen from outside."""
+    `woke_at`: when the supervisor last resumed after it was suspended; messages read then had
+    waited, and give no durations. `unstarted`: the launcher still waits for a process that can
+    start the ranks. `ended`: ranks that have exited. `still`: activity of the ranks of a user's own
+    program, as observed from outside."""
 
     woke_at: float = -inf
     unstarted: bool = False
@@ -215,9 +215,9 @@ _TRAINING = frozenset({Phase.STEP, Phase.EVAL, Phase.SAVE})
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is known of an attempt of `size` ranks at one moment; whatever is by rank may lack some.
+    """The state of an attempt of `size` ranks at one moment; mappings by rank may be incomplete.
 
-    `now` is in seconds of a clock that began with the attempt and stands still while suspended."""
+    `now` is in seconds since the attempt began, without time spent suspended."""
 
     now: float
     size: int
@@ -229,7 +229,7 @@ class Snapshot:
     joined: Mapping[int, Connected] = field(default_factory=dict)
     """Where each rank runs."""
     usual: PhaseDurations = field(default_factory=dict)
-    """How long each phase takes in this run, as far as it is known."""
+    """Known phase durations of this run."""
     around: RankConditions = RankConditions()
 
     @classmethod
@@ -262,15 +262,15 @@ class Snapshot:
 
 
 class Monitor(Protocol):
-    """Judges snapshots of one attempt. It has a memory of its own, and acts on nothing else."""
+    """Judges snapshots of one attempt. It keeps state of its own, and has no side effects."""
 
     def check(self, snapshot: Snapshot) -> Sequence[Finding]:
-        """Take a look at the newest snapshot; what there is to say about it."""
+        """The findings in the newest snapshot."""
 
 
 class Monitors:
-    """Several monitors that look at the same. `advisers` are those whose findings are only logged:
-    an error in one of them must not end a run; it is logged, and that one is not asked again."""
+    """Several monitors of the same attempt. Findings of `advisers` are only reported: an exception
+    in one of them is logged, and that one is removed."""
 
     def __init__(self, *monitors: Monitor, advisers: Sequence[Monitor] = ()) -> None:
         self._monitors, self._advisers = monitors, list(advisers)
@@ -280,7 +280,7 @@ class Monitors:
         for monitor in list(self._advisers):
             try:
                 found += monitor.check(snapshot)
-            except Exception:  # noqa: BLE001 - whatever it is, the run is worth more
+            except Exception:  # noqa: BLE001 - an adviser must not end a run
                 name = type(monitor).__name__
                 logger().error(f"{name} has failed, and is not asked again", exc_info=True)
                 self._advisers.remove(monitor)
@@ -288,7 +288,8 @@ class Monitors:
 
 
 class Reporter:
-    """Of one attempt. Where `straggler_is_suspect`, nothing else starts on a straggler's node."""
+    """Logs and records the remarks on one attempt. With `straggler_is_suspect` the node of a
+    straggler is marked as suspect."""
 
     def __init__(self, attempt: int, ledger: Ledger, straggler_is_suspect: bool) -> None:
         self._record = partial(ledger.record, attempt=attempt)
@@ -326,33 +327,33 @@ def _node(rank: int, joined: Mapping[int, Connected]) -> str | None:
 
 
 STEPS_REMEMBERED = 100
-"""Steps that count."""
+"""Steps whose durations are kept."""
 
 _TO_THE_FIRST_STEP = (Phase.START, Phase.RENDEZVOUS, Phase.LOAD, Phase.COMPILE)
 """Phases that every attempt goes through, in this order."""
 
 _TOLD_LITTLE = (Phase.SAVE, Phase.EXIT)
-"""Phases of which reports tell little: training waits for a save only if the next one is due, or it
-is the last. What saves take, their commits tell."""
+"""Phases whose durations are not learned from reports: training waits for a save only if the next
+one is due, or if it is the last. Commits give the durations of saves."""
 
 SETTLES = 2.0
-"""Seconds after a suspension of the supervisor in which it reads what came meanwhile."""
+"""Seconds after a suspension of the supervisor in which it reads messages that have waited."""
 
 ENOUGH = 20
-"""Steps after which those of an earlier attempt count no more."""
+"""Steps after which step durations of earlier attempts no longer count."""
 
 RECORD_EVERY = 600.0
-"""Seconds between two notes of how long the phases of the run take, in case this process dies."""
+"""Seconds between two records of the phase durations."""
 
 
 class PhaseStats:
-    """The seconds between steps and those that other phases take.
+    """Learns the seconds between steps and those of other phases.
 
-    Of the rank that is ahead, to the resolution of its reports: what is over within a second may
-    never be seen, and on the way to the first step took at most the time between two that were.
-    Commits and evaluations tell how long they took. Time in which a rank waited for storage is not
-    learned. `before` is what earlier attempts came to; phases in `unlike` say nothing about the
-    next attempt, and are not learned."""
+    They are those of the rank that is ahead, to the resolution of its reports: a phase of less than
+    a second may not be seen; one on the way to the first step took at most the time between the
+    phases seen before and after it. Commits and evaluations report their durations. Time in which a
+    rank waited for storage is not learned. `before` has the durations of earlier attempts; phases
+    in `unlike` are not learned, since they are not typical of later attempts."""
 
     def __init__(
         self, before: PhaseDurations | None = None, unlike: Collection[Phase] = ()
@@ -363,7 +364,7 @@ class PhaseStats:
         self._begun = self._disturbed = False
         self._told_at = 0.0
         self._first_steps: float | None = None
-        """Seconds in which the first steps were made, with all that may have come before them."""
+        """Seconds of the first steps and of phases that may have come before them."""
 
     def check(self, snapshot: Snapshot) -> Sequence[PhasesLearned]:
         self._follow(snapshot)
@@ -412,23 +413,22 @@ class PhaseStats:
             self._seen.setdefault(phase, deque(maxlen=STEPS_REMEMBERED)).extend([seconds] * times)
 
     def note_false_hang(self, phase: Phase, seconds: float) -> None:
-        """Standing still in a phase was taken for a hang.
-
-        It may have been none: the next attempt shall not fail for the same reason. Steps are
-        measured often enough to be sure."""
+        """Learn the duration of a standstill that was ended as a hang and may have been none, so
+        that the next attempt is not ended for the same reason. Steps have enough measurements."""
         if phase is not Phase.STEP:
             self.took(phase, seconds)
 
     def quantile(self, fraction: float) -> float | None:
-        """The seconds that `fraction` (0 to 1) of the last steps stayed within; None before any."""
+        """The quantile of the last steps' seconds at `fraction` (0 to 1); None before any step."""
         return nearest_rank(self._seen.get(Phase.STEP, ()), fraction)
 
     def learned(self) -> dict[Phase, DurationStats]:
-        """What this attempt was like, and where it says nothing, what the ones before it were."""
+        """The durations of this attempt, or where it has none, of earlier ones."""
         return {**self._before, **self._own()}
 
     def usual(self) -> dict[Phase, DurationStats]:
-        """What is to be expected of this attempt: of what is not yet sure, the longest seen."""
+        """The durations to expect in this attempt: the longest seen where this one has too few
+        measurements."""
         own = self._own()
         unknown = Phase.STEP not in own and Phase.STEP not in self._before
         if unknown and self._first_steps is not None:
@@ -443,7 +443,7 @@ class PhaseStats:
 
 
 class RunTimes:
-    """Of one attempt, which begins now, with what is known of the ones before it."""
+    """The durations of one attempt, which begins now, and of earlier ones."""
 
     def __init__(
         self,
@@ -457,8 +457,7 @@ class RunTimes:
         """Seconds since the attempt began, without those spent suspended."""
         self.phases, self.saves = phases or PhaseStats(), saves or Durations()
         self.leaves = leaves
-        """Seconds from the last rank's exit until the job was back in the queue, as often as that
-        was measured."""
+        """Measured seconds from the last rank's exit until the job was back in the queue."""
         self.hung = hung or {}
         """See `hung_at_work`."""
         self._left_at: float | None = None
@@ -472,16 +471,18 @@ class RunTimes:
         return cls(phases, past.durations, leaves, hung_at_work(past))
 
     def ranks_left(self) -> None:
-        """The last rank has left, or was killed; the first time counts."""
+        """Note the time of the last rank's exit; only the first call counts."""
         if self._left_at is None:
             self._left_at = time.monotonic()
 
     def seconds_since_left(self) -> float:
-        """Since then; 0 before that. Not by the clock that needs to be looked at to go on."""
+        """Seconds since the last rank's exit, 0 before that. `clock` advances only when it is
+        read."""
         return 0.0 if self._left_at is None else time.monotonic() - self._left_at
 
     def saved(self, save: SaveSeconds) -> bool:
-        """A save took so long; False if it does not count, because the job was suspended in it."""
+        """Learn a save's duration; False if it does not count, because the job was suspended in
+        it."""
         if self.clock.stood_still(save.total):
             return False
         self.saves = self.saves.with_another(save)
@@ -489,14 +490,14 @@ class RunTimes:
         return True
 
     def evaluated(self, seconds: float) -> None:
-        """An evaluation took so long."""
+        """Learn an evaluation's duration."""
         if not self.clock.stood_still(seconds):
             self.phases.took(Phase.EVAL, seconds)
 
 
 def hung_at_work(past: RunHistory) -> dict[int, float]:
-    """The longest standstills in seconds that were ended for a hang while a rank may have been at
-    work, by the last step that was done."""
+    """The longest standstill in seconds that was ended as a hang while a rank may have been at
+    work, by last completed step."""
     longest: dict[int, float] = {}
     for hang in past.events(HangFound):
         if (stands := hang.own_program) is not None and stands.busy is not None:

@@ -1,10 +1,10 @@
-"""Finds ranks that wait for each other for ever.
+"""Finds deadlocks between ranks.
 
-A rank that waits in a collective waits for each member of its group that has not come to the same
-one: the same number of the group, and the same operation. Members that have come elsewhere under
-the same number never come. It is a deadlock where none of the ranks that are waited for is at work:
-it waits in the same circle, or has left. This is the usual search for a knot in a wait-for graph
-(Knapp 1987, Deadlock detection in distributed databases, the AND model)."""
+A rank in a collective waits for each member of its group that has not entered the same one: the
+same sequence number in the group, and the same operation. A member that is in another operation
+under the same number never enters it. Ranks are deadlocked if every rank that they wait for is
+deadlocked as well, or has exited: a search in the wait-for graph (Knapp 1987, Deadlock detection in
+distributed databases, the AND model)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from kempner.run.process.collectives import CollectiveCall, CollectivesUnderWay
 from kempner.supervisor.monitors.base import Hang, Snapshot
 
 CONFIRMED, LEFT = 3.0, 10.0
-"""Seconds for which ranks must have stood in the same deadlock, whose reports are of moments up to
-two seconds apart; and where a rank has ended that may have sent its part before."""
+"""Seconds for which a deadlock must last, since reports are up to two seconds apart; and where a
+rank has exited, which may have sent its part before."""
 
 TOLD = 4
-"""Different places that a sentence tells of at most."""
+"""Places that a sentence names at most."""
 
 _DEADLOCK = "deadlock: "
 
 
 @dataclass(frozen=True)
 class RankWait:
-    """What a rank waits in, as its newest report has it, and the line of its program."""
+    """The collectives that a rank waits in by its newest report, and the line of its program."""
 
     collectives: CollectivesUnderWay
     line: str = ""
@@ -36,15 +36,15 @@ class RankWait:
 
 @dataclass(frozen=True)
 class Deadlock:
-    """Ranks that wait in collectives that cannot end; `left` are those that they wait for and that
-    have ended."""
+    """Ranks that wait in collectives that cannot end; `left` are the ranks that they wait for and
+    that have exited."""
 
     waits: Mapping[int, RankWait]
     left: tuple[int, ...] = ()
 
     @property
     def sentence(self) -> str:
-        """Who waits where, as "rank 3 waits in all_reduce at train.py:14"."""
+        """For example "deadlock: rank 3 waits in all_reduce at train.py:14"."""
         found: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
         for rank, wait in sorted(self.waits.items()):
             found[(wait.collectives.under_way[0].operation, wait.line)].append(rank)
@@ -58,14 +58,14 @@ class Deadlock:
 
     @property
     def place(self) -> str:
-        """The same for the same mistake in a program, whichever ranks make it."""
+        """Operations and lines without ranks: equal for the same mistake in a program."""
         waits = {(w.collectives.under_way[0].operation, w.line) for w in self.waits.values()}
         return _DEADLOCK + ", ".join(sorted(f"{what} at {line}" for what, line in waits))
 
 
 def find_deadlock(waits: Mapping[int, RankWait], left: Collection[int]) -> Deadlock | None:
-    """The ranks that can never go on, by what each that waits has begun; those that are in neither
-    are at work, and may come to any collective."""
+    """The deadlocked ranks, if any. Ranks neither in `waits` nor in `left` are at work, and may
+    enter any collective."""
     stuck = {rank for rank, wait in waits.items() if wait.collectives.under_way}
     found_free = True
     while found_free:
@@ -93,7 +93,7 @@ def _never_ends(
     left: Collection[int],
     stuck: Collection[int],
 ) -> bool:
-    """Whether a member of the group will not come to a collective that `rank` is in."""
+    """Whether a member of the group will never enter a collective that `rank` is in."""
     return any(
         _never_comes(waits[other].collectives, collective, other in stuck)
         if other in waits
@@ -141,7 +141,7 @@ def _has(ranks: Collection[int]) -> str:
 
 
 class DeadlockDetector:
-    """Finds a deadlock of an attempt by the ranks' reports, once it is confirmed."""
+    """Finds a deadlock in the ranks' reports that lasts."""
 
     def __init__(self) -> None:
         self._still: Standstill[Deadlock | None] = Standstill(None, 0.0)

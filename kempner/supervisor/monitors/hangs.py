@@ -1,4 +1,4 @@
-"""Tells a hang from a slow step, and gathers its evidence before the ranks are killed."""
+"""Distinguishes a hang from a slow step, and collects evidence before the ranks are killed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kempner.supervisor.monitors.base import Hang, LongWork, PhaseDurations, Sna
 NOT_KILLED = "does not end though it was killed: it is stuck in the kernel"
 
 NODES_ASKED = 8
-"""Nodes that are asked about their processes; of the others the first few are typical."""
+"""Nodes that are asked about their processes at most."""
 
 
 def is_here(host: str) -> bool:
@@ -41,12 +41,12 @@ def is_here(host: str) -> bool:
 
 
 def local_processes(joined: Mapping[int, Connected]) -> dict[int, Connected]:
-    """Those of the ranks whose processes run on this host, whatever they have said."""
+    """The ranks whose processes run on this host."""
     return {rank: there for rank, there in joined.items() if _runs_here(there)}
 
 
 def describe_stuck(rank: int, there: Connected) -> str:
-    """What is known of a rank that outlives its SIGKILL; empty if it is seen to be gone."""
+    """A sentence about a rank that outlives its SIGKILL; empty if its process is gone."""
     here = is_here(there.host)
     if here and not _runs_here(there):
         return ""
@@ -60,9 +60,8 @@ def _runs_here(there: Connected) -> bool:
 
 
 class ProcessLook:
-    """A look at processes, by node: `lines` grows as nodes answer.
-
-    Those of this node are in it at once; `ask` asks another one, and returns what it says."""
+    """Descriptions of processes, by node: `lines` has those of this node at once, and grows as
+    other nodes answer, which `ask` asks."""
 
     def __init__(
         self,
@@ -92,17 +91,17 @@ _ORDER = (
     *(Phase.START, Phase.RENDEZVOUS, Phase.LOAD),
     *(Phase.SAVE, Phase.EVAL, Phase.COMPILE, Phase.STEP, Phase.EXIT),
 )
-"""Phases as they follow each other after the same last step."""
+"""Phases in their order after the same last step."""
 
 STORAGE_TRIES = 3 * LONGEST_PAUSE
-"""Seconds within which a rank that waits for storage tries again, and thereby moves."""
+"""Seconds within which a rank that waits for storage tries again, which counts as progress."""
 
 GROWTH = 5.0
-"""How many times as long a standstill must last as one that was ended for a hang after the same
-step, where a rank may have been at work."""
+"""Factor by which a standstill must exceed one that was ended as a hang after the same step, where
+a rank may have been at work."""
 
 TOLD_EVERY = 300.0
-"""Seconds between two lines that say that a rank is at work."""
+"""Seconds between two log lines that say that a rank is at work."""
 
 NAMED = 10
 """Ranks that a sentence names at most."""
@@ -111,18 +110,17 @@ _Places: TypeAlias = dict[int, tuple[int, Phase, int]]
 
 
 class HangDetector:
-    """Watches whether any rank moves: makes a step, enters another phase, or tries again what
-    storage has refused. While a rank retries, this is no hang; its own patience ends it.
+    """Finds a standstill of all ranks: none completes a step, enters another phase, or retries
+    storage. Retries are ended by the rank's own time limit.
 
-    What is normal is learned from the run: `patience` is the configured multiple of the 95th
-    percentile of what the phase takes (a step: of the time between two), at least the configured
-    floor, and at most the phase's ceiling, which alone counts where nothing was learned. Ranks that
-    `must_report` hang if they never do; of others that never do nothing is known. Of a program that
-    never connects, whose steps are read from files, only the ceiling counts: what it does between
-    two steps is not known.
+    The limit is learned from the run: `patience` is the configured multiple of the 95th percentile
+    of the phase's duration (for a step: of the time between two), at least the configured minimum
+    and at most the phase's maximum, which alone counts where nothing was learned. Ranks that
+    `must_report` hang if they never do. For a program that never connects, whose steps are read
+    from files, only the maximum counts: what it does between two steps is not known.
 
-    A program of the user's own may also be at work between two steps, see `_own_limit`; `hung` has
-    the longest standstill that was ended for a hang while a rank may have been at work, by step."""
+    A user's own program may also be at work between two steps, see `_own_limit`; `hung` has the
+    longest standstill that was ended as a hang while a rank may have been at work, by step."""
 
     def __init__(
         self,
@@ -173,10 +171,11 @@ class HangDetector:
         return (Hang(sentence, laggard, phase, still),)
 
     def _silent_hang(self, snapshot: Snapshot) -> Sequence[Hang]:
-        """A hang of a program that says nothing: all its ranks do nothing, as the kernel counts it.
+        """A hang of a program that does not report: all its ranks are idle, as the kernel counts
+        it.
 
-        Those that do not even look whether they can go on get as long as any phase of which nothing
-        is known, or longer after a false alarm; those that do, as long as one at work.
+        Ranks that do not poll either have the limit of a phase without statistics, or a longer one
+        after a false alarm; ranks that poll have the limit of a rank at work.
         """
         ended = snapshot.around.ended
         seen = {n: how for n, how in snapshot.around.still.items() if n not in ended}
@@ -193,7 +192,7 @@ class HangDetector:
         return (Hang(sentence, None, Phase.START, idle, silent=True),)
 
     def patience(self, usual: PhaseDurations) -> tuple[float, Phase]:
-        """Seconds for which standing still here is no hang, and the phase that needs them."""
+        """The longest limit in seconds of the phases that ranks are in, and its phase."""
         section, limits = self._section, list[tuple[float, Phase]]()
         for phase in {phase for _, phase, _ in self._still.place.values()} or {Phase.START}:
             ceiling = getattr(section.hang_timeout_max_of, phase) or section.hang_timeout_max
@@ -202,10 +201,10 @@ class HangDetector:
         return max(limits)
 
     def _own_limit(self, snapshot: Snapshot, limit: float) -> float:
-        """Seconds for which a program of the user's own may stand still, by its stacks.
+        """The limit in seconds for a user's own program, by its stacks.
 
-        Without a limit of its own an evaluation has none, unless all ranks wait for each other in
-        collectives. As long as a rank is at work, by its stack, CPU or I/O, what is not marked has
+        An evaluation has a limit only if one is configured for it, or if all ranks wait in
+        collectives. As long as a rank is at work, by its stack, CPU or I/O, the limit is at least
         `hang_timeout_at_work`."""
         phases = {report.phase for report in snapshot.reports.values()}
         moving = self._moving(snapshot.now)
@@ -223,12 +222,12 @@ class HangDetector:
         return max(limit, min(most, GROWTH * self._hung.get(step, 0.0)))
 
     def _moving(self, now: float) -> bool:
-        """Whether a rank of a program of the user's own was at work a moment ago."""
+        """Whether a rank of a user's own program was at work a moment ago."""
         since = min(self._stacks.seconds(now), now - self._worked_at)
         return since <= self._section.hang_timeout_min
 
     def _long_work(self, snapshot: Snapshot, still: float, limit: float) -> Sequence[LongWork]:
-        """That a rank works for longer than any that waits may stand still, now and then."""
+        """A rank that works for longer than ranks may wait, every `TOLD_EVERY` seconds."""
         if limit == inf or not self._moving(snapshot.now):
             self._told_at = -inf
             return ()
@@ -243,10 +242,9 @@ class HangDetector:
 
 
 def works_unseen(snapshot: Snapshot) -> list[int]:
-    """The ranks that are at work as their nodes see it from outside, whatever they say themselves:
-    in a child or in other threads than the main one, in native code that lets no thread of Python
-    run, or before they have connected. Not those that wait for others, of which the main thread
-    does nothing that matters."""
+    """The ranks that are at work as observed from outside, whatever they report: in a child process
+    or another thread, in native code that holds the GIL, or before they have connected. Ranks that
+    wait for others do not count, whatever their other threads do."""
     works = {rank for rank, how in snapshot.around.still.items() if how.works}
     works -= snapshot.around.ended
     return sorted(rank for rank in works if not waits_for_others(snapshot, rank))
@@ -269,7 +267,7 @@ def _distinct_digits(longer: float, shorter: float) -> tuple[str, str]:
 
 
 def silent_from_the_start(snapshot: Snapshot) -> list[int]:
-    """The ranks that have said nothing in this attempt: their tasks may never have started."""
+    """The ranks that have not connected in this attempt: their tasks may never have started."""
     known = snapshot.reports.keys() | snapshot.joined.keys()
     return [rank for rank in range(snapshot.size) if rank not in known]
 
@@ -282,10 +280,10 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def behind_all_others(snapshot: Snapshot) -> int | None:
-    """The rank that the others wait for; None if that cannot be told.
+    """The rank that the others wait for; None if unknown.
 
-    The one that says nothing any more; or else the one that is a step or a phase behind; or else,
-    among those, the one that does not itself wait for others."""
+    It is the only silent one; else the only one that is a step or phase behind; else, of those
+    behind, the only one that does not wait for others."""
     if len(snapshot.silent) == 1:
         return next(iter(snapshot.silent))
     reports = snapshot.reports
@@ -297,14 +295,14 @@ def behind_all_others(snapshot: Snapshot) -> int | None:
 
 
 EVIDENCE, NODES_ANSWER = 3.0, 12.0
-"""Seconds that ranks get to say what they see, and nodes at most, before the ranks are killed."""
+"""Seconds that ranks, and nodes at most, have to report evidence before the ranks are killed."""
 
 PLACES_TOLD = 4
-"""Different places that a sentence tells of at most."""
+"""Places that a sentence names at most."""
 
 
 class HangEvidence:
-    """Collects what ranks and nodes say of a hang of one attempt, and tells of it in the end.
+    """Collects evidence of a hang from ranks and nodes, and records it.
 
     `tell` sends a message to all ranks, `look` asks another node about processes (`Launcher.look`).
     """
@@ -321,7 +319,7 @@ class HangEvidence:
         self._stalled: dict[int, tuple[tuple[str, str], ...]] = {}
         self._places: dict[int, CodePlace] = {}
         self.hang: Hang | None = None
-        """What evidence is collected of; in the end, with what it has brought to light."""
+        """The hang, in the end with the evidence."""
 
     def collect(self, hang: Hang, snapshot: Snapshot) -> None:
         """Ask the ranks for their stacks, and look at processes that may be stuck."""
@@ -374,8 +372,8 @@ class HangEvidence:
         self._ledger.record(HangFound(*told, stands), self._attempt)
 
     def _all_places(self, snapshot: Snapshot) -> dict[int, CodePlace]:
-        """Where ranks stand: as they say, or else as it is seen from outside. Native code, such as
-        that of a backward pass, may wait in a collective that no line of Python names."""
+        """Where ranks stand, as they report or else as seen from outside. Native code, such as that
+        of a backward pass, may wait in a collective that is in no Python frame."""
         seen = {r: how.place for r, how in snapshot.around.still.items() if how.place}
         found = {r: at for r, at in {**seen, **self._places}.items() if at.line or at.collective}
         for rank, at in found.items():
@@ -388,10 +386,8 @@ class HangEvidence:
 def may_be_at_work(
     places: Mapping[int, CodePlace], reports: Mapping[int, Report], laggard: int | None = None
 ) -> int | None:
-    """The rank that may be at work between two steps: the one that is behind, or the first that
-    waits in no collective.
-
-    None if all do, or if what they are in is no step of the user's."""
+    """The rank that may be at work between two steps: the laggard, or the first that waits in no
+    collective. None if all wait, or if they are not in a step."""
     for rank, place in sorted(places.items(), key=lambda item: (item[0] != laggard, item[0])):
         report = reports.get(rank)
         in_step = report is not None and report.phase in (Phase.STEP, Phase.COMPILE)
@@ -401,7 +397,7 @@ def may_be_at_work(
 
 
 def _say_places(places: Mapping[int, CodePlace], busy: int | None) -> str:
-    """Where ranks stand, one of those that are alike, and what to do if that was work."""
+    """Each place with its first rank, and what to do if the rank was at work."""
     first: dict[str, int] = {}
     for rank, place in sorted(places.items()):
         first.setdefault(place.words, rank)
@@ -412,8 +408,8 @@ def _say_places(places: Mapping[int, CodePlace], busy: int | None) -> str:
 
 
 def processes_to_look_at(hang: Hang, snapshot: Snapshot) -> dict[str, list[int]]:
-    """Processes to look at from outside, by host: all of this one, and elsewhere those of ranks
-    that say nothing, or are behind; all of them if any of them could be the cause."""
+    """Processes to look at from outside, by host: all on this host; elsewhere those of silent ranks
+    and of the laggard, or all if there is no laggard."""
     found: defaultdict[str, list[int]] = defaultdict(list)
     for rank, there in sorted(snapshot.joined.items()):
         silent = rank not in snapshot.reports or rank in snapshot.silent
@@ -423,7 +419,7 @@ def processes_to_look_at(hang: Hang, snapshot: Snapshot) -> dict[str, list[int]]
 
 
 def by_what_they_wait_for(reports: Mapping[int, Report]) -> dict[str, list[int]]:
-    """Ranks by the collective that they wait for others in; under "nothing" those that do not."""
+    """Ranks by the collective that they wait in; those that wait in none under "nothing"."""
     found: defaultdict[str, list[int]] = defaultdict(list)
     for rank, report in sorted(reports.items()):
         found[report.waiting or "nothing"].append(rank)

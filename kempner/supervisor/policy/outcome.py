@@ -11,9 +11,12 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
-from kempner.config.sections import ProgramSection
 from kempner.run.process.exit_codes import ExitCode, StopReason
+
+if TYPE_CHECKING:
+    from kempner.config.sections import ProgramSection  # not in a node's agent
 
 NAMED = 8
 """The most ranks that a sentence names."""
@@ -187,8 +190,8 @@ def describe_exit(exit_: RankExit) -> str:
 
 
 def with_lack_of_memory(end: RankExit, group: str) -> RankExit:
-    """The exit of a rank in whose control group the kernel has killed for want of memory since the
-    attempt began: the rank, or another process, such as one that it had started."""
+    """The exit of a rank in whose control group the kernel has just killed for want of memory: the
+    rank, or another process, such as one that it had started."""
     first, *others = end.sentence.split("\n")
     if end.status == -signal.SIGKILL:
         first = f"{OUT_OF_MEMORY} it (oom_kill of {group})"

@@ -59,13 +59,14 @@ def summed_over_pairs(
     which the loss alone has a gradient. `model` has an adapter."""
     tokens = micro_batch.inputs.to(device, non_blocking=True)
     targets = micro_batch.targets.to(device, non_blocking=True)
-    if micro_batch.documents is None:  # a rank without data
+    attended = micro_batch.documents
+    if attended is None:  # a rank without data
         documents = torch.full_like(tokens, -1, dtype=torch.int32)
     else:
-        documents = micro_batch.documents.to(device, non_blocking=True)
+        documents = attended = attended.to(device, non_blocking=True)
 
     def likelihoods() -> Tensor:
-        costs = model(tokens, targets, documents=documents, each=True)
+        costs = model(tokens, targets, documents=attended, each=True)
         return -document_sums(costs.view_as(targets), documents)
 
     with torch.no_grad(), without_adapter(model):

@@ -226,7 +226,7 @@ def plan(
     situation = _situation(config, vocab_size, world, nodes, card := find_gpu(gpu))
     mesh, per_node, choice = situation.mesh, situation.ranks_per_node, choose(config, situation)
     job = TrainingJob(world, world // per_node, mesh, card, choice, assumptions)
-    step = Step(config, vocab_size, mesh, choice, situation.micro_batches, fused_norms=True)
+    step = Step(config, vocab_size, mesh, choice, situation.micro_batches, as_on_gpu=True)
     found, shape = traced(step), Shape.of(config.model, vocab_size)
     speed = _speed(config, shape, found, job)
     limit = int(USED * usable_memory(card.memory))
@@ -278,7 +278,10 @@ def _notes(config: Config) -> list[str]:
             "compiled blocks are traced as written; fused kernels usually keep and move less"
         )
     if config.data.document_mask or config.preferences.on:
-        notes.append("document masks are traced as plain causal attention, which computes more")
+        notes.append(
+            "of document masks it is traced what they take; attention is that of one document, "
+            "which computes more"
+        )
     return notes
 
 

@@ -31,7 +31,7 @@ from kempner.data.serve.loader import MicroBatch
 from kempner.model.sharding import assemble
 from kempner.model.spec.communication import Choice
 from kempner.model.spec.mesh import MeshDegrees
-from kempner.model.transformer import Transformer
+from kempner.model.transformer import Transformer, block_mask
 from kempner.training.compute.forward_backward import StepGradient
 from kempner.training.compute.optimizer import build_optimizer, update
 from kempner.training.plan.timeline import (
@@ -302,14 +302,15 @@ _MICRO_STEPS = 3
 @dataclass(frozen=True)
 class Step:
     """A step to trace. `config.train.dtype` is the compute type, not "auto". `micro_steps` is their
-    number in a step. `fused_norms`: count RMSNorm as one kernel, as on a GPU."""
+    number in a step. `as_on_gpu`: count RMSNorm as one kernel, and document masks as a GPU has
+    them."""
 
     config: Config
     vocab_size: int
     mesh: MeshDegrees
     choice: Choice
     micro_steps: int
-    fused_norms: bool
+    as_on_gpu: bool
 
 
 def traced(step: Step) -> TracedStep:
@@ -341,13 +342,15 @@ def trace(step: Step, layers: int) -> Trace:
             recorder.label(map(local_part, model.parameters()), PARAMETERS)
             optimizer = build_optimizer(model, config.optimizer)
             tokens = torch.zeros(train.micro_batch_size, train.seq_len, dtype=torch.int64)
-            if config.data.document_mask and not step.fused_norms:
-                model.document_end = 0
-            run = partial(_step, step, model, optimizer, MicroBatch(tokens, tokens.clone()))
+            masked = config.data.document_mask or config.preferences.on
+            numbers = tokens.to(torch.int32) if masked else None
+            # FlexAttention has no trace here: its mask is built beside causal attention.
+            batch = MicroBatch(tokens, tokens.clone(), None if step.as_on_gpu else numbers)
+            run = partial(_step, step, model, optimizer, batch)
             run(1)
             recorder.label(_state_of(optimizer), OPTIMIZER)
-            marks = _Marks(recorder, layers, step.fused_norms)
-            marks.attach(model)
+            marks = _Marks(recorder, layers, numbers)
+            marks.attach(model, step.as_on_gpu)
             run(min(step.micro_steps, _MICRO_STEPS), marks)
             segments = recorder.segments()
         return Trace(layers, segments, _saved_bytes(model, optimizer))
@@ -380,18 +383,21 @@ def _step(
 class _Marks:
     """Marks the parts of a step in a recorder, by hooks that do not change the computation."""
 
-    def __init__(self, recorder: OperationRecorder, layers: int, fused_norms: bool) -> None:
-        self._recorder, self._layers, self._fused_norms = recorder, layers, fused_norms
+    def __init__(self, recorder: OperationRecorder, layers: int, numbers: Tensor | None) -> None:
+        self._recorder, self._layers, self._numbers = recorder, layers, numbers
         self._micro_step = -1
         self._stage: Stage = "forward"
+        self._mask: object = None
 
-    def attach(self, model: Transformer) -> None:
+    def attach(self, model: Transformer, as_on_gpu: bool) -> None:
         model.register_forward_pre_hook(self._forward, prepend=True)
         model.register_forward_hook(self._loss)
         for number, block in enumerate(model.blocks):
             block.register_forward_pre_hook(partial(self._block, number), prepend=True)
             block.register_forward_hook(partial(self._after_block, number))
-        if self._fused_norms:
+        if as_on_gpu and self._numbers is not None:
+            model.register_forward_pre_hook(self._build_mask)
+        if as_on_gpu:
             for norm in (m for m in model.modules() if isinstance(m, nn.RMSNorm)):
                 self._fuse(norm)
 
@@ -403,6 +409,7 @@ class _Marks:
         self._recorder.mark(StepPlace(stage, max(self._micro_step, 0), block), kind)
 
     def update(self) -> None:
+        self._mask = None
         self._recorder.keep_gradients()
         self._recorder.mark(StepPlace("update"), OTHER)
 
@@ -413,6 +420,11 @@ class _Marks:
         self._micro_step += not behind_it
         self._stage = "forward" if torch.is_grad_enabled() else "reference"
         self.begin(self._stage, -1)
+
+    def _build_mask(self, module: nn.Module, inputs: object) -> None:
+        """The mask of blocks, which is there until the next forward."""
+        assert self._numbers is not None
+        self._mask = block_mask(self._numbers)
 
     def _block(self, number: int, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         self.begin(self._stage, number)

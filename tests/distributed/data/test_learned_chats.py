@@ -15,7 +15,7 @@ import pytest
 import torch
 import warm
 from harness import KEMPNER, Run
-from tiny_tokenizers import Record, template_of_trl, text, write_tokenizer
+from tiny_tokenizers import Record, chat_of_half_a_row, template_of_trl, write_tokenizer
 
 from kempner.data.files.chat_template import ChatTemplate
 from kempner.data.order.batch_slices import Slicing
@@ -32,20 +32,6 @@ def kempner(*arguments: str | Path) -> str:
     code, output = warm.complete(*KEMPNER, *arguments)
     assert code == 0, output
     return str(output)
-
-
-def chat_of(draw: Random, template: ChatTemplate) -> Record:
-    """One of which two, and no more, fit into a row."""
-    while True:
-        record = {
-            "messages": [
-                {"role": "user", "content": text(draw)},
-                {"role": "assistant", "content": text(draw)},
-            ]
-        }
-        (document,) = documents_of(read_chat(record), template)
-        if SEQ_LEN // 3 < len(document.ids) <= SEQ_LEN // 2:
-            return record
 
 
 def in_order(data: Path, records: Sequence[Record], template: ChatTemplate) -> list[list[Record]]:
@@ -108,7 +94,7 @@ def test_the_first_losses_are_those_of_trl(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "model", "llama3", template_of_trl("llama3_training"))
     template = ChatTemplate.beside(folder)
     draw = Random(8)
-    records = [chat_of(draw, template) for _ in range(2 * ROWS * STEPS)]
+    records = [chat_of_half_a_row(draw, template, SEQ_LEN) for _ in range(2 * ROWS * STEPS)]
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (tmp_path / "chats.jsonl").write_text(lines, encoding="utf-8")
     data = tmp_path / "data"

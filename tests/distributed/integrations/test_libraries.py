@@ -230,6 +230,24 @@ def test_grpo_stops_in_the_middle_of_the_completions_it_has_generated(tmp_path: 
     assert len({*losses}) > program.steps
 
 
+def test_experts_that_are_spread_over_ranks_change_no_bit(tmp_path: Path) -> None:
+    """By the example's loop: stopped, and killed where a rank holds other experts than its peer."""
+    program = Program("own_experts.py", 60)
+    drawn = random.Random(4).sample(range(2, 59), 2)
+    stop, kill = sorted(drawn)
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    assert program.until_done(undisturbed) == [0], outputs(undisturbed)
+    codes = program.until_done(disturbed, f"stop@{stop}.1 kill@{kill}.1")
+    assert codes == [75, 0], outputs(disturbed)
+    for rank in range(program.ranks):
+        plain, struck = Notes.read(undisturbed, rank), Notes.read(disturbed, rank)
+        assert sorted(plain.made) == list(range(1, program.steps + 1))
+        assert struck.last(plain.micro_batches) == plain.last(plain.micro_batches), (stop, kill)
+        ours, theirs = (torch.load(f / f"final-{rank}.pt") for f in (disturbed, undisturbed))
+        assert any("experts" in name for name in theirs)
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 @pytest.mark.drill
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed_stops_and_restarts_as_exactly_as_it_saves(stage: int, tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ def two_steps(config: Config, mesh: DeviceMesh | None, choice: Choice, micro_ste
     model = build_model(config, VOCAB, CPU, mesh, choice)
     optimizer = build_optimizer(model, config.optimizer)
     tokens = torch.randint(0, VOCAB, (config.train.micro_batch_size, config.train.seq_len))
-    batches = [MicroBatch(tokens, tokens.clone())] * micro_steps
+    documents = torch.zeros_like(tokens, dtype=torch.int32) if config.data.document_mask else None
+    batches = [MicroBatch(tokens, tokens.clone(), documents)] * micro_steps
     for step in (1, 2):
         loss = StepGradient(model, CPU, seed=0, rank=0, choice=choice).add(batches, step)
         update(model, optimizer, loss, rate=1e-3, max_norm=1.0)

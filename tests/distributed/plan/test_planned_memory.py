@@ -24,7 +24,7 @@ def test_a_rank_of_two_holds_what_is_planned(tmp_path: Path) -> None:
     held = json.loads(out.read_text())
     planned = {}
     for name, (asked, choice) in CASES.items():
-        step = Step(asked, VOCAB, MeshDegrees(shard=WORLD), choice, MICRO_STEPS, fused_norms=False)
+        step = Step(asked, VOCAB, MeshDegrees(shard=WORLD), choice, MICRO_STEPS, as_on_gpu=False)
         planned[name] = traced(step).memory.total
     assert planned == pytest.approx(held, rel=ALLOWED)
     # It is seen what is kept, and what is not.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from real_step import VOCAB, allocated_at_peak, config
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from kempner.config.sections import Config
+from kempner.config.sections import Config, DataSection
 from kempner.model.spec.communication import Choice
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.training.plan.trace import Step, traced
@@ -24,6 +24,7 @@ CASES = {
     "recomputed in part": (config(activation_checkpointing="selective", loss_chunk=64), 2),
     "all logits": (config(loss_chunk=0), 2),
     "Muon": (config("muon"), 1),
+    "documents": (config().model_copy(update={"data": DataSection(document_mask=True)}), 2),
     "autocast": (config(dtype="bfloat16"), 2),
 }
 
@@ -48,5 +49,5 @@ def test_a_trace_holds_what_the_step_does(case: str, alone: None) -> None:
 
 
 def traced_memory(asked: Config, micro_steps: int) -> int:
-    step = Step(asked, VOCAB, MeshDegrees(), Choice(), micro_steps, fused_norms=False)
+    step = Step(asked, VOCAB, MeshDegrees(), Choice(), micro_steps, as_on_gpu=False)
     return traced(step).memory.total

@@ -172,8 +172,6 @@ MUTANTS = (
             ENDLESS, UNFINISHED),
     _mutant("retention keeps one too few", retention, "expendable",
             "len(branch) - keep.last", "len(branch) - keep.last + 1", LOST),
-    _mutant("retention counts what a rollback left", retention, "expendable",
-            "if step <= latest", "", LOST, kinds=(Kind.NAN, Kind.SPIKES, Kind.TORN)),
     _mutant("a rollback costs nothing", anomalies, "plan_rollback",
             "len(in_vain) >= budget", "len(in_vain) > 10 * budget", ENDLESS,
             kinds=(Kind.NAN, Kind.SPIKES)),

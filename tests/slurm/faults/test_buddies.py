@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 import pytest
 from drilling import note
@@ -94,3 +95,26 @@ def test_lost_memory_of_one_node_after_the_other(project: Project, undisturbed: 
     note("lost memory of a node with a buddy", steps_made_again=again)
     assert len(project.events("step_salvaged")) == 10
     assert_like(project.run, undisturbed)
+
+
+@pytest.mark.drill
+def test_a_buddy_has_the_steps_of_an_adapter(project: Project, tmp_path: Path) -> None:
+    """The weights beside which it is trained are on the storage, and nothing else of it is."""
+    base, reference = (Run(tmp_path / name, project.run.data) for name in ("base", "reference"))
+    base.complete(1, "--train.max_steps=2")
+    again = ("--step", "0", "--cursor", "0")
+    for one in (project.run, reference):
+        source = [*KEMPNER, "checkpoint", "import", base.record.path, "--into", one.record.path]
+        subprocess.run([*source, *again], check=True)
+    adapter = ("--adapter.rank=2", "--adapter.dropout=0.1")
+    reference.complete(2, *RARELY, *adapter)
+    job = project.train(*RARELY, *BUDDY, *adapter)
+    project.reach(job, 31)
+    kill_agents(project, "node2")
+    project.attempt(job, 2)
+    project.wait_until(job, lambda: len(project.events("resumed")) == 2, "it goes on")
+    (salvaged,) = project.events("step_salvaged")
+    assert salvaged["from_buddies"] == 1
+    assert salvaged["step"] == project.events("resumed")[-1]["step"] >= 28
+    project.end(job)
+    assert_like(project.run, reference)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from random import Random
@@ -18,13 +19,19 @@ from submitting import LONG, STEPS, Project, assert_like
 
 KEEPER, WATCHDOG = "kempner-keeper", "kempner-watch"
 
-PARTS, KILLS = 20, 10
+PARTS, JOBS, KILLS = 17, 4, 3
+"""Parts of the drill, jobs beside each other in each, and kills of the supervisor of each job."""
 
 INTERVAL = 5
 """Steps between two saves of the runs whose supervisor is killed."""
 
-MANY = [f"--train.max_steps={15 * KILLS}", f"--checkpoint.interval={INTERVAL}"]
-"""Overrides for a run that outlasts its kills."""
+MANY = [
+    f"--train.max_steps={15 * KILLS}",
+    f"--checkpoint.interval={INTERVAL}",
+    "--resilience.patience=60",
+]
+"""Overrides for a run that outlasts its kills. Of the patience a fifth is waited for a run that the
+launch before was killed too early to make."""
 
 LONGEST = {
     "start": 8.0,
@@ -73,6 +80,7 @@ def _await_family(cluster: Cluster, project: Project, job: str, launch: int) -> 
 
     def there() -> bool:
         state = cluster.job(job)
+        assert state["JobState"] not in ("FAILED", "COMPLETED"), "it has ended"
         if state["JobState"] != "RUNNING" or state["Restarts"] != str(launch):
             return False
         found.update(_family(cluster, job))
@@ -164,14 +172,49 @@ def _kill(kill: SupervisorKill, supervisor: int) -> bool:
     return True
 
 
-def _made_again(project: Project, since: list[float]) -> list[int]:
-    """Steps that were made again after each of these moments, until the next."""
-    known, again = set[int](), [0] * len(since)
-    for row in project.run.metrics():
-        if row["step"] in known:
-            again[sum(moment < row["time"] for moment in since) - 1] += 1
-        known.add(row["step"])
-    return again
+@dataclass
+class Killed:
+    """A job whose supervisor is killed again and again; what each kill was and led to, when, and
+    how many steps it may cost."""
+
+    cluster: Cluster
+    project: Project
+    job: str = ""
+    kills: list[dict[str, object]] = field(default_factory=list)
+    since: list[float] = field(default_factory=list)
+    may_lose: list[int] = field(default_factory=list)
+
+    def suffer(self, plan: list[SupervisorKill]) -> None:
+        """Train, and go on after each of the kills."""
+        project = self.project
+        self.job = project.train(*MANY, nodes=2, options=("--cpus-per-task=8",))  # alone
+        family = _await_family(self.cluster, project, self.job, 0)
+        for launch, kill in enumerate(plan, 1):
+            supervisor = os.pidfd_open(family["supervisor"])
+            if kill.phase != "start":
+                project.reach(self.job, self._last_step() + 1)
+            committed, began = max([0, *project.run.committed()]), time.time()
+            _begin(kill.phase, self.cluster, project, self.job)
+            time.sleep(kill.after)  # the moment is what is drawn
+            ranks_too, killed = kill.phase == "restart", time.monotonic()
+            self.since.append(began if ranks_too else time.time())
+            hit = _kill(kill, supervisor)
+            family = _await_family(self.cluster, project, self.job, launch)
+            self.may_lose.append(ranks_too * (self._last_step() - committed))
+            took = round(time.monotonic() - killed, 1)
+            self.kills.append({**asdict(kill), "hit": hit, "seconds_to_next_launch": took})
+
+    def _last_step(self) -> int:
+        return max([0, *_steps(self.project)])
+
+    def made_again(self) -> list[int]:
+        """Steps that were made again after each kill, until the next."""
+        known, again = set[int](), [0] * len(self.since)
+        for row in self.project.run.metrics():
+            if row["step"] in known:
+                again[sum(moment < row["time"] for moment in self.since) - 1] += 1
+            known.add(row["step"])
+        return again
 
 
 @pytest.fixture(scope="module")
@@ -188,32 +231,35 @@ def reference(shared: Path, corpus: Path) -> Run:
 def test_a_supervisor_killed_at_any_moment_costs_no_step(
     cluster: Cluster, project: Project, reference: Run, part: int
 ) -> None:
-    """Each part is a run of its own, and can be done by itself. A kill of ranks may cost what they
+    """Each part is runs of its own, and can be done by itself. A kill of ranks may cost what they
     had not saved; their supervisor's never costs a step."""
-    job, since, may_lose = project.train(*MANY, nodes=2), list[float](), list[int]()
-    project.slow()
-    family = _await_family(cluster, project, job, 0)
-    for launch, kill in enumerate(_plan(part), 1):
-        supervisor = os.pidfd_open(family["supervisor"])
-        if kill.phase != "start":
-            project.reach(job, max([0, *_steps(project)]) + 1)
-        committed, began = max([0, *project.run.committed()]), time.time()
-        _begin(kill.phase, cluster, project, job)
-        time.sleep(kill.after)  # the moment is what is drawn
-        ranks_too, killed = kill.phase == "restart", time.monotonic()
-        since.append(began if ranks_too else time.time())
-        hit = _kill(kill, supervisor)
-        family = _await_family(cluster, project, job, launch)
-        may_lose.append(ranks_too * (max([0, *_steps(project)]) - committed))
-        note("kill the supervisor", part=part, **asdict(kill), hit=hit,
-             seconds_to_next_launch=round(time.monotonic() - killed, 1))  # fmt: skip
+    folders = [project.folder.with_name(f"project-{number}") for number in range(1, JOBS)]
+    projects = [project, *(Project.make(cluster, folder, project.run.data) for folder in folders)]
+    jobs = [Killed(cluster, each) for each in projects]
+    project.slow(*cluster.options.node_names)
+    began = time.monotonic()
+    with ThreadPoolExecutor(JOBS) as threads:
+        plans = [_plan(JOBS * part + number) for number in range(JOBS)]
+        ends = [threads.submit(job.suffer, plan) for job, plan in zip(jobs, plans, strict=True)]
+    took = time.monotonic() - began
     project.hurry()
-    project.end(job, deadline=600)
-    again = _made_again(project, since)
-    note("kill the supervisor, all", part=part, kills=KILLS, not_requeued=0, steps_made_again=again,
-         promised=may_lose)  # fmt: skip
-    assert cluster.job(job)["Restarts"] == str(KILLS)
+    for number, (job, end) in enumerate(zip(jobs, ends, strict=True)):
+        for kill in job.kills:
+            note("kill the supervisor", part=part, job=number, **kill)
+        end.result()
+        _assert_lost_nothing(job, reference)
+    again = [job.made_again() for job in jobs]
+    note("kill the supervisor, all", part=part, kills=JOBS * KILLS, not_requeued=0,
+         steps_made_again=again, promised=[job.may_lose for job in jobs],
+         seconds_a_kill=round(took / (JOBS * KILLS), 1))  # fmt: skip
+
+
+def _assert_lost_nothing(killed: Killed, reference: Run) -> None:
+    """Its job came back after every kill, and made every step as the reference did."""
+    killed.project.end(killed.job, deadline=600)
+    assert killed.cluster.job(killed.job)["Restarts"] == str(KILLS)
+    again, may_lose = killed.made_again(), killed.may_lose
     # A launch that was too short to make all of the lost steps leaves some to the next.
     lost = zip(accumulate(again), accumulate(may_lose), strict=True)
     assert all(made <= may for made, may in lost), (again, may_lose)
-    assert_like(project.run, reference)
+    assert_like(killed.project.run, reference)

@@ -111,6 +111,16 @@ def test_without_a_vocabulary_the_data_is_asked(config: Path, capsys: Captured) 
     assert "or set model.vocab_size" in capsys.readouterr().err
 
 
+def test_the_masks_of_chats_are_counted(
+    config: Path, capsys: Captured, chats: tuple[str, ...]
+) -> None:
+    assert run(config, "--world", 2) == 0
+    assert "document masks" not in capsys.readouterr().out
+    config.write_text(CONFIG.replace("vocab_size = 1000", ""))
+    assert run(config, "--world", 2, *chats) == 0
+    assert "of document masks it is traced what they take" in capsys.readouterr().out
+
+
 def test_a_model_of_the_user_s_own_is_not_known(config: Path, capsys: Captured) -> None:
     config.write_text('[model]\nfactory = "own:build"\nvocab_size = 10\n')
     assert run(config, "--world", 2) == 2

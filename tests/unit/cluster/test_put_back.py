@@ -89,6 +89,25 @@ def test_after_a_lost_answer_the_job_is_looked_at(requeues: list[SlurmError | No
     assert (slurm.put_back().outcome, slurm.carried_out) == (RequeueOutcome.DONE, 1)
 
 
+@pytest.mark.parametrize("answer", [None, LOST])
+def test_of_two_that_ask_at_once_slurm_takes_one(answer: SlurmError | None) -> None:
+    """Each has seen the job run when it asks."""
+    slurm, ends = FakeSlurm(requeues=[answer]), list[PutBack]()
+
+    class Second(FakeSlurm):
+        """Another process asks between this one's look and its request."""
+
+        def requeue(self, job: str) -> None:
+            if not ends:
+                ends.append(slurm.put_back())
+                self.job = slurm.job
+            super().requeue(job)
+
+    ends.append(Second().put_back())
+    assert [end.outcome for end in ends] == [RequeueOutcome.DONE] * 2
+    assert [end.by_another for end in ends] == [False, True]
+
+
 def test_a_controller_that_is_away_for_minutes_is_waited_for() -> None:
     slurm = FakeSlurm(looks=[None, *[UNASKED] * 20], requeues=[UNASKED])
     assert slurm.put_back().outcome is RequeueOutcome.DONE

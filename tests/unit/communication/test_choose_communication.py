@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kempner.cluster.world import World
-from kempner.config.sections import Config, ModelSection, ParallelismSection, TrainSection
+from kempner.config.model import ParallelismSection
+from kempner.config.sections import Config, ModelSection, TrainSection
 from kempner.config.site import DistributedSection
 from kempner.model.spec.communication import Choice
 from kempner.training.compute.forward_backward import choose_communication

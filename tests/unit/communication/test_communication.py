@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from kempner.config.loading import load
-from kempner.config.sections import Config, ParallelismSection
+from kempner.config.model import ParallelismSection
+from kempner.config.sections import Config
 from kempner.model.spec.communication import (
     Buffers,
     Choice,

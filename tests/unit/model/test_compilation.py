@@ -15,6 +15,7 @@ from text_run import make_text_run
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from kempner.config.model import AdapterSection
 from kempner.config.sections import Config, ModelSection, TrainSection
 from kempner.model.sharding import build_model, compile_blocks, keep_compiled
 from kempner.model.transformer import Transformer
@@ -24,11 +25,17 @@ TOLERANCE = 3e-6
 """Largest difference of a gradient, relative to its largest element: a few float32 roundings."""
 
 
-def build(checkpointing: str, document_end: int | None = None) -> Transformer:
+def build(
+    checkpointing: str, document_end: int | None = None, adapter: int | None = None
+) -> Transformer:
     sizes = ModelSection(dim=16, n_layers=9, n_heads=2, n_kv_heads=1, ffn_dim=24, qk_norm=True)
     train = {"seq_len": 16, "activation_checkpointing": checkpointing}
-    config = Config(model=sizes, train=TrainSection.model_validate(train))
+    beside = AdapterSection(rank=adapter)
+    config = Config(model=sizes, train=TrainSection.model_validate(train), adapter=beside)
     model = build_model(config, 61, torch.device("cpu"), None)
+    draws = torch.Generator().manual_seed(1)
+    for parameter in model.parameters() if adapter else ():  # what is not imported has no values
+        torch.nn.init.normal_(parameter, std=0.1, generator=draws)
     model.document_end = document_end
     return model
 
@@ -39,12 +46,16 @@ def step(model: Transformer) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "document_end"),
-    [("none", None), ("selective", None), ("full", None), ("selective", 5)],
+    ("checkpointing", "document_end", "adapter"),
+    [
+        *(("none", None, None), ("selective", None, None), ("full", None, None)),
+        *(("selective", 5, None), ("full", 5, 2)),
+    ],
 )
 def test_one_graph_is_compiled_for_all_blocks(
     checkpointing: str,
     document_end: int | None,
+    adapter: int | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -52,15 +63,16 @@ def test_one_graph_is_compiled_for_all_blocks(
     backend = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     torch._dynamo.reset()
-    model = build(checkpointing, document_end)
-    expected = step(build(checkpointing, document_end))
+    model = build(checkpointing, document_end, adapter)
+    expected = step(build(checkpointing, document_end, adapter))
     compile_blocks(model)
-    assert list(model.state_dict()) == list(build("none").state_dict())
+    assert list(model.state_dict()) == list(build("none", adapter=adapter).state_dict())
     with torch.no_grad():
         model(TOKENS, TOKENS)
     assert backend.frame_count == 0
     found = step(model)
-    assert backend.frame_count == 1
+    # Beside frozen weights the input of the first block needs no gradient: it has its own graph.
+    assert backend.frame_count == (1 if adapter is None else 2)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         largest = gradient.abs().max().item()

@@ -1,6 +1,6 @@
-"""A line of a log, with who wrote it and when.
+"""A line of a log, with its writer and time.
 
-Launchers and libraries put that in front of a line, often several of them, one before the other:
+Launchers and libraries print these as prefixes of a line, often several in a row:
 `3: [rank3]:[E321 02:07:08.4 ...] node7:4711:4712 [3] NCCL WARN ...`. Times have several forms, too.
 """
 
@@ -21,14 +21,13 @@ _GLOG = re.compile(
     r"\b[IWEF](?P<month>\d{1,2})(?P<day>\d\d) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)\.(?P<f>\d+)"
 )
 
-UNKNOWN_YEAR = 2000  # for forms without a year in a log where nothing else names one
-_LOOKED_AT = 400  # characters of a line in which a time is looked for; it stands near the front
+UNKNOWN_YEAR = 2000  # for times without a year in a log that names none
+_LOOKED_AT = 400  # first characters of a line in which a time is searched
 
 
 def time_of(text: str, year: int = UNKNOWN_YEAR) -> float | None:
-    """Seconds since the epoch, as if the clock were UTC; None if the line does not say.
-
-    Good for comparing lines of one log. `year` counts for glog's form, which leaves it out.
+    """Seconds since the epoch, as if the clock were UTC; None without a time. `year` is used for
+    glog's form, which has none.
     """
     found = _ISO.search(text, 0, _LOOKED_AT) or _GLOG.search(text, 0, _LOOKED_AT)
     if found is None:
@@ -62,7 +61,7 @@ class LogLine:
 
     @property
     def writer(self) -> tuple[int | None, int | None, str | None]:
-        """Whose lines belong together, as far as it can be told."""
+        """A key of the writer, as far as it is known."""
         return self.rank, self.local_rank, self.node
 
 
@@ -96,19 +95,19 @@ _LEVEL = re.compile(
     r"(?:^|[\s\[(|:])(DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL)(?=[\s\]):|-])"
     r"|\blevel(?:name)?\"?\s?[=:]\s?\"?(\w+)"
 )
-"""The word of a logger, of which the first near the front of a line counts."""
+"""The level in a logger's line; the first near the front counts."""
 
-_FRONT = 100  # characters of a line where its level stands
+_FRONT = 100  # first characters of a line in which a level is searched
 
 _RANK_OF_FILE = re.compile(r"^(?:rank|task)[-_.]?(\d+)[._]")
 _LOCAL_RANK_OF_FILE = re.compile(r"attempt_\d+/(\d+)/std(?:out|err)\.log$")  # torchrun --log-dir
 _NODE_OF_FILE = re.compile(r"\d{3}[.-](?P<node>[a-z][\w-]*\d)\.(?:out|err|log)$")  # Slurm's %j.%N
-SAMPLE = 200  # lines from the start of a file by which its labels are recognised
+SAMPLE = 200  # first lines of a file by which its prefixes are recognised
 
 
 @dataclass
 class _Style:
-    """What all lines of a file have in common."""
+    """Facts about all lines of a file."""
 
     rank: int | None = None
     local_rank: int | None = None
@@ -125,7 +124,7 @@ class LogParser:
         self._style = _style(source, sample)
 
     def parse(self, number: int, text: str) -> Iterator[LogLine]:
-        """The line with this number; the lines of a traceback that it holds, too."""
+        """The line with this number, followed by the lines of a traceback that it contains."""
         if text.startswith("{"):
             yield from _structured(LogLine(f"{self._source}:{number}", text), self._style)
         else:
@@ -145,7 +144,8 @@ def _style(source: str, sample: Sequence[str]) -> _Style:
     for prefix, share in ((_LABEL, 0.3), (_HOST, 0.5), (_BRACKETED_HOST, 0.5)):
         hits = [found for line in lines if (found := prefix.match(line))]
         hosts = set() if prefix is _LABEL else {found["node"] for found in hits}
-        if any(_NOT_A_HOST.match(host) for host in hosts):
+        bare = (found for found in hits if not found.string.startswith("[rank", found.end()))
+        if prefix is not _LABEL and any(_NOT_A_HOST.match(found["node"]) for found in bare):
             continue
         if len(hits) > 1 and len(hits) >= share * len(lines):
             style.prefixes.insert(0, prefix)

@@ -1,5 +1,5 @@
-"""The lines of a log of any size, in bounded memory; and what they tell of how far the training had
-come, and whether its loss was still a number."""
+"""Reads the lines of a log of any size in bounded memory, and finds training steps and losses in
+them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import IO, cast
 from kempner.insight.triage.log.lines import LogLine
 
 BLOCK = 1 << 20  # bytes read at a time
-LONGEST = 8192  # bytes of a line that are looked at. A longer one holds no sentence for a person.
+LONGEST = 8192  # bytes of a line that are searched
 
 _BREAK = re.compile(rb"\r\n|\n|\r")
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -21,9 +21,8 @@ _BOX = re.compile(r"^[\s│┃|]*[│┃]\s?|\s*[│┃]\s*$")
 
 
 def read_log(path: Path) -> Iterator[str]:
-    """Its lines without colours; what a progress bar overwrites counts as lines, too.
-
-    Raises `OSError` if it cannot be read.
+    """The lines without colours, including those that a progress bar overwrites. Raises `OSError`
+    if the file cannot be read.
     """
     with path.open("rb") as file:
         content: IO[bytes] = file
@@ -59,7 +58,7 @@ _STEPS = (
     re.compile(r"(?P<of>\[)\s*(?P<step>\d+)\].*\bloss\b"),
     re.compile(r"(?i)\b(?P<of>epoch)\b\W{0,3}(?P<step>\d+)"),
 )
-"""Forms of a step's number; the first that a line has counts."""
+"""Forms of a step's number; the first that matches counts."""
 
 _LOSS = re.compile(
     r"(?i)(?<![\w/])(?:train(?:ing)?[/_. ])?(?:[lm]m[_ ]|total[_ ])?"
@@ -69,19 +68,20 @@ _LOSS = re.compile(
 _NOT_TRAINING = re.compile(r"(?i)\b(?:best|min|val|valid\w*|eval\w*|test)\b")
 
 PERSISTENT = 2
-"""Reports in a row of a loss that is no number. A single one is often skipped, as by a scaler."""
+"""Reports in a row of a loss that is not finite: a single such step is often skipped, as by a
+gradient scaler."""
 
 
 @dataclass
 class StepsInLog:
-    """Steps that the lines tell of: how many `made`, also by the end of each file."""
+    """The number of training steps `made`, also at the end of each file."""
 
     made: int = 0
     by_file: dict[str, int] = field(default_factory=dict)
     _last: dict[str, int] = field(default_factory=dict)
 
     def count(self, text: str) -> None:
-        """Take in a line; a step is one that is later than the one told before in that form."""
+        """Take in a line; a step counts if its number exceeds the last one of the same form."""
         for form in _STEPS:
             if (found := form.search(text)) is not None:
                 counter = (found["of"] or "").lower()
@@ -93,14 +93,14 @@ class StepsInLog:
 
 @dataclass
 class Losses:
-    """The training's loss while it is no number: since which line, and how often it was told."""
+    """A training loss that is not finite: since which line, and the number of reports."""
 
     since: LogLine | None = None
     order: int = 0
     reports: int = 0
 
     def learn(self, line: LogLine, order: int) -> None:
-        """Take in a line; a loss that is a number again ends it."""
+        """Take in a line; a finite loss resets this."""
         found = _LOSS.search(line.text)
         if found is None or _NOT_TRAINING.search(line.text[: found.start()][-24:]):
             return
@@ -113,5 +113,5 @@ class Losses:
 
     @property
     def lost(self) -> bool:
-        """Whether it has been none for several reports, up to the end."""
+        """Whether the last reports of the loss are not finite."""
         return self.reports >= PERSISTENT

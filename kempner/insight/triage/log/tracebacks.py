@@ -1,5 +1,5 @@
-"""Python tracebacks among other lines, also where those of several ranks are mixed; and which
-errors a program goes on after: it tries again, skips, or takes something else."""
+"""Finds Python tracebacks in lines, also where those of several ranks are mixed, and errors after
+which a program goes on: it retries, skips, or falls back."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ _OF_PEER = re.compile(
     r"|(?i:.*\b(?:ranks?|workers?|process(?:es)?|actors?|child\w*)\b.{0,30}"
     r"\b(?:died|dead|lost|gone|failed|exited|crashed|terminated|unreachable)\b)"
 )
-"""What a process raises when another one, at the other end of a pipe or socket, is gone."""
+"""Exceptions of a process whose peer at the other end of a pipe or socket is gone."""
 
 _HEADER = "Traceback (most recent call last)"
 _OF_RANK = re.compile(r"\(RANK (\d+)\)|^-- Process (\d+) terminated with the following error")
-"""How one rank, or the parent of all, repeats what another has raised."""
+"""How a rank, or the parent process, repeats the exception of another."""
 
 _CARRIED = re.compile(r"Caught \w+ in (?:\w+ )*(?:DataLoader worker|replica|pin memory|thread)\b")
-"""What torch raises in place of what a worker has raised, whose traceback comes below."""
+"""torch's exception in place of a worker's, whose traceback comes below."""
 
 _OF_RAY = re.compile(r"RayTaskError\(.*\(pid=(?P<pid>\d+), ip=(?P<node>[\d.]+)")
-"""Whose exception the driver of Ray shows below."""
+"""The process whose exception Ray's driver shows below."""
 
 _HANDLED = "During handling of the above exception"
 _CAUSED = "The above exception was the direct cause"
 
-_NEAR = 6  # functions next to where an exception was raised whose names are kept
-_STRAY = 60  # lines of others that may stand inside a traceback before it counts as torn
+_NEAR = 6  # innermost functions of a traceback whose names are kept
+_STRAY = 60  # other lines inside a traceback after which it counts as incomplete
 
 
 @dataclass(frozen=True)
 class FoundException:
-    """An exception: `Type: message` and the innermost line that is the user's own.
+    """An exception: `Type: message` and the innermost line of the user's own code.
 
-    `follows` says that it was raised because of another, `muted` that the program got over it,
-    `doubtful` that it may have, `own` that the program's own code raised it and no library;
-    `through` are the innermost functions on the way.
+    `follows`: it was raised because of another. `muted`: the program handled it. `doubtful`: it may
+    have. `own`: the program's own code raised it, not a library. `through` are the innermost
+    functions of the traceback.
     """
 
     line: LogLine
@@ -76,7 +76,7 @@ class _OpenTraceback:
 
 @dataclass
 class Tracebacks:
-    """Takes the lines of a log one after the other; knows what each writer has begun."""
+    """Follows the open traceback of each writer, line by line."""
 
     _open: dict[object, _OpenTraceback] = field(default_factory=dict)
     _muted: set[object] = field(default_factory=set)
@@ -93,11 +93,12 @@ class Tracebacks:
         return line.writer in self._open
 
     def doubt(self, line: LogLine, order: int) -> None:
-        """A traceback of the same writer right below this line may be no failure."""
+        """A traceback of the same writer right below this line may have been handled."""
         self._told_below[line.writer] = order
 
     def feed(self, line: LogLine, order: int) -> FoundException | None:
-        """The exception that ends with this line, the `order`th of all, if one does."""
+        """The exception that ends with this line, if any; `order` is the line's number over all
+        files."""
         writer, text = line.writer, line.text
         if "RayTaskError" in text and (ray := _OF_RAY.search(text)) is not None:
             self._of_ray[writer] = ray
@@ -158,7 +159,7 @@ class Tracebacks:
 
 
 def _plausible(found: re.Match[str]) -> bool:
-    """Whether the last line of a traceback, rather than another line, was found."""
+    """Whether this is the last line of a traceback rather than another line."""
     kind = found["kind"].rpartition(".")[2]
     if found["message"] is None:
         return bool(re.search(r"(?:Error|Exception|Interrupt|Exit|Warning|Timeout)$", kind))
@@ -175,7 +176,7 @@ def is_handled(line: LogLine) -> bool:
 
 
 def is_of_peer(raised: str) -> bool:
-    """Whether an exception says only that another process is gone."""
+    """Whether an exception only reports that another process is gone."""
     return _OF_PEER.match(raised) is not None
 
 
@@ -205,7 +206,7 @@ _FAILED = re.compile(r"(?i)fail|error|exception|could not|cannot|can't|unable|ca
 
 
 def is_tolerated(text: str) -> bool:
-    """Whether the program goes on after what this line says, by its own words."""
+    """Whether the line says that the program goes on."""
     if _GIVES_UP.search(text) is not None:
         return False
     counted = _COUNTED.search(text)
@@ -215,11 +216,11 @@ def is_tolerated(text: str) -> bool:
 
 
 def takes_back(text: str) -> bool:
-    """Whether an exception right above such a line was got over."""
+    """Whether an exception right above this line was handled."""
     return _AGAIN.search(text) is not None and is_tolerated(text)
 
 
 def announces(text: str) -> bool:
-    """Whether a traceback right below such a line may be what it has got over: a logger shows it.
-    It may also be that of the last attempt."""
+    """Whether a traceback right below this line, by a logger, may have been handled. It may also be
+    that of the last attempt."""
     return _FAILED.search(text) is not None and is_tolerated(text)

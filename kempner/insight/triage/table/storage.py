@@ -185,6 +185,9 @@ NETWORK_CAUSES = (
         "a node cannot reach another over the network",
         "check routes and firewall between the nodes, and that all use the same interface",
         Sign(r"No route to host|Network is unreachable"),
+        _complaint(
+            r"(?:gloo|NCCL WARN).*\b[Cc]onnect(?: to)? \[?(?P<address>\d+(?:\.\d+){3})\b.*refused"
+        ),
     ),
     cause(
         "infiniband",
@@ -205,6 +208,7 @@ NETWORK_CAUSES = (
         Sign(_SAYS + r"version .{0,60}(?:does not|doesn't|do not|don't) match"),
         Sign(_SAYS + r"(?i:version\b.{0,60}\bmismatche[sd]\b|versions (?:differ|disagree)\b)"),
         Sign(_SAYS + r"(?i:different (?:\w+ ){0,4}versions?\b)", sure=LIKELY),
+        Sign(r"Loaded runtime CuDNN library: \S+ but source was compiled with", sure=LIKELY),
         Sign(r"did not match any variant of untagged enum", sure=LIKELY),  # a newer tokenizer.json
         Sign(r"does not recognize this architecture"),
         Sign(r"socketFinalizeAccept: wrong (?:type|magic)", MECHANISM, POSSIBLE),

@@ -3,7 +3,8 @@
 The batch process or the batch host may be lost between two attempts, or while every rank is stuck:
 then the agents are all that is left. The first ones in the job's order ask, one after the other:
 each looks at the job directly before, and a second request for a job that is on its way into the
-queue is refused ("Job is pending execution", Slurm 22.05 to 26.05).
+queue is refused ("Job is pending execution", Slurm 22.05 to 26.05). The one whose request Slurm
+took tells of it in the ledger.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class LastResort:
         end = scontrol.put_back(job, decide, time.monotonic() + TRY_FOR, means=self._means)
         self._asked.set()
         logger().info(end.reason)
-        if end.outcome is RequeueOutcome.DONE and end.asked is not None:
+        if end.outcome is RequeueOutcome.DONE and end.asked is not None and not end.by_another:
             held = end.asked.nodes.held
             told = Requeued(history.last_step, job, end.asked.restarts, held, reason=end.reason)
             Ledger(self._run.ledger).record(told, attempt)

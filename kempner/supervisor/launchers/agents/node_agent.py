@@ -30,7 +30,12 @@ from typing import Protocol, TypeAlias
 
 from kempner.checkpoint.slots.memory import CopyHolder, LentSlots, SlotHolder
 from kempner.checkpoint.slots.requests import SlotKeeper, reply_text
-from kempner.cluster.machine import leave_no_cores, memory_group, raise_open_file_limit
+from kempner.cluster.machine import (
+    OutOfMemoryKills,
+    leave_no_cores,
+    memory_group,
+    raise_open_file_limit,
+)
 from kempner.cluster.network.ports import exported_master
 from kempner.cluster.slurm.hostlist import node_name
 from kempner.cluster.world import OF_AGENT, World
@@ -298,7 +303,7 @@ class NodeAgent:
         receiver = CopyReceiver(copies, secret, addresses, node_name(os.environ))
         self._slots = SlotKeeper(SlotHolder(), copies, receiver.listen)
         self._incoming: SimpleQueue[_Event] = SimpleQueue()
-        self._attempt = self._oom_kills = 0
+        self._attempt, self._kills = 0, OutOfMemoryKills(0, -inf)
         self._found: Mapping[int, Stillness] = {}
         self._gpus = GpuWatch(self._report_gpu)
         self._cleared = 0
@@ -316,6 +321,8 @@ class NodeAgent:
         if self._terms is not None:
             start_thread("departures", partial(hear_departures, self._hear_departure))
         while True:
+            if time.monotonic() - self._kills.noted_at >= USE_EVERY:
+                self._kills.note(_oom_kills()[0], time.monotonic())
             try:
                 event = self._incoming.get(timeout=LOOK)
             except Empty:
@@ -451,7 +458,7 @@ class NodeAgent:
     def _start(self, order: StartRanks) -> None:
         self._children.forget(self._here.gone_within)
         self._children.prepare(self._program)
-        self._oom_kills, _ = _oom_kills()
+        self._kills = OutOfMemoryKills(_oom_kills()[0], time.monotonic())
         self._sender.end()
         self._slots.copies.clear()
         launch = order.launch.open(self._secret, order.attempt)
@@ -483,7 +490,7 @@ class NodeAgent:
         kills = 0
         if not end.ended_by_us and end.status:
             kills, group = _oom_kills()
-            end = with_lack_of_memory(end, group) if kills > self._oom_kills else end
+            end = with_lack_of_memory(end, group) if self._kills.recent(kills) else end
         sent: Sent = "stop" if end.asked else "none"
         if end.unstarted:
             sent = "nothing"

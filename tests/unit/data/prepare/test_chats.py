@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +32,7 @@ from kempner.config.sections import Config
 from kempner.data.files.index import check_compatible, check_samples
 from kempner.data.files.token_file import BEGINS, ID, LEARNED, Corpus
 from kempner.data.prepare import pipeline, sources
+from kempner.data.prepare.documents import Tally
 from kempner.data.prepare.pipeline import PreparedData, prepare
 from kempner.data.prepare.rows import packed
 from kempner.data.serve.loader import IGNORE, eval_batches
@@ -344,6 +346,24 @@ def test_templates_that_cannot_be_used_are_told(template: str, tmp_path: Path) -
     assert "\n" not in str(refused.value)
 
 
+def test_a_template_that_was_torn_works_or_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    draw, sentences = Random(3), dict[str, str]()
+    known = [CHATML, *(template_of_trl(name) for name in ("qwen3", "llama3_training"))]
+    lines = write_lines(tmp_path / "a.jsonl", [{"messages": messages(draw)} for _ in range(3)])
+    torn = ("", "{%", "%}", "{{", "}}", "{#", "endif", " | nothing", "[99]", ".x.y", "{% break %}")
+    for number in range(90):
+        text = draw.choice(known)
+        at = draw.randrange(len(text))
+        template = text[:at] + draw.choice(torn) + text[at + draw.choice((0, 1, 7, 40)) :]
+        folder = write_tokenizer(tmp_path / f"tokenizer{number}", "qwen", template)
+        try:
+            prepared(tmp_path / f"out{number}", [lines], folder)
+        except RunError as error:
+            sentences[template] = str(error)
+    assert len(sentences) >= 40
+    assert not [said for said in sentences.values() if not 10 < len(said) < 600 or "\n" in said]
+
+
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_tokenizers_that_cannot_be_used_are_told(settings: str, tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "tokenizer", "qwen", CHATML)
@@ -353,6 +373,62 @@ def test_tokenizers_that_cannot_be_used_are_told(settings: str, tmp_path: Path) 
     with pytest.raises(RunError, match=SETTINGS[settings]) as refused:
         prepared(tmp_path / "out", [lines], folder)
     assert "\n" not in str(refused.value)
+
+
+def mutant(draw: Random, line: str) -> str:
+    """A line that has a value too many, too few or of another kind, or is cut or torn."""
+    if draw.random() < 0.2:
+        at = draw.randrange(1, len(line))
+        return draw.choice((line[:at], line[at:], line[:at] + draw.choice('"{}[],:\\') + line[at:]))
+    record = json.loads(line)
+    for _ in range(draw.randint(1, 3)):
+        places = list(places_in(record))
+        if not places:
+            break
+        holder, key = draw.choice(places)
+        other = draw.choice(
+            (None, 3, -1.5e308, True, "", "assistant", "\ud800", [], {}, [[]], [{}])
+        )
+        kind = draw.choice(("put", "drop", "wrap", "again"))
+        if kind == "drop":
+            del holder[key]
+        elif kind == "again" and isinstance(holder, list):
+            holder.insert(key, holder[key])
+        else:
+            holder[key] = [holder[key]] if kind == "wrap" else other
+    return json.dumps(record)
+
+
+def places_in(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Each value within, by what holds it."""
+    keys = value if isinstance(value, dict) else range(len(value) if isinstance(value, list) else 0)
+    for key in list(keys):
+        yield value, key
+        yield from places_in(value[key])
+
+
+def test_whatever_a_line_holds_it_is_prepared_or_counted_with_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tokenizer(tmp_path / "qwen", "qwen", template_of_trl("qwen3"))
+    draw, reasons, count = Random(9), list[str](), Tally.add_bad
+    made = forms(draw, 40, thinks=True, calls=True)
+    made["tools"] = [{"messages": messages(draw, calls=True), "tools": TOOLS} for _ in range(20)]
+    good = [json.dumps(record) for rows in made.values() for record in rows]
+    lines = [each for line in good for each in (line, mutant(draw, line))]
+    assert not any("\n" in line for line in lines)
+    (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
+
+    def noted(tally: Tally, offset: int, reason: str) -> None:
+        reasons.append(reason)
+        count(tally, offset, reason)
+
+    monkeypatch.setattr(Tally, "add_bad", noted)
+    index = prepared(tmp_path / "out", [tmp_path / "a.jsonl"], folder, max_bad_share=0.5).index
+    assert sum(shard.bad_lines for shard in index.shards) == len(reasons) >= 60
+    assert index.documents >= len(good)
+    assert len({re.sub(r"\d+|\(.*\)", "", reason) for reason in reasons}) >= 12
+    assert not [reason for reason in reasons if not 10 < len(reason) < 400 or "\n" in reason]
 
 
 def pairs(draw: Random, count: int) -> dict[str, list[Record]]:

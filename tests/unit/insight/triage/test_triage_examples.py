@@ -143,3 +143,41 @@ def test_the_task_that_sends_no_heartbeat_is_the_one_that_failed() -> None:
     said = "E coordination_service.cc:954] /job:jax_worker/replica:0/task:{0} has been set to ERROR"
     verdict = verdict_on("I1115 trainer.py:501] step 9", said.format(37))
     assert (verdict.cause, verdict.rank, verdict.sure) == ("peer_lost", 37, Sure.LIKELY)
+
+
+@pytest.mark.parametrize(("also", "rank"), [((0, 1), None), ((1,), 1)])
+def test_where_an_import_fails_on_all_ranks_none_is_first(
+    also: Sequence[int], rank: int | None
+) -> None:
+    said = "ImportError: /opt/x.so: undefined symbol: _ZN3c105ErrorC2"
+    host = "gpu14: "  # a node's name that looks like a GPU's number
+    start = [f"{host}[rank{rank}]: starting, no error" for rank in (0, 1)]
+    lines = [line for rank in also for line in raised(said, OWN, who=f"{host}[rank{rank}]: ")]
+    verdict = verdict_on(*start, *lines)
+    assert (verdict.cause, verdict.rank, verdict.node) == ("binary_mismatch", rank, "gpu14")
+    assert verdict.where.ranks == tuple(also)
+
+
+@pytest.mark.parametrize(
+    ("ring", "rank"),
+    [
+        ("Channel 00/02 :    1   0   3   2", 1),  # of all four ranks
+        ("Channel 00/02 :    1   0", None),  # of a group of two
+        ("Channel 00 : 1[1000] -> 0[3000] via P2P/IPC", None),
+    ],
+)
+def test_a_process_is_the_rank_with_which_its_ring_begins(ring: str, rank: int | None) -> None:
+    verdict = verdict_on(
+        "n1:70:71 [0] NCCL INFO comm 0xa0 rank 3 nranks 4 cudaDev 0 - Init COMPLETE",
+        f"n1:61:62 [0] NCCL INFO {ring}",
+        "n1:61:62 [0] misc/ibvwrap.cc:280 NCCL WARN Call to ibv_create_qp failed",
+    )
+    assert (verdict.cause, verdict.rank, verdict.node) == ("infiniband", rank, "n1")
+
+
+def test_a_refused_connection_leads_to_the_node_that_refused_it() -> None:
+    gloo = "[/b/gloo/transport/tcp/pair.cc:799] connect [10.0.0.7]:13195: Connection refused"
+    verdict = verdict_on(*raised(f"RuntimeError: {gloo}", OWN))
+    assert (verdict.cause, verdict.rank, verdict.node) == ("unreachable", None, "10.0.0.7")
+    both = verdict_on(*raised(f"RuntimeError: {gloo}", OWN), *raised("KeyError: 'a'", OWN, who=""))
+    assert both.cause == "exception"

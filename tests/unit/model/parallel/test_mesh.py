@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kempner.config.sections import Config, ModelSection, ParallelismSection, TrainSection
+from kempner.config.model import ParallelismSection
+from kempner.config.sections import Config, ModelSection, TrainSection
 from kempner.data.order.batch_slices import Slicing
 from kempner.model.spec.mesh import (
     MeshDegrees,

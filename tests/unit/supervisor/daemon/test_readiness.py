@@ -197,13 +197,23 @@ def test_checkpoints_that_are_gone_are_missed_before_any_rank_starts(
 
 
 def test_a_place_that_is_gone_with_all_above_it_begins_no_other_run(
-    tmp_path: Path, patient: StorageWaits
+    patient: StorageWaits,
 ) -> None:
     patient.configure(0.05)
-    run = RunDirectory(tmp_path / "scratch" / "runs" / "run")
+    run = RunDirectory(Path("/not-mounted/runs/run"))
     with pytest.raises(StorageUnavailableError, match="is the file system mounted"):
         Lease.acquire(run, 3.0, restarts=1)
-    assert not (tmp_path / "scratch").exists()
+    assert not Path("/not-mounted").exists()
+
+
+def test_a_job_whose_first_launch_ended_before_it_made_a_run_makes_it(
+    tmp_path: Path, patient: StorageWaits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patient.configure(0.05)
+    monkeypatch.chdir(tmp_path)
+    run = RunDirectory(Path("runs") / "never-made")
+    Lease.acquire(run, 3.0, restarts=1).release()
+    assert run.supervisors.is_dir()
 
 
 STEPS = 1000

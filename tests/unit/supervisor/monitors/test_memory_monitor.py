@@ -13,7 +13,7 @@ import psutil
 import pytest
 from harness import wait_until
 
-from kempner.cluster.machine import MemoryGroup, memory_group
+from kempner.cluster.machine import KILLED_WITHIN, MemoryGroup, OutOfMemoryKills, memory_group
 from kempner.config.resilience import ResilienceSection
 from kempner.run.control.protocol import Connected, NodeMemory, Phase, Usage
 from kempner.run.record.events import MemoryLow, ResourceGrowth
@@ -223,3 +223,18 @@ def test_a_real_out_of_memory_kill_is_counted(limited: Callable[[int], MemoryGro
     child.communicate(b"\n")
     assert child.returncode == -9
     wait_until(lambda: group.oom_kills() == 1, "the kill is counted")
+
+
+@pytest.mark.parametrize("every", [0.5, 5.0, 100.0])
+def test_an_out_of_memory_kill_explains_the_ends_of_the_next_seconds_alone(every: float) -> None:
+    killed_at, before = 200.0, 3  # of them in an earlier attempt
+    kills = OutOfMemoryKills(before, 0.0)
+    for turn in range(round(1000 / every)):
+        now = turn * every
+        count = before + (now >= killed_at)
+        kills.note(count, now)
+        if now >= killed_at + KILLED_WITHIN + every:
+            assert not kills.recent(count)
+        elif killed_at <= now < killed_at + KILLED_WITHIN:
+            assert kills.recent(count)
+        assert kills.recent(count + 1)

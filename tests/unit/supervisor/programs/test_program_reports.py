@@ -164,7 +164,9 @@ def test_the_last_that_was_printed_in_pieces_of_any_length(length: int) -> None:
     for at in range(0, len(said), length):
         recent.add(said[at : at + length])
         if length > 1:
+            recent.share(at_once=True)
             assert recent.read() == said[: at + length][-65536:]
+    recent.share(at_once=True)
     assert recent.read() == said[-65536:]
 
 

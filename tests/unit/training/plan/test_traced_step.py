@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from kempner.config.sections import Config
+from kempner.config.sections import Config, DataSection
 from kempner.model.spec.communication import Choice
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.spec.shape import Shape
 from kempner.model.spec.step_time import step_flops
 from kempner.training.plan.plan import plan
-from kempner.training.plan.timeline import PeakMemory, StepPhase, TracedStep, peak
+from kempner.training.plan.timeline import PeakMemory, StepPhase, StepPlace, TracedStep, peak
 from kempner.training.plan.trace import Step, trace, traced, whole
 
 VOCAB = 1000
@@ -57,7 +57,7 @@ CASES = {
 def test_a_few_layers_stand_for_all(case: str) -> None:
     asked, mesh, choice, micro_steps = CASES[case]
     vocab_size = asked.model.vocab_size or 0
-    step = Step(asked, vocab_size, mesh, choice, micro_steps, fused_norms=True)
+    step = Step(asked, vocab_size, mesh, choice, micro_steps, as_on_gpu=True)
     complete = whole(trace(step, asked.model.n_layers), micro_steps)
     short = traced(step)
     assert short.memory == complete.memory
@@ -85,6 +85,21 @@ def test_norms_that_are_one_kernel_keep_less() -> None:
     assert composed.activations - fused.activations >= 6 * 4 * 64 * 64
     assert composed.parameters == fused.parameters
     assert composed.loss >= fused.loss
+
+
+def test_the_mask_of_documents_takes_a_byte_for_each_pair_while_it_is_made() -> None:
+    plain = config(3)
+    train, forward = plain.train, StepPlace("forward", 0, -1)
+    pairs = train.micro_batch_size * train.seq_len**2
+    grown = {}
+    for masked in (False, True):
+        data = DataSection(document_mask=masked)
+        asked = plain.model_copy(update={"data": data})
+        step = Step(asked, VOCAB, MeshDegrees(), Choice(), 1, as_on_gpu=True)
+        (held,) = (s.memory.sum(1) for s in trace(step, 3).segments if s.place == forward)
+        grown[masked] = held.max() - held[0]
+        assert traced(step).flops == step_flops(Shape.of(asked.model, VOCAB), train, 1)
+    assert pairs <= grown[True] - grown[False] <= 4 * pairs
 
 
 PLANS = {

@@ -1,0 +1,145 @@
+"""`kempner replay`: computes steps of a run again, and says whether the bits are the same."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Annotated
+
+import tomli_w
+import typer
+
+from kempner.checkpoint.format.manifest import read
+from kempner.checkpoint.format.names import CheckpointFolder
+from kempner.checkpoint.store.retention import reading
+from kempner.cli.insight.target import RUN, RUN_METAVAR, run_of
+from kempner.cli.progress import busy
+from kempner.insight.replay import (
+    Line,
+    ReplayPlan,
+    compare_steps,
+    logged_steps,
+    plan_replay,
+    read_recorded,
+    replay_config,
+)
+from kempner.run.output.units import count
+from kempner.run.process.exit_codes import ExitCode, RunError, cannot_read, cannot_write
+from kempner.run.record.recorded_config import checkpoint_folder
+from kempner.run.record.run_dir import RunDirectory
+
+app = typer.Typer(rich_markup_mode=None)
+
+
+@app.command()
+def replay(
+    run_dir: Annotated[str, typer.Argument(metavar=RUN_METAVAR, help=RUN)],
+    step: Annotated[int, typer.Option(min=1, help="The first step to compare.")],
+    to: Annotated[
+        int | None, typer.Option(min=1, help="The last one; by default the same step.")
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks on this machine; by default as many as the run had."),
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the folder of the replay, replays/ in RUN_DIR.")
+    ] = False,
+) -> ExitCode:
+    """Compute steps of a run again from the checkpoint before them; exit 1 if a bit differs.
+
+    Compares loss, gradient norm and learning rate of each step, and weights and optimizer where the
+    run has a checkpoint of the last one. The run itself is only read, and may go on meanwhile.
+    After an interruption the same command continues. In a Slurm job its nodes compute.
+    """
+    run, last = run_of(run_dir), step if to is None else to
+    theirs = CheckpointFolder(checkpoint_folder(run))
+    try:
+        recorded = read_recorded(run, theirs.committed(), step, last)
+    except OSError as error:
+        raise cannot_read(run.path, error) from error
+    plan = plan_replay(recorded, step, last, ranks)
+    typer.echo(plan.sentence)
+    place = RunDirectory(run.replays / plan.name)
+    code = _compute(plan, place, theirs, on_this_machine=ranks is not None)
+    if code != ExitCode.COMPLETED:
+        raise RunError(f"the replay has stopped ({code}); the same command continues it")
+    same = [
+        _compare_steps(recorded.lines, place, step),
+        _compare_states(theirs, CheckpointFolder(place.checkpoints), last),
+    ]
+    if not keep:
+        shutil.rmtree(place.path, ignore_errors=True)
+    return ExitCode.COMPLETED if all(same) else ExitCode.CRASHED
+
+
+def _compute(
+    plan: ReplayPlan, place: RunDirectory, theirs: CheckpointFolder, on_this_machine: bool
+) -> int:
+    """Run the replay; its exit code."""
+    command = [sys.executable, "-m", "kempner", "supervise", str(place.path / "replay.toml")]
+    if on_this_machine or "SLURM_JOB_ID" not in os.environ:
+        command += ["--launcher", "local", "--nproc", str(plan.ranks)]
+    environ = {name: value for name, value in os.environ.items() if name != "KEMPNER_FAULTS"}
+    with nullcontext() if plan.start is None else reading(theirs, plan.start):
+        try:
+            _prepare(plan, place, theirs)
+        except OSError as error:
+            raise cannot_write(place.path, error) from error
+        with subprocess.Popen(command, env=environ) as supervisor:
+            signal.signal(signal.SIGTERM, lambda number, _: supervisor.send_signal(number))
+            signal.signal(signal.SIGINT, lambda *_: None)  # the terminal sends it to both
+            return supervisor.wait()
+
+
+def _prepare(plan: ReplayPlan, place: RunDirectory, theirs: CheckpointFolder) -> None:
+    """Lay the checkpoint to begin with, and the configuration, where the replay looks for them."""
+    here = CheckpointFolder(place.checkpoints)
+    here.path.mkdir(parents=True, exist_ok=True)
+    (place.path / "replay.toml").write_text(tomli_w.dumps(replay_config(plan, place.path)))
+    if plan.start is None:
+        return
+    base = read(theirs.step(plan.start)).identity.base
+    for step in {plan.start, plan.start if base is None else base.step}:
+        target, source = here.step(step), theirs.step(step).resolve()
+        if target.exists():
+            continue
+        try:
+            target.symlink_to(source)
+        except OSError:  # a file system without links
+            shutil.copytree(source, target)
+    if here.latest() is None:
+        here.point_latest(plan.start, "replay")
+
+
+def _compare_steps(theirs: Mapping[int, Line], place: RunDirectory, first: int) -> bool:
+    """Say which step is the first that differs, if any does."""
+    compared = compare_steps(theirs, logged_steps(place.metrics, first - 1, max(theirs)))
+    differing = [one for one in compared if one.differing]
+    same = f"{count(len(compared), 'step')}: equal to the bit"
+    typer.echo(differing[0].sentence if differing else same)
+    return not differing
+
+
+def _compare_states(theirs: CheckpointFolder, here: CheckpointFolder, step: int) -> bool:
+    """Say whether the checkpoints of `step` are the same; true, too, if there is only one."""
+    if step not in theirs.committed():
+        typer.echo(f"weights and optimizer: not compared, the run has no checkpoint of step {step}")
+        return True
+    with busy("importing torch"):
+        from kempner.checkpoint.compare import open_kempner, pairs
+    with reading(theirs, step):
+        run, again = open_kempner(theirs.step(step)), open_kempner(here.step(step))
+        found = list(pairs(run, again, lambda read: None))
+    differing = [pair.name for pair in found if not pair.equal]
+    tensors = count(len(found), "tensor")
+    verdict = f"equal to the bit, {tensors}"
+    if differing:
+        verdict = f"{len(differing)} of {tensors} differ, first {differing[0]}"
+    typer.echo(f"weights and optimizer: {verdict}")
+    return not differing

@@ -1,0 +1,244 @@
+"""Computes steps of a run again, from the checkpoint before them, and compares the results.
+
+A step is a function of the checkpoint before it, the configuration, the data and the world. So the
+replay is a run of its own, in a folder of the run that it repeats: it begins at that checkpoint,
+with the configuration of the attempt that made the step, and ends after the last step asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kempner.run.output.units import count
+from kempner.run.process.exit_codes import UsageError
+from kempner.run.record.events import AttemptStarted, Resumed, RolledBack
+from kempner.run.record.history import RunHistory
+from kempner.run.record.recorded_config import differences, recorded_config
+from kempner.run.record.run_dir import RunDirectory
+
+COMPARED = ("loss", "grad_norm", "lr", "fingerprint")
+"""The values of a line of metrics.jsonl that belong to the step, if both runs have them."""
+
+_OF_THE_RUN = ("run", "checkpoint", "supervise", "slurm", "hooks", "metrics", "profiling", "eval",
+               "distributed", "program", "resilience")  # fmt: skip
+"""Sections that do not affect what a step computes."""
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """What a run has left: its logged steps in (start, last], its events, the `committed` steps,
+    and the configuration of each attempt that made one of the steps."""
+
+    lines: Mapping[int, Line]
+    committed: Sequence[int]
+    rollbacks: Sequence[RolledBack] = ()
+    ranks: Mapping[int, int] = field(default_factory=dict)
+    own_program: bool = False
+    imported: bool = False
+    configs: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """Which steps to compute on how many ranks: from the checkpoint of step `start` (None: from the
+    initial weights) to `last`; `first` is the first to compare. `seconds` is how long the run took
+    for them, None if unknown. `remark` says why the last bits may differ, or is empty."""
+
+    start: int | None
+    first: int
+    last: int
+    ranks: int
+    config: Mapping[str, Any]
+    seconds: float | None = None
+    remark: str = ""
+
+    @property
+    def steps(self) -> int:
+        return self.last - (self.start or 0)
+
+    @property
+    def name(self) -> str:
+        return f"{self.first}-{self.last}-on-{self.ranks}"
+
+    @property
+    def sentence(self) -> str:
+        from_ = "the initial weights" if self.start is None else f"step {self.start}"
+        took = "" if self.seconds is None else f", for which the run took {self.seconds:.0f} s"
+        return (
+            f"computes {count(self.steps, 'step')} from {from_} on {count(self.ranks, 'rank')}"
+            f"{took}{self.remark}"
+        )
+
+
+def start_of(committed: Sequence[int], step: int) -> int | None:
+    """The newest checkpoint before `step`."""
+    return max((known for known in committed if known < step), default=None)
+
+
+def read_recorded(
+    run: RunDirectory, committed: Sequence[int], first: int, last: int
+) -> RecordedRun:
+    """What there is to replay steps `first` to `last`. Raises `OSError`."""
+    history = RunHistory.read(run.ledger)
+    lines = logged_steps(run.metrics, start_of(committed, first) or 0, last)
+    started = history.entries(AttemptStarted)
+    attempts = {line["attempt"] for line in lines.values()}
+    return RecordedRun(
+        lines,
+        committed,
+        history.events(RolledBack),
+        {entry.attempt: entry.event.ranks for entry in started},
+        any(entry.event.own_program for entry in started),
+        any(event.step == 0 for event in history.events(Resumed)),
+        {number: recorded_config(run, number) for number in sorted(attempts)},
+    )
+
+
+def logged_steps(metrics: Path, after: int, last: int) -> dict[int, Line]:
+    """The lines of steps in (`after`, `last`], by step; of a repeated step the last one counts.
+    Raises `OSError`."""
+    found = {}
+    for line in _lines(metrics):
+        step = line.get("step")
+        if type(step) is int and after < step <= last and "loss" in line:
+            found[step] = line
+    return dict(sorted(found.items()))
+
+
+def _lines(path: Path) -> Iterator[Line]:
+    with path.open("rb") as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+            except ValueError:  # torn, by a crash
+                continue
+            if isinstance(line, dict):
+                yield line
+
+
+def plan_replay(run: RecordedRun, first: int, last: int, ranks: int | None) -> ReplayPlan:
+    """Decide how to compute steps `first` to `last` again. Raises `UsageError` if it is impossible,
+    or could not give the same."""
+    if last < first:
+        raise UsageError(f"--to {last} is before --step {first}")
+    start = start_of(run.committed, first)
+    _refuse_what_cannot_be_the_same(run, start, first, last)
+    made_by = {step: line["attempt"] for step, line in run.lines.items()}
+    config = run.configs[made_by[last]]
+    worlds = {run.ranks[attempt] for attempt in made_by.values() if attempt in run.ranks}
+    chosen = ranks or run.ranks.get(made_by[last], 1)
+    others = worlds - {chosen}
+    same = bool(config.get("train", {}).get("same_on_any_world"))
+    remark = ""
+    if others and not same:
+        had = " and on ".join(map(str, sorted(worlds)))
+        remark = f"; the run made them on {had}, so the last bits may differ"
+    return ReplayPlan(start, first, last, chosen, config, _duration(run.lines, config), remark)
+
+
+def _refuse_what_cannot_be_the_same(
+    run: RecordedRun, start: int | None, first: int, last: int
+) -> None:
+    if run.own_program:
+        raise UsageError(
+            "replay computes steps of kempner's own trainer; this run is of a program of its own: "
+            "`kempner rehearse` shows whether that resumes exactly"
+        )
+    missing = [step for step in (first, last) if step not in run.lines]
+    if missing:
+        raise UsageError(
+            f"step {missing[0]} is not in metrics.jsonl: the run has not made it, or logs only "
+            "every metrics.log_interval steps"
+        )
+    if start is None and run.imported:
+        raise UsageError(
+            f"no checkpoint before step {first} is left, and the run began with imported weights; "
+            "name a step after its oldest checkpoint, or set checkpoint.keep_every"
+        )
+    for back in run.rollbacks:
+        if (start or 0) <= back.to < last:
+            raise UsageError(
+                f"the run went back from step {back.at} to step {back.to}, and no checkpoint after "
+                f"that and before step {first} is left: name a step after the next one"
+            )
+    attempts = list(dict.fromkeys(line["attempt"] for line in run.lines.values()))
+    for number in attempts[:-1]:
+        changed = differences(
+            _computing(run.configs[number]), _computing(run.configs[attempts[-1]])
+        )
+        if changed:
+            until = max(step for step, line in run.lines.items() if line["attempt"] == number)
+            raise UsageError(
+                f"the configuration has changed after step {until} ({', '.join(changed)}): choose "
+                "--to up to there, or a step after the next checkpoint"
+            )
+
+
+def _computing(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: table for name, table in config.items() if name not in _OF_THE_RUN}
+
+
+def _duration(lines: Mapping[int, Line], config: Mapping[str, Any]) -> float | None:
+    """Seconds of these steps, by the tokens per second at each logged one."""
+    train = config.get("train", {})
+    rates = [line.get("tokens_per_second") or 0.0 for line in lines.values()]
+    if not rates or min(rates) <= 0 or "global_batch_size" not in train:
+        return None
+    tokens = train["global_batch_size"] * train["seq_len"]
+    every = (max(lines) - min(lines) + 1) / len(lines)
+    return float(sum(tokens * every / rate for rate in rates))
+
+
+def replay_config(plan: ReplayPlan, folder: Path) -> dict[str, Any]:
+    """The configuration of the replay in `folder`: computes as the run does, and nothing else."""
+    tables = _computing(plan.config)
+    train, scheduler = dict(tables["train"]), dict(tables.get("scheduler", {}))
+    scheduler.setdefault("total_steps", train["max_steps"])
+    rules = {k: v for k, v in plan.config.get("resilience", {}).items() if k != "faults"}
+    return {
+        **tables,
+        "train": train | {"max_steps": plan.last},
+        "scheduler": scheduler,
+        "run": {"dir": str(folder.parent), "name": folder.name},
+        "checkpoint": {"interval": plan.steps},
+        "distributed": plan.config.get("distributed", {}),
+        "resilience": rules,
+        "metrics": {"log_interval": 1},
+    }
+
+
+@dataclass(frozen=True)
+class ReplayedStep:
+    """A step that both runs have logged; `differing` are the values that differ, theirs and the
+    replay's, by name."""
+
+    step: int
+    differing: Mapping[str, tuple[object, object]]
+
+    @property
+    def sentence(self) -> str:
+        said = [f"{name} {theirs} in the run, {here} here" for name, (theirs, here) in
+                self.differing.items()]  # fmt: skip
+        return f"step {self.step} differs: {'; '.join(said)}"
+
+
+def compare_steps(theirs: Mapping[int, Line], here: Mapping[int, Line]) -> list[ReplayedStep]:
+    """The steps that both have, in order."""
+    return [
+        ReplayedStep(
+            step,
+            {
+                name: (theirs[step][name], here[step][name])
+                for name in COMPARED
+                if name in theirs[step] and name in here[step]
+                and theirs[step][name] != here[step][name]
+            },
+        )
+        for step in sorted(theirs.keys() & here.keys())
+    ]  # fmt: skip

@@ -49,8 +49,7 @@ def step_flops(
     recomputing = 0
     if train.activation_checkpointing == "full":
         recomputing = -(-shape.n_layers // (train.activation_checkpointing_every or 1))
-    chunked = train.loss_chunk > 0 or tensor > 1
-    rows = shape.vocab_size if chunked else shape.vocab_rows
+    rows = shape.vocab_size if train.loss_chunk > 0 or tensor > 1 else shape.vocab_rows
     # The first rank of a tensor group has a full part of the rows.
     rows = min(rows, shape.vocab_rows // tensor) if tensor > 1 else rows
     blocks = shape.n_layers * (block + reference * 2 * (matrices + attention)) + recomputing * again

@@ -103,7 +103,7 @@ def test_a_run_goes_on_bit_for_bit_and_in_other_worlds(
     assert accuracy >= 90, told
     held_out = json.loads((pairs / "held-out" / "index.json").read_text())
     assert f"{held_out['documents'] // 2} pairs of" in told
-    status = json.loads(kempner("status", run.record.path, "--json"))
+    (status,) = json.loads(kempner("status", run.record.path, "--json"))
     assert status["accuracy"] == learned[STEPS + 8][2]
     assert "DPO" in told_by_card(run, tmp_path)
 
@@ -134,5 +134,5 @@ def test_what_preferences_need_and_have_not_is_said_in_a_sentence(
     assert "preferences.beta needs adapter.rank" in refused(beta, *data)
     assert "holds preferences, of which the loss of a next token" in refused(adapter, *data)
     assert "holds chats, but preferences.beta is set" in refused(beta, adapter, *chats)
-    held_out = (f"--eval.dataset_path={run.data}", "--eval.interval=2")
+    held_out = (chats[0].replace("--data", "--eval"), "--eval.interval=2")
     assert "the training data pairs" in refused(beta, adapter, *data, *held_out)

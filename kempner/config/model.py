@@ -283,8 +283,13 @@ class PreferencesSection(Section):
     def on(self) -> bool:
         return self.beta is not None
 
-    def refuse_without(self, adapter: AdapterSection) -> None:
-        """Raise `ValueError` if there is no reference."""
+    def refuse_beside(self, adapter: AdapterSection, on_any_world: bool) -> None:
+        """Raise `ValueError` if there is no reference, or for what it does not work with."""
+        if self.on and on_any_world:
+            raise ValueError(
+                "preferences.beta does not work with train.same_on_any_world, whose sums are of "
+                "tokens; remove one"
+            )
         if self.on and adapter.rank is None:
             raise ValueError(
                 "preferences.beta needs adapter.rank, since the reference is the model without its "

@@ -194,6 +194,10 @@ class TrainSection(Section):
     threads: Annotated[PositiveInt | None, Key("threads", 4)] = None
     """Threads for one rank's CPU kernels; results are bit-identical only for the same number.
     Default: OMP_NUM_THREADS, or the rank's share of the machine's cores."""
+    same_on_any_world: bool | None = None
+    """Add up gradients, losses and norms in an order that belongs to the samples, so that results
+    are the same bits on any number of data parallel ranks, replicated or sharded. Needs threads,
+    and memory for several whole gradients. Not for a model of your own."""
 
     @model_validator(mode="after")
     def _obeys_what_is_set(self) -> Self:
@@ -539,7 +543,33 @@ class Config(Section):
             )
         degree = self.parallelism.tensor_parallel_degree
         self.adapter.refuse_beside(self.model, self.optimizer.name, self.train.fp8, degree)
-        self.preferences.refuse_without(self.adapter)
+        self.preferences.refuse_beside(self.adapter, bool(self.train.same_on_any_world))
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_the_same_on_any_world(self) -> Self:
+        if not self.train.same_on_any_world:
+            return self
+        parallelism = self.parallelism
+        impossible = {
+            "without train.threads, since another number of threads computes other bits": (
+                self.train.threads is None
+            ),
+            "with parallelism.tensor_parallel_degree above 1, which adds within a row in another "
+            "order": parallelism.tensor_parallel_degree > 1,
+            'with parallelism.reduce_gradients="micro_batch", since sums are exchanged once a '
+            "step": parallelism.reduce_gradients == "micro_batch",
+            'with optimizer.name="muon", whose updates depend on where a shard ends': (
+                self.optimizer.name == "muon"
+            ),
+            "with train.fp8, which was never tried with it": self.train.fp8,
+            "with model.factory, whose code may depend on its rank": (
+                self.model.factory is not None
+            ),
+        }
+        for why, asked in impossible.items():
+            if asked:
+                raise ValueError(f"train.same_on_any_world does not work {why}; change one of them")
         return self
 
     @model_validator(mode="after")

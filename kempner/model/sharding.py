@@ -132,7 +132,8 @@ def assemble(
         adapt(model, adapter)
     if config.train.fp8:
         use_float8(model, device, config.train.micro_batch_size * config.train.seq_len)
-    if mesh is not None and mesh.size() > 1:
+    # A process that is alone takes other kernels: it shards over itself, to take the same.
+    if mesh is not None and (mesh.size() > 1 or config.train.same_on_any_world):
         if "tensor" in (mesh.mesh_dim_names or ()):
             # A run without tensor parallelism is spared the import.
             from kempner.model.parallel.tensor import parallelize

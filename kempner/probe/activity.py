@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from kempner.run.process.whereabouts import CodePlace, place_in
+from kempner.run.process.whereabouts import CodePlace, place_of_main
 
 WORKS = 0.05
 """Share of a CPU that processes at work use at least. Ranks that wait for each other in Gloo use
@@ -198,12 +198,14 @@ def main_place(told: bytes, pid: int) -> CodePlace | None:
     thread."""
     try:
         threads: list[dict[str, Any]] = json.loads(told)
-        frames = [
-            (str(frame["filename"]), str(frame["name"]).rpartition(".")[2], int(frame["line"]))
+        stacks = {
+            int(thread["os_thread_id"]): [
+                (str(frame["filename"]), str(frame["name"]).rpartition(".")[2], int(frame["line"]))
+                for frame in thread["frames"]
+            ]
             for thread in threads
-            if thread["os_thread_id"] == pid
-            for frame in thread["frames"]
-        ]
+        }
     except (ValueError, KeyError, TypeError):
         return None
-    return place_in(frames) if frames else None
+    main = stacks.pop(pid, None)
+    return place_of_main(main, stacks.values()) if main else None

@@ -75,7 +75,7 @@ def build(
     vocab_size = vocabulary(config, corpus.index)
     choice = choose_communication(config, vocab_size, ranks)
     model = _build_model(config, corpus, ranks, rank_link, choice)
-    optimizer = build_optimizer(model, config.optimizer)
+    optimizer = build_optimizer(model, config.optimizer, bool(config.train.same_on_any_world))
     gc.freeze()  # the imports' million objects: no later collection scans them
     gc.enable()  # disabled since the start of the process
     record = partial(rank_link.record, attempt)
@@ -229,7 +229,11 @@ def _identity(config: Config, corpus: Corpus, vocab_size: int, ranks: Ranks) -> 
         adapter=None if adapter is None else adapter.fixed(),
         origin=Origin(
             config_hash=digest(config),
-            host={**host_facts(ranks.device), "dtype": config.train.dtype},
+            host={
+                **host_facts(ranks.device),
+                "dtype": config.train.dtype,
+                **({"same_on_any_world": True} if config.train.same_on_any_world else {}),
+            },
             versions=versions(),
         ),
     )
@@ -273,6 +277,7 @@ def _open_feed(config: Config, corpus: Corpus, ranks: Ranks, train_state: TrainS
         ranks.data_rank,
         ranks.degrees.data_world,
         skips=tuple((rollback.start, rollback.end) for rollback in train_state.rollbacks),
+        whole_slots=bool(config.train.same_on_any_world),
     )
     return Feed(
         corpus,

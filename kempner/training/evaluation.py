@@ -82,6 +82,7 @@ class Evaluation:
             micro_batch_size=self.config.train.micro_batch_size,
             rank=ranks.data_rank,
             world=ranks.degrees.data_world,
+            whole_slots=bool(self.config.train.same_on_any_world),
             max_batches=self.config.eval.max_batches,
         ):
             ballot = vote_group.open(vote())

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -42,6 +43,9 @@ from kempner.training.vote import (
     refuse_to_go_on_unsaved,
     secure_last_step,
 )
+
+if TYPE_CHECKING:
+    from kempner.training.compute.slot_gradient import SlotGradient
 
 
 class Data:
@@ -103,8 +107,21 @@ class Training:
         return VoteGroup(self.ranks.votes)
 
     @cached_property
-    def gradient(self) -> StepGradient:
-        ranks, tools = self.ranks, self.tools
+    def gradient(self) -> StepGradient | SlotGradient:
+        ranks, tools, train = self.ranks, self.tools, self.config.train
+        if train.same_on_any_world:
+            # Imports FSDP, which a rank that is alone is spared otherwise.
+            from kempner.training.compute.slot_gradient import SlotGradient
+
+            return SlotGradient(
+                self.model,
+                ranks.device,
+                train.seed,
+                -(-train.global_batch_size // train.micro_batch_size),
+                ranks.mesh,
+                tools.communication,
+                tools.progress.waiting,
+            )
         return StepGradient(
             self.model,
             ranks.device,
@@ -185,7 +202,9 @@ def advance(run: Training, batch: StepBatch, means: Tensor) -> None:
     schedule = run.config.scheduler
     rate = learning_rate(step, peak, schedule.total_steps or train.max_steps, schedule)
     waiting = tools.progress.waiting
-    norm = update(run.model, run.optimizer, means[0], rate, train.clip_grad_norm, waiting)
+    any_shard = bool(train.same_on_any_world)
+    clip, loss = train.clip_grad_norm, means[0]
+    norm = update(run.model, run.optimizer, loss, rate, clip, waiting, any_shard)
     run.train_state = replace(
         before,
         step=step,

@@ -44,6 +44,9 @@ class Slicing:
     world: int = 1
     skips: tuple[tuple[int, int], ...] = ()
     """Ranges of positions, end excluded, in which no step begins."""
+    whole_slots: bool = False
+    """Cut between micro batches of the whole global batch only, which are then the same in every
+    world."""
 
     @cached_property
     def micro_steps(self) -> int:
@@ -52,11 +55,15 @@ class Slicing:
     @cached_property
     def share(self) -> range:
         """The positions of this rank in a step, counted from its first."""
-        return rank_slice(0, self.global_batch_size, self.rank, self.world)
+        if not self.whole_slots:
+            return rank_slice(0, self.global_batch_size, self.rank, self.world)
+        size = self.micro_batch_size
+        slots = rank_slice(0, -(-self.global_batch_size // size), self.rank, self.world)
+        return range(slots.start * size, min(slots.stop * size, self.global_batch_size))
 
     def positions(self, cursor: int) -> list[int]:
         """The positions of this rank in the step at `cursor`, ascending."""
-        return list(rank_slice(cursor, self.global_batch_size, self.rank, self.world))
+        return [cursor + position for position in self.share]
 
     def rows(self, cursor: int) -> list[list[int]]:
         """The micro batches of that step: lists of `micro_batch_size` positions or PADDING."""

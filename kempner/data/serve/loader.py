@@ -323,13 +323,14 @@ def eval_batches(
     micro_batch_size: int,
     rank: int = 0,
     world: int = 1,
+    whole_slots: bool = False,
     max_batches: int,
 ) -> Iterator[list[MicroBatch]]:
     """The samples in file order, a global batch at a time, read in the calling thread. Every rank
     gets as many batches, and as many micro batches in each; the last is padded, and so is what
-    cannot be read when a stop is asked for. Raises DataError if the corpus has not one sample, and
-    as `Corpus.read`."""
-    slicing = Slicing(global_batch_size, micro_batch_size, rank, world)
+    cannot be read when a stop is asked for. `whole_slots` as in `Slicing`. Raises DataError if the
+    corpus has not one sample, and as `Corpus.read`."""
+    slicing = Slicing(global_batch_size, micro_batch_size, rank, world, whole_slots=whole_slots)
     count = corpus.samples(seq_len)
     no_tokens = np.zeros(seq_len + 1, corpus.dtype)
     for start in range(0, min(count, max_batches * global_batch_size), global_batch_size):

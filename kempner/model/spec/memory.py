@@ -24,6 +24,7 @@ from kempner.model.spec.communication import (
 )
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.spec.shape import Shape
+from kempner.model.spec.slot_tree import most_kept
 from kempner.run.output.units import size_text
 
 MASTER_BYTES = 4
@@ -43,10 +44,11 @@ class Estimate:
     the moments that the optimizer has; in a world of more than one, c (output + 2 blocks) / t for
     gathered weights and (c + 4) max(output, block) / t for gradients on their way; alone, c P for
     autocast's copies unless c = 4. Gradients that are reduced once a step take 4 P / t, and weights
-    that are kept c (P + block) / t. An adapter's numbers are part of P, and then gradients and
-    moments are of those alone. Activations and logits as their own functions say; of preferences
-    4 T more for the reference's log probabilities, whose forward keeps nothing else and is over
-    before the other begins. Shards of a matrix whose rows W does not divide are up to one row
+    that are kept c (P + block) / t. `train.same_on_any_world` keeps several whole gradients
+    (`sums_kept`), and twice as many of an output or a block are on their way. An adapter's numbers
+    are part of P, and then gradients and moments are of those alone. Activations and logits as
+    their own functions say; of preferences 4 T more for the reference's log probabilities, whose
+    forward keeps nothing else and is over before the other begins. Shards of a matrix whose rows W does not divide are up to one row
     larger on some ranks.
     """
 
@@ -85,15 +87,17 @@ def estimate_memory(
     parameters, trained = shape.parameters + extra, extra or shape.parameters
     tokens = train.micro_batch_size * train.seq_len
     gradients = MASTER_BYTES * -(-trained // shards)
-    if mesh.world > 1 and choice.reduce_once:
-        gradients = MASTER_BYTES * trained // tensor
+    kept = sums_kept(config, mesh)
+    alone = mesh.world == 1 and not kept  # with plain tensors, which autocast copies
+    if kept or (mesh.world > 1 and choice.reduce_once):
+        gradients = max(kept, 1) * MASTER_BYTES * trained // tensor
     per_token = activation_bytes_per_token(
         shape,
         compute_bytes,
         train.activation_checkpointing,
         train.activation_checkpointing_every or 1,
         tensor,
-        autocast=(mesh.world == 1 and compute_bytes != MASTER_BYTES) or adapter is not None,
+        autocast=(alone and compute_bytes != MASTER_BYTES) or adapter is not None,
     )
     moments = moments_of(extra, config.optimizer) or moment_elements(shape, config.optimizer)
     logits = loss_bytes(shape, tokens, train.loss_chunk, compute_bytes, adapter is None) // tensor
@@ -101,28 +105,43 @@ def estimate_memory(
         parameters=MASTER_BYTES * -(-parameters // shards),
         gradients=gradients,
         moments=MASTER_BYTES * -(-moments // shards),
-        gathered=_gathered(shape, extra, mesh, compute_bytes, choice),
-        gradient_buffers=_gradient_buffers(shape, extra, mesh, compute_bytes),
+        gathered=_gathered(shape, extra, mesh, compute_bytes, choice, alone),
+        gradient_buffers=_gradient_buffers(shape, extra, mesh, compute_bytes, kept),
         activations=tokens * per_token,
         logits=logits + (MASTER_BYTES * tokens if config.preferences.on else 0),
     )
 
 
 def _gathered(
-    shape: Shape, extra: int, mesh: MeshDegrees, compute_bytes: int, choice: Choice
+    shape: Shape, extra: int, mesh: MeshDegrees, compute_bytes: int, choice: Choice, alone: bool
 ) -> int:
-    """Bytes of whole weights, `extra` of which are those of an adapter."""
+    """Bytes of whole weights that FSDP gathers, or autocast copies for a rank that is `alone`;
+    `extra` of which are those of an adapter."""
     parameters, block = shape.parameters + extra, shape.block_parameters + extra // shape.n_layers
-    if mesh.world == 1:
+    if alone:
         return 0 if compute_bytes == MASTER_BYTES else compute_bytes * parameters
     two = shape.head_parameters + 2 * block
     return compute_bytes * (parameters + block if choice.keep_parameters else two) // mesh.tensor
 
 
-def _gradient_buffers(shape: Shape, extra: int, mesh: MeshDegrees, compute_bytes: int) -> int:
-    """Bytes of whole gradients on their way: of an adapter alone, if there is one."""
+def sums_kept(config: Config, mesh: MeshDegrees) -> int:
+    """The whole gradients that a rank has at a time with `train.same_on_any_world`: sums of
+    subtrees, and that of the newest slot; 0 without it."""
+    train = config.train
+    if not train.same_on_any_world:
+        return 0
+    return most_kept(-(-train.global_batch_size // train.micro_batch_size), mesh.data_world)
+
+
+def _gradient_buffers(
+    shape: Shape, extra: int, mesh: MeshDegrees, compute_bytes: int, kept: int
+) -> int:
+    """Bytes of whole gradients on their way: of an adapter alone, if there is one. Where several
+    are `kept`, they are copied to be sent, and as much is received."""
     whole = max(shape.head_parameters, shape.block_parameters)
     largest = extra // shape.n_layers or whole
+    if kept:
+        return 2 * kept * MASTER_BYTES * largest
     return (compute_bytes + MASTER_BYTES) * largest // mesh.tensor if mesh.world > 1 else 0
 
 
@@ -355,10 +374,11 @@ def step_traffic(config: Config, situation: Situation, shape: Shape, choice: Cho
 def _allowed(config: Config, situation: Situation) -> Iterator[Choice]:
     """What the configuration leaves open, what takes least memory first."""
     section = config.parallelism
+    reduced = "step" if config.train.same_on_any_world else section.reduce_gradients
     for keep in (False, True):
         for once in (False, True):
             # With one micro batch there is nothing to keep gradients for.
-            if section.reduce_gradients == ("micro_batch" if once else "step"):
+            if reduced == ("micro_batch" if once else "step"):
                 continue
             if section.reshard_after_forward == ("always" if keep else "never"):
                 continue

@@ -12,11 +12,12 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import TypeAlias
 
 _OURS = str(Path(__file__).parents[2]) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
@@ -24,6 +25,9 @@ _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist
 _DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _BACKWARD = f"{os.sep}torch{os.sep}autograd{os.sep}"
 _WRAPPERS = ("wrapper", "wait", "_wait")
+_THREADING = f"{os.sep}threading.py"
+CodeStack: TypeAlias = Sequence[tuple[str, str, int]]
+"""Files, functions and lines, innermost first."""
 
 BUSY = 0.25
 """Seconds of CPU time, or of waiting for a CPU, between two looks a second apart that show that a
@@ -67,13 +71,14 @@ class Whereabouts:
         code."""
 
     def look(self) -> CodePlace:
-        frame = sys._current_frames().get(self.thread)
+        frames = sys._current_frames()
+        frame = frames.get(self.thread)
         if frame is None:
             return CodePlace()
         stack = list(_outwards(frame))
         seen = hash(tuple((id(frame.f_code), frame.f_lasti) for frame in stack))
         self.in_backward = _BACKWARD in frame.f_code.co_filename
-        place = place_in([(f.f_code.co_filename, f.f_code.co_name, f.f_lineno) for f in stack])
+        place = place_of_main(_described(frame), _others(frames))
         works = self._works_natively() and not place.collective
         self.moves += works or seen != self._seen
         self._seen = seen
@@ -109,8 +114,17 @@ def place_of(trace: TracebackType | None) -> CodePlace:
     return place_in(stack[::-1])
 
 
-def place_in(stack: list[tuple[str, str, int]]) -> CodePlace:
-    """The place in a stack of files, functions and lines, innermost first."""
+def place_of_main(main: CodeStack, others: Iterable[CodeStack]) -> CodePlace:
+    """The place of the main thread; if it waits for `others` at the exit of Python, that of the
+    first of these in the user's code."""
+    place = place_in(main)
+    joins = any(name == "_shutdown" and file.endswith(_THREADING) for file, name, _ in main)
+    if place == CodePlace() and joins:
+        return next((at for stack in others if (at := place_in(stack)).line), place)
+    return place
+
+
+def place_in(stack: CodeStack) -> CodePlace:
     line = next((f"{Path(file).name}:{at}" for file, _, at in stack if _is_of_user(file)), "")
     collective = ""
     for file, name, _ in stack:
@@ -143,6 +157,18 @@ def _bytes_moved() -> int:
         return 0
     counted = ("rchar", "wchar", "read_bytes")  # the last: pages of mapped files, too
     return sum(int(line.split()[1]) for line in lines if line.startswith(counted))
+
+
+def _described(frame: FrameType | None) -> CodeStack:
+    return [(f.f_code.co_filename, f.f_code.co_name, f.f_lineno) for f in _outwards(frame)]
+
+
+def _others(frames: Mapping[int, FrameType]) -> Iterator[CodeStack]:
+    """The stacks of the threads that Python waits for at exit."""
+    for thread in threading.enumerate():
+        frame = None if thread.daemon else frames.get(thread.ident or 0)
+        if frame is not None:
+            yield _described(frame)
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

@@ -32,6 +32,7 @@ from kempner.checkpoint.tensors.state import is_sharded, local_part, local_parts
 from kempner.config.sections import OptimizerSection, SchedulerSection
 from kempner.run.control.heartbeat import Waiting, untimed
 from kempner.run.process.exit_codes import UsageError
+from kempner.training.compute.any_shard import exact_norm, whole_vectors
 
 
 def learning_rate(step: int, peak: float, max_steps: int, schedule: SchedulerSection) -> float:
@@ -77,6 +78,8 @@ class GuardedAdamW(UncompiledOptimizer, AdamW):
     """
 
     found_inf: Tensor | None = None
+    any_shard = False
+    """Whether an element's bits are the same in every shard; otherwise the last ones differ."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -85,24 +88,43 @@ class GuardedAdamW(UncompiledOptimizer, AdamW):
         for group in self.param_groups:
             moved = [p for p in group["params"] if p.grad is not None]
             states = [self.state[p] or self._begin_state(p) for p in moved]
-            beta1, beta2 = group["betas"]
-            adamw(
+            steps = [state["step"] for state in states]
+            tensors = (
                 local_parts(moved),
                 local_parts(parameter.grad for parameter in moved),
                 local_parts(state["exp_avg"] for state in states),
                 local_parts(state["exp_avg_sq"] for state in states),
-                [],
-                [state["step"] for state in states],
-                fused=True,
-                found_inf=self.found_inf,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
             )
+            if not self.any_shard:
+                self._move(group, tensors, steps)
+                continue
+            with whole_vectors(*tensors) as filled:
+                more = [steps[0].clone() for _ in filled[0][len(steps) :]]
+                self._move(group, filled, [*steps, *more])
+
+    def _move(
+        self, group: Mapping[str, Any], tensors: Sequence[list[Tensor]], steps: list[Tensor]
+    ) -> None:
+        """Update tensors of parameters, given their gradients and both moments."""
+        parameters, gradients, averages, squares = tensors
+        beta1, beta2 = group["betas"]
+        adamw(
+            parameters,
+            gradients,
+            averages,
+            squares,
+            [],
+            steps,
+            fused=True,
+            found_inf=self.found_inf,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
 
     def _begin_state(self, parameter: Tensor) -> dict[str, Any]:
         """The entries that `torch.optim.AdamW` keeps, under its names; zeros at first."""
@@ -250,6 +272,8 @@ class GuardedSGD(UncompiledOptimizer, SGD):
     does not take DTensors."""
 
     found_inf: Tensor | None = None
+    any_shard = False
+    """As `GuardedAdamW.any_shard`."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -257,25 +281,37 @@ class GuardedSGD(UncompiledOptimizer, SGD):
             raise ValueError("GuardedSGD takes no closure")
         for group in self.param_groups:
             moved = [p for p in group["params"] if p.grad is not None]
-            sgd(
-                local_parts(moved),
-                local_parts(parameter.grad for parameter in moved),
-                [self._momentum(parameter, group) for parameter in moved],
-                fused=True,
-                found_inf=self.found_inf,
-                weight_decay=group["weight_decay"],
-                momentum=group["momentum"],
-                lr=group["lr"],
-                dampening=group["dampening"],
-                nesterov=group["nesterov"],
-                maximize=group["maximize"],
-            )
+            gradients = local_parts(parameter.grad for parameter in moved)
+            tensors = [local_parts(moved), gradients]
+            if group["momentum"] != 0:
+                tensors.append([self._momentum(parameter) for parameter in moved])
+            if not self.any_shard:
+                self._move(group, tensors)
+                continue
+            with whole_vectors(*tensors) as filled:
+                self._move(group, filled)
 
-    def _momentum(self, parameter: Tensor, group: Mapping[str, Any]) -> Tensor | None:
-        """This rank's part of the momentum, None without one. It begins as zeros: the kernel would
-        take uninitialised memory for it after a first step that was called off."""
-        if group["momentum"] == 0:
-            return None
+    def _move(self, group: Mapping[str, Any], tensors: Sequence[list[Tensor]]) -> None:
+        """Update tensors of parameters, given their gradients and, if there is any, momentum."""
+        parameters, gradients, *momentum = tensors
+        buffers: list[Tensor | None] = [*momentum[0]] if momentum else [None] * len(parameters)
+        sgd(
+            parameters,
+            gradients,
+            buffers,
+            fused=True,
+            found_inf=self.found_inf,
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=group["dampening"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+        )
+
+    def _momentum(self, parameter: Tensor) -> Tensor:
+        """This rank's part of the momentum. It begins as zeros: the kernel would take uninitialised
+        memory for it after a first step that was called off."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
@@ -285,21 +321,28 @@ class GuardedSGD(UncompiledOptimizer, SGD):
 T = TypeVar("T")
 
 
-def build_optimizer(model: nn.Module, section: OptimizerSection) -> Optimizer:
-    """The optimizer that the section asks for, of what trains; weight decay for matrices only."""
+def build_optimizer(
+    model: nn.Module, section: OptimizerSection, any_shard: bool = False
+) -> Optimizer:
+    """The optimizer that the section asks for, of what trains; weight decay for matrices only. With
+    `any_shard` an AdamW or SGD gives an element the same bits however it is sharded."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     match section.name:
         case "adamw":
-            return _adamw(trained, section)
+            by_adamw = _adamw(trained, section)
+            by_adamw.any_shard = any_shard
+            return by_adamw
         case "muon":
             return _muon(model, section)
         case "sgd":
-            return GuardedSGD(
+            by_sgd = GuardedSGD(
                 _groups(trained, _given(section.weight_decay, 0.0)),
                 lr=section.lr,
                 momentum=_given(section.momentum, 0.9),
                 nesterov=bool(section.nesterov),
             )
+            by_sgd.any_shard = any_shard
+            return by_sgd
 
 
 def _adamw(parameters: Iterable[Tensor], section: OptimizerSection) -> GuardedAdamW:
@@ -350,13 +393,21 @@ def _given(value: T | None, otherwise: T) -> T:
     return otherwise if value is None else value
 
 
-def clip_gradients(model: nn.Module, max_norm: float, waiting: Waiting = untimed) -> Tensor:
+def clip_gradients(
+    model: nn.Module, max_norm: float, waiting: Waiting = untimed, any_shard: bool = False
+) -> Tensor:
     """Scale the gradients to a global norm of at most `max_norm` (0: leave them); return the norm.
     The norm is over all ranks' shards, a scalar on the model's device. `waiting` is entered while
-    this rank waits for others. As `torch.nn.utils.clip_grad_norm_`, on the shards that it has."""
+    this rank waits for others. As `torch.nn.utils.clip_grad_norm_`, on the shards that it has;
+    with `any_shard` by `exact_norm`."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     own = local_parts(gradients)
-    if gradients and is_sharded(gradients[0]):
+    if any_shard:
+        ranks = _row_group(gradients[0])
+        assert ranks is not None  # what is the same in any shard is sharded
+        with waiting("the gradient norm"):
+            norm = exact_norm(own, ranks)
+    elif gradients and is_sharded(gradients[0]):
         # What several ranks hold, each adds a part of.
         held: defaultdict[int, list[Tensor]] = defaultdict(list)
         for gradient, part in zip(gradients, own, strict=True):
@@ -382,15 +433,16 @@ def update(
     rate: float,
     max_norm: float,
     waiting: Waiting = untimed,
+    any_shard: bool = False,
 ) -> Tensor:
     """One optimizer step, every group's at learning rate `rate`; the norm before clipping.
 
     If `loss`, of all ranks, or that norm is not finite, nothing changes: neither parameters nor
     optimizer state, counters included. The device decides that, and the host does not wait for it;
     both numbers are sums over all ranks, so every rank decides alike. `waiting` is entered while
-    this rank waits for others.
+    this rank waits for others, and `any_shard` is that of `clip_gradients`.
     """
-    norm = clip_gradients(model, max_norm, waiting).detach()
+    norm = clip_gradients(model, max_norm, waiting, any_shard).detach()
     for group in optimizer.param_groups:
         group["lr"] = rate
     finite = torch.isfinite(loss) & torch.isfinite(norm)

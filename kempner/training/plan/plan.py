@@ -216,8 +216,8 @@ def plan(
 
     There is one rank per GPU, `gpu` of `step_time.GPUS`, on `nodes` nodes; by default as in
     `slurm`, or 8 ranks on each. `vocab_size` is the data's, if not configured; `assumptions` cover
-    what is not traced. Raises `UsageError` for a world that cannot be divided so, and for a user's
-    own model. The process must not be part of a process group.
+    what is not traced. Raises `UsageError` for a world that cannot be divided so, for a user's
+    own model, and for `train.same_on_any_world`. The process must not be part of a process group.
     """
     notes, config = _notes(config), _on_a_gpu(config)
     vocab_size = vocab_size or config.model.vocab_size
@@ -263,6 +263,11 @@ def _on_a_gpu(config: Config) -> Config:
         raise UsageError(
             f"what model.factory={config.model.factory} computes is not known before it is called; "
             "kempner plan knows kempner's own models only"
+        )
+    if config.train.same_on_any_world:
+        raise UsageError(
+            "kempner plan does not trace train.same_on_any_world yet; kempner config check counts "
+            "its memory"
         )
     dtype = "bfloat16" if config.train.dtype == "auto" else config.train.dtype
     changes = {"dtype": dtype, "fp8": False}

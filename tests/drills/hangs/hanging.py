@@ -78,7 +78,7 @@ def python(until: float = float("inf")) -> None:
 
 
 def waits() -> None:
-    threading.Event().wait()
+    threading.Event().wait()  # stands: exit_lock
 
 
 class Samples:

@@ -255,3 +255,32 @@ def test_a_tilde_is_the_home_folder_in_the_file_s_path_and_in_every_path_of_it(
     assert (config.run.dir, config.data.dataset_path) == (f"{tmp_path}/runs", "a~/b")
     assert (config.checkpoint.dir, config.eval.dataset_path) == (str(tmp_path), f"{tmp_path}/held")
     assert load(write(dumps(config))) == config
+
+
+ANY_WORLD = {"train.same_on_any_world": "true", "train.threads": "1"}
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"train.threads": ""}, "without train.threads"),
+        ({"parallelism.tensor_parallel_degree": "2"}, "with parallelism.tensor_parallel_degree"),
+        ({"parallelism.reduce_gradients": '"micro_batch"'}, "with parallelism.reduce_gradients"),
+        ({"optimizer.name": '"muon"'}, 'with optimizer.name="muon"'),
+        ({"train.fp8": "true", "train.compile": "true"}, "with train.fp8"),
+        ({"model.factory": '"models:make"'}, "with model.factory"),
+    ],
+)
+def test_the_same_on_any_world_is_refused_where_it_cannot_hold(
+    write: Any, more: dict[str, str], why: str
+) -> None:
+    asked = [f"--{key}={value}" for key, value in (ANY_WORLD | more).items() if value]
+    with pytest.raises(ConfigError, match=f"same_on_any_world does not work {why}"):
+        load(write(""), asked)
+
+
+def test_what_may_be_the_same_on_any_world_changes_no_digest_where_it_is_off(write: Any) -> None:
+    plain = load(write(""), [])
+    assert "same_on_any_world" not in dumps(plain)
+    on = load(write(""), [f"--{key}={value}" for key, value in ANY_WORLD.items()])
+    assert digest(on) != digest(load(write(""), ["--train.threads=1"]))

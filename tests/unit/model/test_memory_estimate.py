@@ -158,3 +158,13 @@ def test_parts_follow_their_formulas() -> None:
     in_chunks = Config(train=TrainSection(micro_batch_size=2, seq_len=32, loss_chunk=10))
     chunked = estimate_memory(in_chunks, shape, two, 2)
     assert chunked.logits == 10 * 257 * (2 + 4 + 4) + 4 * 257 * 64
+
+
+@pytest.mark.parametrize(("world", "kept"), [(1, 4), (2, 3), (3, 3), (8, 1)])
+def test_the_same_on_any_world_keeps_whole_gradients(world: int, kept: int) -> None:
+    """Eight slots: on one rank 2^3, so sums of 4, 2 and 1 slots and the newest one."""
+    train = TrainSection(global_batch_size=8, threads=1, same_on_any_world=True)
+    config = Config(model=ModelSection(), train=train)
+    found = estimate_for(config, world, 257)
+    assert found.gradients == kept * 4 * Shape.of(config.model, 257).parameters
+    assert found.gathered > 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -56,6 +58,29 @@ def test_a_collective_that_calls_the_user_is_not_waited_in() -> None:
     ours = compiled("/home/me/hooks.py", "def f(): 1 / 0")
     trace = raised(lambda: calls(TORCH, 5)(ours))
     assert place_of(trace) == CodePlace("hooks.py:1", "")
+
+
+EXITS = """
+import threading, time
+from kempner.run.process.whereabouts import Whereabouts
+main, over = Whereabouts(), threading.Event()
+def look():
+    while not (place := main.look()).line.endswith(":11"):
+        time.sleep(0.01)
+    print(place.line)
+    over.set()
+threading.Thread(target=look, daemon=True).start()
+threading.Thread(target=lambda: (
+    over.wait(60)
+)).start()
+"""
+
+
+def test_at_exit_the_thread_for_which_python_waits_is_told(tmp_path: Path) -> None:
+    program = tmp_path / "exits.py"
+    program.write_text(EXITS.lstrip())
+    ended = subprocess.run([sys.executable, program], stdout=subprocess.PIPE, check=True)
+    assert ended.stdout == b"exits.py:11\n"
 
 
 def test_a_thread_that_stands_still_is_told_from_one_that_moves(tmp_path: Path) -> None:

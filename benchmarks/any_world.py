@@ -1,0 +1,164 @@
+"""What a step costs with `train.same_on_any_world`, beside the two reductions of other runs.
+
+    python benchmarks/any_world.py [--ranks 1 2 3] [--rounds 30] [--steps 4]
+
+The ranks of one world train three copies of a model, one after the other, in turns of a few steps:
+gradients reduced after every micro batch, once a step, and along the tree. The order of the turns
+changes from round to round. `tree` is the median of the ratios, round by round, to the one of the
+other two that is faster in this world; `again` is that one's second copy, as a control. `sums` is
+the number of sums that a rank sends at most, where a reduction sends one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from kempner.cluster.network.ports import free_port
+from kempner.config.sections import Config
+from kempner.data.order.batch_slices import Slicing
+from kempner.data.serve.loader import MicroBatch
+from kempner.model.sharding import build_model
+from kempner.model.spec.communication import Choice
+from kempner.model.spec.slot_tree import most_kept, slots_of, subtrees
+from kempner.training.compute.forward_backward import StepGradient
+from kempner.training.compute.optimizer import build_optimizer, update
+from kempner.training.compute.slot_gradient import SlotGradient
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+import records
+
+PROVES = ("kempner/model", "kempner/training")
+ROWS, MICRO, LENGTH, VOCAB = 16, 2, 128, 257
+SIZES = {"dim": 128, "n_layers": 5, "n_heads": 4, "ffn_dim": 384}
+TRAIN = {"global_batch_size": ROWS, "micro_batch_size": MICRO, "seq_len": LENGTH, "threads": 1}
+WARM_UP = 2
+ONCE = Choice(reduce_once=True)
+WAYS = ("micro batch", "step", "again", "tree")
+
+Turn = Callable[[], None]
+
+
+def turn_of(way: str, mesh: DeviceMesh, choice: Choice, batches: list[MicroBatch]) -> Turn:
+    """A model of its own, and what makes a step of it."""
+    tree, cpu = way == "tree", torch.device("cpu")
+    config = Config.model_validate(
+        {"model": SIZES, "train": TRAIN | ({"same_on_any_world": True} if tree else {})}
+    )
+    model = build_model(config, VOCAB, cpu, mesh, choice)
+    optimizer = build_optimizer(model, config.optimizer, any_shard=tree)
+    gradient = (
+        SlotGradient(model, cpu, 0, ROWS // MICRO, mesh, choice)
+        if tree
+        else StepGradient(model, cpu, 0, dist.get_rank(), choice=choice)
+    )
+
+    def turn() -> None:
+        loss = gradient.add(batches, 1)
+        update(model, optimizer, loss, 1e-3, 1.0, any_shard=tree).item()
+
+    return turn
+
+
+def seconds(turn: Turn, steps: int) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(steps):
+        turn()
+    dist.barrier()
+    return (time.perf_counter() - began) / steps
+
+
+def be_rank(rounds: int, steps: int) -> None:
+    """A rank; the first one prints the seconds of a step, by way, one list for each."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    rows = Slicing(ROWS, MICRO, rank, world, whole_slots=True).rows(0)
+    tokens = torch.randint(0, VOCAB, (len(rows), MICRO, LENGTH))
+    batches = [MicroBatch(each, each.clone()) for each in tokens]
+    each = Choice()
+    turns = {way: turn_of(way, mesh, each if way == WAYS[0] else ONCE, batches) for way in WAYS[:2]}
+    for turn in turns.values():
+        seconds(turn, WARM_UP)
+    first = torch.tensor([seconds(turns[way], steps) for way in WAYS[:2]])
+    dist.all_reduce(first)  # so that all ranks choose alike
+    faster = each if first[0] < first[1] else ONCE
+    turns |= {way: turn_of(way, mesh, faster, batches) for way in WAYS[2:3]}
+    turns["tree"] = turn_of("tree", mesh, ONCE, batches)
+    took: dict[str, list[float]] = {way: [] for way in WAYS}
+    for way in WAYS[2:]:
+        seconds(turns[way], WARM_UP)
+    for number in range(rounds):
+        for way in random.Random(number).sample(WAYS, len(WAYS)):
+            took[way].append(seconds(turns[way], steps))
+    if rank == 0:
+        print(json.dumps(took), flush=True)
+    dist.barrier()
+    os._exit(0)
+
+
+def measure(world: int, rounds: int, steps: int) -> dict[str, list[float]]:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1", "any world"))}
+    command = [sys.executable, __file__, "--rank", "--rounds", str(rounds), "--steps", str(steps)]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **place, "WORLD_SIZE": str(world), "RANK": str(rank)},
+            stdout=subprocess.PIPE if rank == 0 else None,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    said, _ = ranks[0].communicate()
+    if any(rank.wait() for rank in ranks):
+        raise SystemExit("a rank failed")
+    found: dict[str, list[float]] = json.loads(said)
+    return found
+
+
+def row_of(world: int, took: dict[str, list[float]]) -> dict[str, object]:
+    faster = min(WAYS[:2], key=lambda way: statistics.median(took[way]))
+    row: dict[str, object] = {"ranks": world, "faster": faster}
+    row["its step, ms"] = 1e3 * statistics.median(took[faster])
+    for way in (*WAYS[:2], "again", "tree"):
+        ratios = [one / other for one, other in zip(took[way], took[faster], strict=True)]
+        row[way] = statistics.median(ratios)
+    low, _, high = statistics.quantiles(ratios, n=4)
+    row["tree, quartiles"] = [low, high]
+    slots = ROWS // MICRO
+    row["sums"] = max(len(subtrees(slots_of(slots, rank, world))) for rank in range(world))
+    row["kept"] = most_kept(slots, world)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=4, help="in a turn")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    records.add_option(parser)
+    arguments = parser.parse_args()
+    if arguments.rank:
+        be_rank(arguments.rounds, arguments.steps)
+    for world in arguments.ranks:
+        found = row_of(world, measure(world, arguments.rounds, arguments.steps))
+        records.result(arguments.record, "same on any world", PROVES, [found], "ranks")
+
+
+if __name__ == "__main__":
+    main()

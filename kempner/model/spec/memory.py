@@ -48,8 +48,8 @@ class Estimate:
     (`sums_kept`), and twice as many of an output or a block are on their way. An adapter's numbers
     are part of P, and then gradients and moments are of those alone. Activations and logits as
     their own functions say; of preferences 4 T more for the reference's log probabilities, whose
-    forward keeps nothing else and is over before the other begins. Shards of a matrix whose rows W does not divide are up to one row
-    larger on some ranks.
+    forward keeps nothing else and is over before the other begins. Shards of a matrix whose rows W
+    does not divide are up to one row larger on some ranks.
     """
 
     parameters: int

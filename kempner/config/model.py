@@ -271,6 +271,32 @@ class AdapterSection(Section):
                 raise ValueError(f"[adapter] does not work with {key}, which {why}; remove one")
 
 
+class PreferencesSection(Section):
+    """Training on pairs of a chosen and a rejected answer (DPO, Rafailov et al., arXiv:2305.18290).
+    Only with beta."""
+
+    beta: Annotated[PositiveFloat | None, Key(PURE, 0.1)] = None
+    """How closely the model is held to the reference, which is the imported model without its
+    adapter; the smaller, the further it may move. None by default: the data holds no pairs."""
+
+    @property
+    def on(self) -> bool:
+        return self.beta is not None
+
+    def refuse_beside(self, adapter: AdapterSection, on_any_world: bool) -> None:
+        """Raise `ValueError` if there is no reference, or for what it does not work with."""
+        if self.on and on_any_world:
+            raise ValueError(
+                "preferences.beta does not work with train.same_on_any_world, whose sums are of "
+                "tokens; remove one"
+            )
+        if self.on and adapter.rank is None:
+            raise ValueError(
+                "preferences.beta needs adapter.rank, since the reference is the model without its "
+                "adapter; set it, or remove preferences.beta"
+            )
+
+
 Degree = Annotated[int, Field(ge=-1)]
 
 

@@ -12,7 +12,12 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from kempner.config.errors import COLLECTOR, NAME, PORTS, SET_NAME
-from kempner.config.model import AdapterSection, ModelSection, ParallelismSection
+from kempner.config.model import (
+    AdapterSection,
+    ModelSection,
+    ParallelismSection,
+    PreferencesSection,
+)
 from kempner.config.resilience import ResilienceSection
 from kempner.config.section import (
     PURE,
@@ -515,6 +520,7 @@ class Config(Section):
     profiling: ProfilingSection = ProfilingSection()
     eval: EvalSection = EvalSection()
     adapter: AdapterSection = AdapterSection()
+    preferences: PreferencesSection = PreferencesSection()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -537,6 +543,7 @@ class Config(Section):
             )
         degree = self.parallelism.tensor_parallel_degree
         self.adapter.refuse_beside(self.model, self.optimizer.name, self.train.fp8, degree)
+        self.preferences.refuse_beside(self.adapter, bool(self.train.same_on_any_world))
         return self
 
     @model_validator(mode="after")

@@ -28,7 +28,7 @@ from kempner.run.record.run_dir import RunDirectory
 
 CARD = "README.md"
 _BASE_MODEL = "base_model.json"
-_SHOWN = ("model", "train", "optimizer", "scheduler", "data", "parallelism")
+_SHOWN = ("model", "train", "optimizer", "scheduler", "data", "parallelism", "preferences")
 """Sections of the configuration that the weights depend on."""
 _PATHS = ("dataset_path", "dir")
 
@@ -100,11 +100,13 @@ def _rows(facts: CardFacts) -> Iterator[tuple[str, str]]:
     if facts.base_model:
         at = facts.base_model.get("commit")
         yield "Base model", f"{facts.base_model.get('repository')}{f' at {at}' if at else ''}"
+    pairs = "beta" in facts.config.get("preferences", {})
+    unit = "nats per pair (DPO)" if pairs else "nats per token"
     if facts.loss is not None:
-        yield "Training loss", f"{facts.loss:.4f} nats per token"
+        yield "Training loss", f"{facts.loss:.4f} {unit}"
     for name, loss in facts.evaluations.items():
-        perplexity = f", perplexity {math.exp(loss):,.2f}" if loss < 700 else ""
-        yield f"Loss on {name or 'held-out data'}", f"{loss:.4f} nats per token{perplexity}"
+        perplexity = "" if pairs or loss >= 700 else f", perplexity {math.exp(loss):,.2f}"
+        yield f"Loss on {name or 'held-out data'}", f"{loss:.4f} {unit}{perplexity}"
     if facts.worlds:
         yield "Ranks", ", then ".join(f"{ranks:,}" for ranks in facts.worlds)
     if facts.wall_seconds is not None:

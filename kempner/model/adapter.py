@@ -7,7 +7,8 @@ the model's state dict: a checkpoint holds what trains, and names the one that h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.nn.functional as F
@@ -29,6 +30,7 @@ class AdaptedLinear(nn.Linear):
 
     Attributes:
         product: computes B A x; another one where the matrices are spread over a tensor group.
+        off: compute W x alone.
     """
 
     def __init__(self, plain: nn.Linear, adapter: Adapter) -> None:
@@ -40,8 +42,11 @@ class AdaptedLinear(nn.Linear):
         self.lora_B = nn.Parameter(plain.weight.new_empty(plain.out_features, adapter.rank))
         self.scale, self.dropout = adapter.scale, nn.Dropout(adapter.dropout)
         self.product: Product = product
+        self.off = False
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.off:
+            return F.linear(input, self.weight)
         x = self.dropout(input) if self.dropout.p else input
         added = self.product(x, self.lora_A, self.lora_B)
         return F.linear(input, self.weight) + added * self.scale
@@ -62,6 +67,26 @@ def adapt(model: Transformer, adapter: Adapter) -> None:
 
 def adapted_layers(model: nn.Module) -> dict[str, AdaptedLinear]:
     return {n: layer for n, layer in model.named_modules() if isinstance(layer, AdaptedLinear)}
+
+
+@contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Have a model compute as the one that was imported does, and without dropout; in training its
+    mode stays."""
+    layers, training = adapted_layers(model).values(), model.training
+    dropouts = [module for module in model.modules() if isinstance(module, nn.Dropout)]
+
+    def switch(off: bool) -> None:
+        for layer in layers:
+            layer.off = off
+        for dropout in dropouts:
+            dropout.train(training and not off)
+
+    switch(off=True)
+    try:
+        yield
+    finally:
+        switch(off=False)
 
 
 def freeze(model: nn.Module) -> None:

@@ -30,20 +30,28 @@ IGNORE = -100
 """Target of a token that weighs nothing: the default of `torch.nn.functional.cross_entropy`."""
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor, each: bool = False) -> Tensor:
     """Cross entropy in nats, summed over all tokens with a target; a float32 scalar.
 
     Args:
         logits: [batch, seq, vocab_size].
         targets: int64, [batch, seq], below `vocab_size` or `IGNORE`.
+        each: give that of each token, [batch * seq], 0 without a target.
     """
+    reduction = "none" if each else "sum"
     return F.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction=reduction
     )
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int, chunk: int
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    chunk: int,
+    each: bool = False,
 ) -> Tensor:
     """Cross entropy of `hidden @ weight.T` in nats, summed over all tokens; a float32 scalar.
 
@@ -55,10 +63,12 @@ def linear_cross_entropy(
             multiply in autocast's type where that is on, else in this one's.
         targets: int64, [tokens], below `vocab_size` or `IGNORE`.
         chunk: most tokens whose logits exist at once, at least 1.
+        each: give that of each token, [tokens], 0 without a target; only if `weight` does not
+            train.
     """
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-    how = _LossOptions(vocab_size, chunk, dtype)
+    how = _LossOptions(vocab_size, chunk, dtype, each)
     with torch.autocast(kind, enabled=False):
         if not torch.is_grad_enabled():
             return _chunks(hidden, weight, targets, how, gradients=False)[0]
@@ -67,27 +77,32 @@ def linear_cross_entropy(
 
 
 class _LossOptions(NamedTuple):
-    """What is no tensor: number of token ids, tokens in a chunk, type to multiply in."""
+    """What is no tensor: number of token ids, tokens in a chunk, type to multiply in, and whether
+    the loss is that of each token."""
 
     vocab_size: int
     chunk: int
     dtype: torch.dtype
+    each: bool
 
 
 Chunks: TypeAlias = Callable[..., tuple[Tensor, Tensor, Tensor]]
-"""Takes hidden, weight, targets and whether `gradients` are wanted; gives the summed loss, and the
-gradients of hidden and of a weight that trains."""
+"""Takes hidden, weight, targets and whether `gradients` are wanted; gives the loss, summed or of
+each token, and the gradients of hidden and of a weight that trains."""
 
 
 class WithGradients(torch.autograd.Function):
     """The loss of `chunks`, whose gradients are computed beside it; to be differentiated once. They
-    are those for a loss whose own gradient is 1, to be scaled in the backward."""
+    are those for a loss whose own gradient is 1, to be scaled in the backward: where each token has
+    a loss, by its own, which a weight has no part for."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunks: Chunks
     ) -> Tensor:
         loss, of_hidden, of_weight = chunks(hidden, weight, targets, gradients=True)
+        if loss.ndim and weight.requires_grad:
+            raise ValueError("the loss of each token is for a weight that does not train")
         ctx.save_for_backward(of_hidden, of_weight)
         return loss
 
@@ -96,15 +111,16 @@ class WithGradients(torch.autograd.Function):
     def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         of_hidden, of_weight = ctx.saved_tensors
         trains = ctx.needs_input_grad[1]
-        return of_hidden.mul_(of_loss), of_weight.mul_(of_loss) if trains else None, None, None
+        of_tokens = of_loss[:, None] if of_loss.ndim else of_loss
+        return of_hidden.mul_(of_tokens), of_weight.mul_(of_loss) if trains else None, None, None
 
 
 def _chunks(
     hidden: Tensor, weight: Tensor, targets: Tensor, how: _LossOptions, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed loss, and what it makes of `hidden` and `weight`, if `gradients` are wanted."""
+    """The loss, and what it makes of `hidden` and `weight`, if `gradients` are wanted."""
     rows = weight[: how.vocab_size].to(how.dtype)
-    loss = hidden.new_zeros((), dtype=torch.float32)
+    loss = hidden.new_zeros(len(hidden) if how.each else (), dtype=torch.float32)
     of_hidden = torch.empty_like(hidden if gradients else hidden[:0])
     # Sums of chunks in float32: rounded to bfloat16 after every chunk, small ones would be lost.
     trains = gradients and weight.requires_grad
@@ -118,7 +134,10 @@ def _chunks(
         logp = logits.log_softmax(-1)
         del logits
         likely = logp.gather(1, ids)
-        loss -= likely.where(counted, 0).sum()
+        if how.each:
+            loss[part] -= likely.where(counted, 0)[:, 0]
+        else:
+            loss -= likely.where(counted, 0).sum()
         if not gradients:
             continue
         # Softmax, less 1 at the target.

@@ -210,7 +210,8 @@ def shard(
 
     Parameters, gradients and optimizer state stay float32; blocks are gathered in `dtype` and
     gradients are summed over the ranks in float32. After a forward without gradients nothing stays
-    gathered: stale full parameters would be left behind when the shards are changed.
+    gathered: stale full parameters would be left behind when the shards are changed. But in
+    training, as of preferences, another one follows in the same step, for which they are kept.
 
     `mesh` is one-dimensional; or replicas x shards, over the first of which gradients are summed
     once a step, after the reduce-scatter over the second.
@@ -232,11 +233,14 @@ def shard(
     for module in sharded:
         _sum_gradients(module)
 
-    model.register_forward_hook(partial(_free_without_gradients, sharded))
+    free = partial(_free_without_gradients, sharded, choice.keep_parameters)
+    model.register_forward_hook(free)
 
 
-def _free_without_gradients(sharded: Sequence[FSDPModule], *_: object) -> None:
-    if not torch.is_grad_enabled():
+def _free_without_gradients(
+    sharded: Sequence[FSDPModule], kept: bool, model: nn.Module, *_: object
+) -> None:
+    if not torch.is_grad_enabled() and not (kept and model.training):
         for module in sharded:
             module.reshard()
 

@@ -317,8 +317,9 @@ class ShardedVocabulary(Protocol):
         """float32, [batch, seq, vocab_size], whole on every rank of the group."""
         ...
 
-    def loss(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """The cross entropy in nats, summed over all targets that count, on every rank."""
+    def loss(self, hidden: Tensor, weight: Tensor, targets: Tensor, each: bool = False) -> Tensor:
+        """The cross entropy in nats, summed over all targets that count, on every rank; or that of
+        each token."""
         ...
 
 
@@ -370,6 +371,7 @@ class Transformer(nn.Module):
         targets: Tensor | None = None,
         cache: Sequence[KVCache] | None = None,
         documents: Tensor | None = None,
+        each: bool = False,
     ) -> Tensor:
         """Logits of the next token, float32, [batch, seq, vocab_size]; with targets their cross
         entropy in nats, a sum: computed here, where a sharded output projection is gathered.
@@ -381,6 +383,8 @@ class Transformer(nn.Module):
                 logits: all of them, or all but the last one, are new.
             documents: int32, [batch, seq], the number of each token's document, to which alone it
                 attends; without it `document_end` says which they are.
+            each: with targets, give the cross entropy of each token, float32, [batch * seq], 0
+                where there is no target; only if the output projection does not train.
         """
         known = cache[0].length if cache else 0
         cos, sin = self.rotary[:, known : tokens.shape[1]]
@@ -398,21 +402,23 @@ class Transformer(nn.Module):
             if targets is not None and self.loss_chunk > 0 and self.vocabulary is None:
                 sizes = {"vocab_size": self.shape.vocab_size, "chunk": self.loss_chunk}
                 return linear_cross_entropy(
-                    hidden.flatten(0, 1), weight, targets.flatten(), **sizes
+                    hidden.flatten(0, 1), weight, targets.flatten(), **sizes, each=each
                 )
-            return self._unchunked(hidden, weight, targets)
+            return self._unchunked(hidden, weight, targets, each)
 
-    def _unchunked(self, hidden: Tensor, weight: Tensor, targets: Tensor | None) -> Tensor:
+    def _unchunked(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor | None, each: bool
+    ) -> Tensor:
         """Logits, or the loss from all of them at once, or from a tensor group's."""
         if self.vocabulary is not None:
             if targets is None:
                 return self.vocabulary.logits(hidden, weight)
-            return self.vocabulary.loss(hidden, weight, targets)
+            return self.vocabulary.loss(hidden, weight, targets, each)
         logits = F.linear(hidden, weight).float()
         if self.shape.vocab_rows != self.shape.vocab_size:
             # Rows of no token are never predicted so, and get no gradient. FSDP needs no view.
             logits = logits[..., : self.shape.vocab_size].contiguous()
-        return logits if targets is None else cross_entropy(logits, targets)
+        return logits if targets is None else cross_entropy(logits, targets, each)
 
 
 _COLD = 1e-5

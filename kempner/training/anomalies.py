@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 from kempner.checkpoint.format.manifest import Rollback, TrainState
@@ -25,12 +25,14 @@ spikes."""
 
 @dataclass(frozen=True)
 class Numbers:
-    """A step's loss, gradient norm and learning rate, and the train state after it."""
+    """A step's loss, gradient norm and learning rate, and the train state after it; of preferences
+    also `PAIR_MEANS`, by name."""
 
     train_state: TrainState
     loss: float
     norm: float
     rate: float
+    of_pairs: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ def _flops_per_token(config: Config, vocab_size: int, model: nn.Module) -> float
     if config.model.factory is None:
         shape, adapter = Shape.of(config.model, vocab_size), Adapter.of(config.adapter)
         trained = None if adapter is None else adapter.elements(shape)
-        return flops_per_token(shape, config.train.seq_len, trained)
+        return flops_per_token(shape, config.train.seq_len, trained, config.preferences.on)
     return 6.0 * sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -19,6 +19,7 @@ from kempner.data.serve.loader import IGNORE, MicroBatch, eval_batches
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import DataError
 from kempner.training.compute.forward_backward import sum_over_ranks, summed_loss
+from kempner.training.compute.preferences import count_pairs, summed_over_pairs
 from kempner.training.groups.process_groups import Ranks
 from kempner.training.observe.metrics import Scores
 from kempner.training.vote import Vote, VoteGroup, VoteResult
@@ -60,7 +61,8 @@ class Evaluation:
         if agreed.stop:
             return EvaluationResult(None, agreed)
         together = sum_over_ranks(torch.stack(list(sums.values())).to(ranks.device)).tolist()
-        scores = {name: _scores(*row) for name, row in zip(sums, together, strict=True)}
+        of = _scores_of_pairs if self.config.preferences.on else _scores
+        scores = {name: of(*row) for name, row in zip(sums, together, strict=True)}
         return EvaluationResult(scores, agreed)
 
     def _add_set(
@@ -84,7 +86,10 @@ class Evaluation:
             max_batches=self.config.eval.max_batches,
         ):
             ballot = vote_group.open(vote())
-            _add_losses(sums, model, micro_batches, ranks.device, self.sizes)
+            if (beta := self.config.preferences.beta) is None:
+                _add_losses(sums, model, micro_batches, ranks.device, self.sizes)
+            else:
+                _add_pairs(sums, model, micro_batches, ranks.device, beta)
             agreed = ballot.close()
             if agreed.stop:
                 break
@@ -100,10 +105,12 @@ def evaluate_alone(
     global_batch_size: int,
     micro_batch_size: int,
     max_batches: int,
+    beta: float | None = None,
 ) -> tuple[Scores, int]:
-    """Evaluate in this process alone; returns the scores and the number of tokens that they are
-    means over. Raises `DataError` as `eval_batches`."""
-    sums, sizes = torch.zeros(3, dtype=torch.float64), token_sizes(corpus.directory)
+    """Evaluate in this process alone; returns the scores and the number of tokens, with `beta` of
+    pairs, that they are means over. Raises `DataError` as `eval_batches`."""
+    sums = torch.zeros(3, dtype=torch.float64)
+    sizes = token_sizes(corpus.directory) if beta is None else None
     model.eval()
     with torch.no_grad():
         for micro_batches in eval_batches(
@@ -113,8 +120,12 @@ def evaluate_alone(
             micro_batch_size=micro_batch_size,
             max_batches=max_batches,
         ):
-            _add_losses(sums, model, micro_batches, device, sizes)
-    return _scores(*sums.tolist()), int(sums[1])
+            if beta is None:
+                _add_losses(sums, model, micro_batches, device, sizes)
+            else:
+                _add_pairs(sums, model, micro_batches, device, beta)
+    of = _scores if beta is None else _scores_of_pairs
+    return of(*sums.tolist()), int(sums[1])
 
 
 def token_sizes(folder: Path) -> Tensor | None:
@@ -140,6 +151,24 @@ def _add_losses(
         learned = micro_batch.targets != IGNORE
         sums[1] += learned.sum()
         sums[2] += math.nan if sizes is None else sizes[micro_batch.targets[learned]].sum()
+
+
+def _add_pairs(
+    sums: Tensor,
+    model: nn.Module,
+    micro_batches: list[MicroBatch],
+    device: torch.device,
+    beta: float,
+) -> None:
+    """Add summed loss, number of pairs, and number of those that are preferred rightly, [3]."""
+    for micro_batch in micro_batches:
+        assert micro_batch.documents is not None  # those of preferences
+        loss, _, right = summed_over_pairs(model, micro_batch, device, beta).tolist()
+        sums += torch.tensor([loss, count_pairs(micro_batch.documents).sum().item(), right])
+
+
+def _scores_of_pairs(loss: float, pairs: float, right: float) -> Scores:
+    return Scores(loss / pairs if pairs else math.nan, accuracy=right / pairs if pairs else None)
 
 
 def _scores(loss: float, tokens: float, size: float) -> Scores:

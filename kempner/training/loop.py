@@ -130,6 +130,7 @@ class Training:
             ranks.degrees.tensor,
             tools.communication,
             tools.progress.waiting,
+            self.config.preferences.beta,
         )
 
     def record(self, event: LedgerEvent) -> None:
@@ -170,7 +171,7 @@ def train(run: Training) -> ExitCode:
         if batch is None and (agreed := ballot.close()).all_void:
             break  # no rank waits for another in the step: a stop need not wait for its end
         with tools.faults.during_step(step, run.model) if tools.faults.armed else nullcontext():
-            loss = run.gradient.add(run.no_data() if batch is None else batch.micro, step)
+            means = run.gradient.add(run.no_data() if batch is None else batch.micro, step)
         with progress.held_up_by("saves"):
             run.checkpoints.release_staging()
         with progress.waiting("the vote"):
@@ -181,7 +182,7 @@ def train(run: Training) -> ExitCode:
             roll_back(run)
             continue
         assert batch is not None  # a rank without one has made the vote void
-        advance(run, batch, loss)
+        advance(run, batch, means)
         due = save_is_due(run, agreed)
         take_note(run, everything=due or bool(agreed.stop) or step == last)
         if due:
@@ -193,15 +194,17 @@ def train(run: Training) -> ExitCode:
     return finish_run(run, agreed)
 
 
-def advance(run: Training, batch: StepBatch, loss: Tensor) -> None:
-    """Update the weights by the gradient of a step on `batch`, and go on from there."""
+def advance(run: Training, batch: StepBatch, means: Tensor) -> None:
+    """Update the weights by the gradient of a step on `batch`, whose `means` are those of
+    `StepGradient.add`, and go on from there."""
     train, tools, before = run.config.train, run.tools, run.train_state
     step, peak = before.step + 1, run.config.optimizer.lr
     schedule = run.config.scheduler
     rate = learning_rate(step, peak, schedule.total_steps or train.max_steps, schedule)
     waiting = tools.progress.waiting
     any_shard = bool(train.same_on_any_world)
-    norm = update(run.model, run.optimizer, loss, rate, train.clip_grad_norm, waiting, any_shard)
+    clip, loss = train.clip_grad_norm, means[0]
+    norm = update(run.model, run.optimizer, loss, rate, clip, waiting, any_shard)
     run.train_state = replace(
         before,
         step=step,
@@ -211,7 +214,7 @@ def advance(run: Training, batch: StepBatch, loss: Tensor) -> None:
     tools.progress.made(step)
     if tools.profiler.tracing:
         tools.profiler.end(step)
-    tools.step_metrics.recent.send(run.train_state, loss, norm, rate)
+    tools.step_metrics.recent.send(run.train_state, means, norm, rate)
     if tools.step_metrics.log_samples:
         tools.step_metrics.record_samples(run.train_state, batch.positions)
 

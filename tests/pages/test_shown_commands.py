@@ -27,6 +27,9 @@ ELSEWHERE = {
     "kempner checkpoint import models/Llama-3.2-1B --into runs/tuned": "tests/unit/checkpoint/"
     "convert/test_import_hugging_face.py",
     "kempner train tuned.toml": "tests/distributed/stops/test_adapter_runs.py",
+    "kempner checkpoint import models/Llama-3.2-1B --into runs/preferring": "tests/unit/checkpoint/"
+    "convert/test_import_hugging_face.py",
+    "kempner train preferring.toml": "tests/distributed/stops/test_preference_runs.py",
     "kempner checkpoint export runs/tuned --to-hf exports/tuned --base models/Llama-3.2-1B": ""
     "tests/unit/checkpoint/convert/test_adapter_export.py",
     "kempner checkpoint export runs/tuned --to-hf exports/whole --merge": "tests/unit/checkpoint/"

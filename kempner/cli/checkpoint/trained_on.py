@@ -21,7 +21,7 @@ from kempner.checkpoint.store.retention import locate, pick, reading_at
 from kempner.cli.checkpoint.inspect import Folder
 from kempner.cli.progress import busy
 from kempner.cli.usage import usable_path
-from kempner.data.files.index import fingerprint, read_index
+from kempner.data.files.index import Index, fingerprint, read_index
 from kempner.data.files.text import TextTokenizer
 from kempner.run.process.exit_codes import DataError, UsageError
 from kempner.run.record.recorded_config import recorded_config
@@ -294,6 +294,8 @@ class HeldOut:
     micro_batch_size: int
     max_batches: int
     dtype: str
+    beta: float | None = None
+    """Of a run that learns from preferences."""
 
 
 EvalTarget = Annotated[
@@ -321,7 +323,7 @@ def _eval(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print loss, perplexity and, if the data allows it, bits per byte of a run's checkpoint on
-    held-out data. Uses a GPU if there is one.
+    held-out data; of preferences loss and accuracy. Uses a GPU if there is one.
 
     As the run itself does every `eval.interval` steps: the same data, in the same batches.
     """
@@ -342,11 +344,16 @@ def _eval(
         typer.echo(json.dumps({"step": at, **first, **({"sets": told} if told else {})}))
         return
     for name, (scores, tokens) in found.items():
+        said = f"step {at}{name and f', {name}'}: loss {scores.loss:.4f}"
+        if held_out.beta is not None:
+            right = "" if scores.accuracy is None else f", accuracy {scores.accuracy:.1%}"
+            typer.echo(f"{said}{right} ({tokens:,} pairs of {held_out.data[name]})")
+            continue
         bits = scores.bits_per_byte
         more = "" if bits is None else f", {bits:.4f} bits per byte"
         typer.echo(
-            f"step {at}{name and f', {name}'}: loss {scores.loss:.4f}, perplexity "
-            f"{scores.perplexity:,.2f}{more} ({tokens:,} tokens of {held_out.data[name]})"
+            f"{said}, perplexity {scores.perplexity:,.2f}{more} "
+            f"({tokens:,} tokens of {held_out.data[name]})"
         )
 
 
@@ -373,12 +380,22 @@ def _held_out(
             int(train["micro_batch_size"]),
             limit or int(section.get("max_batches", 8)),
             str(train.get("dtype", "auto")),
+            config.get("preferences", {}).get("beta"),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
             f"{run.config} does not say how {checkpoint.name} was trained; name the directory of "
             "its run"
         ) from error
+
+
+def _refuse_another_kind(folder: Path, index: Index, held_out: HeldOut) -> None:
+    if (index.kind == "preferences") != (held_out.beta is not None):
+        learned = "text or chats" if held_out.beta is None else "preferences"
+        raise DataError(
+            f"{folder} holds {index.kind}, and the run learns from {learned}: name a directory of "
+            "the same kind"
+        )
 
 
 def _evaluate(
@@ -388,7 +405,9 @@ def _evaluate(
     shape = recorded_shape(checkpoint, manifest, held_out.seq_len)
     known = manifest.identity.model["vocab_size"]
     for folder in held_out.data.values():
-        ids = read_index(folder).vocab_size
+        index = read_index(folder)
+        _refuse_another_kind(folder, index, held_out)
+        ids = index.vocab_size
         if ids > known:
             raise DataError(
                 f"{folder} has {ids} token ids, the model of {checkpoint.name} {known}: prepare "
@@ -412,6 +431,7 @@ def _evaluate(
                 global_batch_size=held_out.global_batch_size,
                 micro_batch_size=held_out.micro_batch_size,
                 max_batches=held_out.max_batches,
+                beta=held_out.beta,
             )
             for name, folder in held_out.data.items()
         }

@@ -84,8 +84,9 @@ def loss(progress: RunProgress) -> str:
     said = _known(progress.loss, "{:.4f}")
     losses = {"held-out": progress.eval_loss}
     losses |= {name: found.get("loss") for name, found in progress.eval_sets.items()}
-    told = (f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None)
-    return ", ".join([said, *told])
+    told = [f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None]
+    right = [] if progress.accuracy is None else [f"accuracy {progress.accuracy:.0%}"]
+    return ", ".join([said, *right, *told])
 
 
 def speed(progress: RunProgress) -> str:

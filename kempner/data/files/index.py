@@ -267,6 +267,8 @@ def check_compatible(train: Index, held_out: Index, seq_len: int) -> str | None:
         )
     if held_out.kind == "preferences" != train.kind:
         return "it holds preferences: prepare text, or chats with --chats"
+    if train.kind == "preferences" != held_out.kind:
+        return f"it holds {held_out.kind}, and the training data pairs: prepare some, too"
     if refusal := _other_rows(held_out, seq_len):
         return refusal
     if held_out.tokens <= seq_len:
@@ -299,11 +301,14 @@ def vocabulary(config: Config, index: Index) -> int:
 
 def check_samples(config: Config, index: Index) -> None:
     """Raise `DataError` if a model cannot be trained on this data as configured."""
-    if index.kind == "preferences":
-        raise DataError(
-            f"data.dataset_path={config.data.dataset_path} holds preferences, of which the loss of "
-            "a next token learns the rejected answers, too: prepare chats with --chats"
+    if (index.kind == "preferences") != config.preferences.on:
+        asked = (
+            "but preferences.beta is set: prepare pairs with --preferences, or remove it"
+            if config.preferences.on
+            else "of which the loss of a next token would learn the rejected answers, too: set "
+            "preferences.beta (0.1 is usual) and adapter.rank, or prepare chats with --chats"
         )
+        raise DataError(f"data.dataset_path={config.data.dataset_path} holds {index.kind}, {asked}")
     if index.kind != "text" and config.model.factory is not None:
         raise DataError(
             f"data.dataset_path={config.data.dataset_path} holds {index.kind}, which "

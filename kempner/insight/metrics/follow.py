@@ -20,6 +20,8 @@ MOST_AT_ONCE = 4 * 2**20
 
 _NAMES = {
     "loss": "train/loss",
+    "margin": "train/margin",
+    "accuracy": "train/accuracy",
     "grad_norm": "train/grad_norm",
     "lr": "train/lr",
     "tokens": "train/tokens",
@@ -31,6 +33,7 @@ _NAMES = {
     "eval_loss": "eval/loss",
     "eval_perplexity": "eval/perplexity",
     "eval_bits_per_byte": "eval/bits_per_byte",
+    "eval_accuracy": "eval/accuracy",
 }
 """Fields of a line, and their names in exporters."""
 

@@ -136,13 +136,14 @@ class StepPace:
 @dataclass(frozen=True)
 class RunProgress:
     """The last logged step, the total number, and the loss; None where unknown. `logged_at` is in
-    seconds since the epoch; losses are in nats per token. `eval_sets` has the values of each set of
-    `eval.sets`."""
+    seconds since the epoch; losses are in nats per token. `accuracy` is that of preferences, whose
+    losses are per pair. `eval_sets` has the values of each set of `eval.sets`."""
 
     step: int | None = None
     total: int | None = None
     logged_at: float | None = None
     loss: float | None = None
+    accuracy: float | None = None
     eval_loss: float | None = None
     eval_sets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     pace: StepPace = StepPace()
@@ -181,6 +182,7 @@ def measure(lines: Iterable[Mapping[str, Any]], total: int | None) -> RunProgres
         step=int(last["step"]),
         logged_at=last["time"] if _is_number(last.get("time")) else None,
         loss=last["loss"] if _is_number(last["loss"]) else None,
+        accuracy=last["accuracy"] if _is_number(last.get("accuracy")) else None,
         pace=pace,
     )
 
@@ -328,6 +330,7 @@ class Status:
             "step": progress.step,
             "total_steps": progress.total,
             "loss": progress.loss,
+            "accuracy": progress.accuracy,
             "eval_loss": progress.eval_loss,
             "eval_sets": {name: dict(found) for name, found in progress.eval_sets.items()},
             "tokens_per_second": pace.tokens_per_second,

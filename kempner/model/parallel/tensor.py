@@ -67,13 +67,14 @@ class VocabularyParallel:
             return whole
         return whole[..., : self._vocab_size].contiguous()  # FSDP must not be given a view
 
-    def loss(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, hidden: Tensor, weight: Tensor, targets: Tensor, each: bool = False) -> Tensor:
         """Cross entropy in nats, summed over all targets but `IGNORE`, the same on every rank.
 
         Args:
             hidden: [batch, seq, dim], the same on every rank; its gradient is a rank's share.
             weight: DTensor, [rows, dim], cut by rows.
             targets: int64, [batch, seq].
+            each: give that of each token, [batch * seq]; only if `weight` does not train.
         """
         rows, tokens = _rows(weight), hidden.flatten(0, 1)
         first = self._mesh.get_local_rank() * rows.shape[0]
@@ -82,6 +83,7 @@ class VocabularyParallel:
             rows=min(max(self._vocab_size - first, 0), rows.shape[0]),
             chunk=self._chunk or len(tokens),
             group=self._mesh.get_group(),
+            each=each,
         )
         if not torch.is_grad_enabled():
             return _chunks(tokens, rows, targets.flatten(), part, gradients=False)[0]
@@ -92,22 +94,24 @@ class VocabularyParallel:
 
 class _VocabularyPart(NamedTuple):
     """A rank's part of the vocabulary: its first token id, the number of its rows that are tokens;
-    how many tokens are worked on at once, and the ranks with the other parts."""
+    how many tokens are worked on at once, the ranks with the other parts, and whether the loss is
+    that of each token."""
 
     first: int
     rows: int
     chunk: int
     group: dist.ProcessGroup
+    each: bool
 
 
 def _chunks(
     hidden: Tensor, weight: Tensor, targets: Tensor, part: _VocabularyPart, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed loss, and what it makes of `hidden` and `weight`, if `gradients` are wanted. As
+    """The loss, and what it makes of `hidden` and `weight`, if `gradients` are wanted. As
     `linear_cross_entropy` does for a whole vocabulary: the gradients of a chunk of tokens are
     computed while its logits are there."""
     rows = weight[: part.rows]
-    loss = hidden.new_zeros((), dtype=torch.float32)
+    loss = hidden.new_zeros(len(hidden) if part.each else (), dtype=torch.float32)
     of_hidden = torch.empty_like(hidden if gradients else hidden[:0])
     trains = gradients and weight.requires_grad
     of_weight = torch.zeros_like(weight if trains else weight[:0], dtype=torch.float32)
@@ -119,7 +123,10 @@ def _chunks(
         at = at.where(here, 0)[:, None]
         likelihood, costs = _softmax((x @ rows.T).float(), at, here, part.group)
         counted = target != IGNORE
-        loss += costs.where(counted, 0).sum()
+        if part.each:
+            loss[start : start + part.chunk] = costs.where(counted, 0)
+        else:
+            loss += costs.where(counted, 0).sum()
         if not gradients:
             continue
         if part.rows:

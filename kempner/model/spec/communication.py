@@ -86,6 +86,7 @@ def step_buffers(
     micro_batches: int,
     compute_bytes: int,
     adapter: Adapter | None = None,
+    reference: bool = False,
 ) -> Buffers:
     """What one rank's collectives over shards and replicas are given in a step, to the byte;
     `compute_bytes` are 2 for bfloat16, 4 for float32.
@@ -95,15 +96,17 @@ def step_buffers(
     which the backward does not need, and the last block and the output, which it begins with;
     4 P for each reduction; 4 P / S for the one all-reduce over replicas. Rows that S does not
     divide are filled up. In a tensor group P is what one of its ranks has. With an `adapter` P is
-    more for each gather, and only what the adapter has for each reduction. The scalars of a step
-    (tokens, loss, gradient norm) are left out.
+    more for each gather, and only what the adapter has for each reduction. The forward of a
+    `reference` gathers once more for a micro batch, unless parameters are kept. The scalars of a
+    step (tokens, loss, gradient norm) are left out.
     """
     sharded, replicated = mesh.shard > 1, mesh.replicate > 1
     pairs = [] if adapter is None else _pairs(shape, adapter, mesh.tensor)
     gathered = reduced = 0
     for tensors, number, per_micro_batch in _groups(shape, mesh.tensor, pairs):
         elements = number * _filled_up(tensors, mesh.shard)
-        gathered += elements * (1 if choice.keep_parameters else micro_batches * per_micro_batch)
+        again = micro_batches * (per_micro_batch + reference)
+        gathered += elements * (1 if choice.keep_parameters else again)
         reduced += elements
     if adapter is not None:
         reduced = shape.n_layers * _filled_up(pairs, mesh.shard)
@@ -125,6 +128,7 @@ def tensor_buffers(
     compute_bytes: int,
     recomputed_blocks: int = 0,
     adapter: Adapter | None = None,
+    reference: bool = False,
 ) -> TensorBuffers:
     """What one rank's collectives in its tensor group are given in a step, to the byte; `tokens`
     are those of a micro batch, `recomputed_blocks` have activation checkpointing.
@@ -134,7 +138,8 @@ def tensor_buffers(
     scatters once: what it ends with is not needed. See Korthikanti et al., arXiv:2205.05198,
     section 4.2; with dropout it is, and scattered, too. Gradients of norms are summed as all are
     reduced: in float32 if once a step; with an `adapter`, instead, those of its matrices that all
-    ranks have whole. In the loss, each token has three numbers in float32.
+    ranks have whole. In the loss, each token has three numbers in float32. A `reference` adds a
+    forward and its loss.
     """
     passes = 8 * shape.n_layers + 4 + (4 if shape.dropout else 3) * recomputed_blocks
     heads = 2 * shape.head_dim * shape.n_layers if shape.qk_norm else 0
@@ -142,10 +147,12 @@ def tensor_buffers(
     if adapter is not None:
         passes -= 2  # nothing trains below the first norm
         norms = shape.n_layers * len(adapter.targets) * adapter.rank * shape.dim
+    passes += reference * (4 * shape.n_layers + 2)
+    of_loss = 3 * 4 * tokens * micro_batches * (1 + reference)
     reduced = REDUCED_BYTES if choice.reduce_once else compute_bytes * micro_batches
     return TensorBuffers(
         sequence=micro_batches * compute_bytes * tokens * shape.dim * passes,
-        all_reduce=norms * reduced + 3 * 4 * tokens * micro_batches,
+        all_reduce=norms * reduced + of_loss,
     )
 
 

@@ -47,8 +47,9 @@ class Estimate:
     that are kept c (P + block) / t. `train.same_on_any_world` keeps several whole gradients
     (`sums_kept`), and twice as many of an output or a block are on their way. An adapter's numbers
     are part of P, and then gradients and moments are of those alone. Activations and logits as
-    their own functions say. Shards of a matrix whose rows W does not divide are up to one row
-    larger on some ranks.
+    their own functions say; of preferences 4 T more for the reference's log probabilities, whose
+    forward keeps nothing else and is over before the other begins. Shards of a matrix whose rows W
+    does not divide are up to one row larger on some ranks.
     """
 
     parameters: int
@@ -99,6 +100,7 @@ def estimate_memory(
         autocast=(alone and compute_bytes != MASTER_BYTES) or adapter is not None,
     )
     moments = moments_of(extra, config.optimizer) or moment_elements(shape, config.optimizer)
+    logits = loss_bytes(shape, tokens, train.loss_chunk, compute_bytes, adapter is None) // tensor
     return Estimate(
         parameters=MASTER_BYTES * -(-parameters // shards),
         gradients=gradients,
@@ -106,8 +108,7 @@ def estimate_memory(
         gathered=_gathered(shape, extra, mesh, compute_bytes, choice, alone),
         gradient_buffers=_gradient_buffers(shape, extra, mesh, compute_bytes, kept),
         activations=tokens * per_token,
-        logits=loss_bytes(shape, tokens, train.loss_chunk, compute_bytes, adapter is None)
-        // tensor,
+        logits=logits + (MASTER_BYTES * tokens if config.preferences.on else 0),
     )
 
 
@@ -336,8 +337,15 @@ def buffers_of_step(
     train, mesh = config.train, situation.mesh
     number, size = situation.micro_batches, situation.compute_bytes
     adapter = Adapter.of(config.adapter)
+    pairs = config.preferences.on
     buffers = step_buffers(
-        shape, mesh, choice, micro_batches=number, compute_bytes=size, adapter=adapter
+        shape,
+        mesh,
+        choice,
+        micro_batches=number,
+        compute_bytes=size,
+        adapter=adapter,
+        reference=pairs,
     )
     if mesh.tensor == 1:
         return buffers, TensorBuffers(0, 0)
@@ -350,6 +358,7 @@ def buffers_of_step(
         compute_bytes=size,
         recomputed_blocks=recomputed if train.activation_checkpointing != "none" else 0,
         adapter=adapter,
+        reference=pairs,
     )
 
 

@@ -161,17 +161,22 @@ def count_parameters(model: ModelSection, vocab_size: int) -> int:
     return Shape.of(model, vocab_size).parameters
 
 
-def flops_per_token(shape: Shape, seq_len: int, trained: int | None = None) -> float:
+def flops_per_token(
+    shape: Shape, seq_len: int, trained: int | None = None, reference: bool = False
+) -> float:
     """Floating-point operations of a forward and backward pass, per token.
 
     6 N + 12 L H Q T, as in "PaLM", arXiv:2204.02311, appendix B: two operations per parameter
     and token forward and four backward, and the two attention products, without a discount for
     the causal mask. N counts the parameters that multiply: not the embedding, which is looked
     up, unless it is the output projection, too. Recomputed activations do not count. Where only
-    `trained` parameters beside them train, a parameter has two operations backward less.
+    `trained` parameters beside them train, a parameter has two operations backward less. The
+    forward of a `reference`, without these, has two more, and a third of the attention.
     """
     looked_up = 0 if shape.tie_embeddings else shape.vocab_rows * shape.dim
     multiplied = shape.parameters - looked_up
     attention = 12 * shape.n_layers * shape.q_dim * seq_len
     products = 6 * multiplied if trained is None else 4 * multiplied + 6 * trained
+    if reference:
+        return float(products + attention + 2 * multiplied + attention / 3)
     return float(products + attention)

@@ -25,6 +25,7 @@ def step_flops(
     sequences: int,
     tensor: int = 1,
     adapter: Adapter | None = None,
+    reference: bool = False,
 ) -> int:
     """What one rank multiplies for its `sequences` of a step, recomputation included.
 
@@ -37,7 +38,8 @@ def step_flops(
     `sequences` are those that it shares with its `tensor` group, too. Beside an `adapter` weights
     have no gradients: four operations for each parameter, and six for each of the adapter's, half
     of which each rank of a group has whole. In the first block, below which nothing trains, the
-    inputs of queries, keys and values have no gradients either.
+    inputs of queries, keys and values have no gradients either. A `reference` adds a forward of the
+    weights alone.
     """
     matrices = shape.dim * (2 * shape.q_dim + 2 * shape.kv_dim + 3 * shape.ffn_dim)
     attention = 2 * train.seq_len * shape.q_dim
@@ -47,17 +49,16 @@ def step_flops(
     recomputing = 0
     if train.activation_checkpointing == "full":
         recomputing = -(-shape.n_layers // (train.activation_checkpointing_every or 1))
-    chunked = train.loss_chunk > 0 or tensor > 1
-    rows = shape.vocab_size if chunked else shape.vocab_rows
+    rows = shape.vocab_size if train.loss_chunk > 0 or tensor > 1 else shape.vocab_rows
     # The first rank of a tensor group has a full part of the rows.
     rows = min(rows, shape.vocab_rows // tensor) if tensor > 1 else rows
-    blocks = shape.n_layers * block + recomputing * again
+    blocks = shape.n_layers * (block + reference * 2 * (matrices + attention)) + recomputing * again
     if adapter is None:
         per_token = blocks // tensor + 6 * shape.dim * rows
     else:
         more, whole = _beside_weights(shape, adapter, matrices, recomputing)
         per_token = (blocks + more) // tensor + whole + 4 * shape.dim * rows
-    return sequences * train.seq_len * per_token
+    return sequences * train.seq_len * (per_token + reference * 2 * shape.dim * rows)
 
 
 def _beside_weights(

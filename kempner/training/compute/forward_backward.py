@@ -26,6 +26,7 @@ from kempner.model.spec.shape import Shape
 from kempner.model.transformer import Transformer
 from kempner.run.control.heartbeat import Waiting, untimed
 from kempner.run.output.logs import logger
+from kempner.training.compute.preferences import PAIR_MEANS, count_pairs, summed_over_pairs
 from kempner.training.groups.process_groups import Ranks
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class StepGradient:
     are reduced, and nothing stays gathered. `copies` ranks at a time, those of a tensor group, pass
     the same samples, of which each computes a part: they count once. What dropout draws follows
     from `rank`, of the world, since each drops from its own part of the sequence. `waiting` is
-    entered while this rank waits for others.
+    entered while this rank waits for others. With `beta` what is learned are preferences.
     """
 
     model: nn.Module
@@ -100,6 +101,7 @@ class StepGradient:
     copies: int = 1
     choice: Choice = EACH_MICRO_BATCH
     waiting: Waiting = untimed
+    beta: float | None = None
 
     @cached_property
     def _sharded(self) -> FSDPModule | None:
@@ -110,18 +112,17 @@ class StepGradient:
         return self.model if isinstance(self.model, FSDPModule) else None
 
     def add(self, micro_batches: Sequence[MicroBatch], step: int) -> Tensor:
-        """The loss of the step whose gradient is added, a scalar on `device`.
+        """The means of the step whose gradient is added, on `device`: the loss, [1]; of preferences
+        `PAIR_MEANS`, too, [3].
 
-        It is the sum over all valid tokens of all ranks divided by their global count, so neither
-        loss nor gradient depends on how the batch is split. Every rank passes the same number of
-        micro batches; rows without a valid token weigh nothing.
+        They are sums over all valid tokens, or pairs, of all ranks divided by their global count,
+        so neither loss nor gradient depends on how the batch is split. Every rank passes the same
+        number of micro batches; rows without a valid token, or a pair, weigh nothing.
         """
-        # Counted on the device: the host would wait while a count of its own is copied there.
-        targets = [batch.targets.to(self.device, non_blocking=True) for batch in micro_batches]
-        valid = torch.stack([(each != IGNORE).sum() for each in targets]).sum().float()
+        valid = torch.stack([self._count(batch) for batch in micro_batches]).sum().float()
         with self.waiting("the count of tokens"):
             valid = (sum_over_ranks(valid) / self.copies).clamp(min=1)
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros(1 if self.beta is None else 1 + len(PAIR_MEANS), device=self.device)
         for number, micro_batch in enumerate(micro_batches, 1):
             set_rng(self.seed, step, number - 1, self.rank)
             last = number == len(micro_batches)
@@ -131,11 +132,24 @@ class StepGradient:
                 # The sum of a step's shards takes no more memory than one of them.
                 self._sharded.set_requires_all_reduce(last)
                 self._sharded.set_reshard_after_backward(last or not self.choice.keep_parameters)
-            loss = summed_loss(self.model, micro_batch, self.device)
-            (loss / valid).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+            if self.beta is None:
+                sums = summed_loss(self.model, micro_batch, self.device)[None]
+            else:
+                sums = summed_over_pairs(self.model, micro_batch, self.device, self.beta)
+            (sums[0] / valid).backward()  # type: ignore[no-untyped-call]
+            total += sums.detach()
         with self.waiting("the sum of losses"):
             return sum_over_ranks(total) / self.copies / valid
+
+    def _count(self, batch: MicroBatch) -> Tensor:
+        """What the losses of a micro batch are a sum over; counted on the device: the host would
+        wait while a count of its own is copied there."""
+        if self.beta is None:
+            return (batch.targets.to(self.device, non_blocking=True) != IGNORE).sum()
+        documents = batch.documents
+        if documents is None:
+            return torch.zeros((), dtype=torch.int64, device=self.device)
+        return count_pairs(documents.to(self.device, non_blocking=True)).sum()
 
 
 def weightless(micro_steps: int, micro_batch_size: int, seq_len: int) -> list[MicroBatch]:

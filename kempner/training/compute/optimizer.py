@@ -446,7 +446,7 @@ def update(
     for group in optimizer.param_groups:
         group["lr"] = rate
     finite = torch.isfinite(loss) & torch.isfinite(norm)
-    optimizer.found_inf = 1 - finite.float()  # type: ignore[attr-defined]  # fused steps obey it
+    optimizer.found_inf = 1 - finite.all().float()  # type: ignore[attr-defined]  # fused steps obey it
     optimizer.step()
     optimizer.zero_grad()
     return norm

@@ -73,7 +73,7 @@ class SlotGradient:
             self._exchange(sums.values)
         with self.waiting("the sum of losses"):
             dist.all_reduce(losses)  # of one rank each, and zero on all others
-        return sum_of_slots(losses) / valid
+        return (sum_of_slots(losses) / valid)[None]
 
     def _count_tokens(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         targets = [batch.targets.to(self.device, non_blocking=True) for batch in micro_batches]

@@ -22,16 +22,19 @@ from kempner.run.output.logs import warn
 from kempner.run.output.writers import open_lines
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.anomalies import Numbers
+from kempner.training.compute.preferences import PAIR_MEANS
 from kempner.training.observe.progress_bar import Display
 
 
 @dataclass(frozen=True)
 class Scores:
     """Scores of a held-out set: mean loss in nats per token, and in bits per byte of its text, None
-    if the number of bytes is unknown."""
+    if the number of bytes is unknown. Of preferences the mean loss per pair, and `accuracy`, the
+    share of pairs whose chosen answer is preferred."""
 
     loss: float
     bits_per_byte: float | None = None
+    accuracy: float | None = None
 
     @property
     def perplexity(self) -> float:
@@ -39,6 +42,8 @@ class Scores:
 
     def known(self) -> dict[str, float | None]:
         """The scores by their names in metrics.jsonl; None for NaN and infinity."""
+        if self.accuracy is not None:
+            return {"loss": _finite(self.loss), "accuracy": _finite(self.accuracy)}
         bits = {} if self.bits_per_byte is None else {"bits_per_byte": _finite(self.bits_per_byte)}
         return {"loss": _finite(self.loss), "perplexity": _finite(self.perplexity), **bits}
 
@@ -53,8 +58,9 @@ class _Pending:
     def read(self) -> Numbers:
         if self.arrived is not None:
             self.arrived.synchronize()
-        loss, norm = self.numbers.tolist()
-        return Numbers(self.train_state, loss, norm, self.rate)
+        loss, *of_pairs, norm = self.numbers.tolist()
+        named = dict(zip(PAIR_MEANS, of_pairs, strict=False))
+        return Numbers(self.train_state, loss, norm, self.rate, named)
 
 
 class AsyncMetrics:
@@ -65,11 +71,14 @@ class AsyncMetrics:
     def __init__(self) -> None:
         self._pending: deque[_Pending] = deque()
 
-    def send(self, train_state: TrainState, loss: Tensor, norm: Tensor, rate: float) -> None:
-        """Start the copy for the step that leads to `train_state`."""
-        numbers, arrived = torch.stack([loss.float(), norm.float()]), None
+    def send(self, train_state: TrainState, means: Tensor, norm: Tensor, rate: float) -> None:
+        """Start the copy for the step that leads to `train_state`; `means` are those of
+        `StepGradient.add`."""
+        numbers, arrived = torch.cat([means.float(), norm.float()[None]]), None
         if numbers.is_cuda:
-            numbers = torch.empty(2, pin_memory=True).copy_(numbers, non_blocking=True)
+            numbers = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(
+                numbers, non_blocking=True
+            )
             arrived = torch.cuda.current_stream().record_event()
         self._pending.append(_Pending(train_state, rate, numbers, arrived))
 
@@ -147,6 +156,7 @@ class StepMetrics:
                 "step": train_state.step,
                 "attempt": self._attempt,
                 "loss": _finite(made.loss),
+                **{name: _finite(value) for name, value in made.of_pairs.items()},
                 "grad_norm": _finite(made.norm),
                 "lr": made.rate,
                 "tokens": train_state.tokens,

@@ -282,7 +282,7 @@ def _notes(config: Config) -> list[str]:
         notes.append(
             "compiled blocks are traced as written; fused kernels usually keep and move less"
         )
-    if config.data.document_mask:
+    if config.data.document_mask or config.preferences.on:
         notes.append(
             "of document masks it is traced what they take; attention is that of one document, "
             "which computes more"
@@ -293,7 +293,8 @@ def _notes(config: Config) -> list[str]:
 def _flops_by_formula(config: Config, shape: Shape, situation: Situation) -> int:
     sequences = situation.micro_batches * config.train.micro_batch_size
     adapter = Adapter.of(config.adapter)
-    return step_flops(shape, config.train, sequences, situation.mesh.tensor, adapter)
+    pairs = config.preferences.on
+    return step_flops(shape, config.train, sequences, situation.mesh.tensor, adapter, pairs)
 
 
 def _buffers_by_formula(config: Config, shape: Shape, situation: Situation, choice: Choice) -> int:
@@ -307,7 +308,8 @@ def _speed(config: Config, shape: Shape, found: TracedStep, job: TrainingJob) ->
     tokens = config.train.global_batch_size * config.train.seq_len
     adapter = Adapter.of(config.adapter)
     trained = None if adapter is None else adapter.elements(shape)
-    needed = flops_per_token(shape, config.train.seq_len, trained) * tokens
+    each = flops_per_token(shape, config.train.seq_len, trained, config.preferences.on)
+    needed = each * tokens
     mfu = needed / (time.total * job.world * job.gpu.flops)
     return Speed(time, tokens / time.total, mfu, communication_advice(config, job.choice, time))
 

@@ -32,7 +32,8 @@ PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, ACTIVATIONS, LOSS, BACKWARD, OTHER =
 NOT_THERE = len(KINDS)
 """The kind of memory that the GPU's kernels would not allocate."""
 
-Stage = Literal["start", "forward", "backward", "update"]
+Stage = Literal["start", "reference", "forward", "backward", "update"]
+"""`reference` is the forward without gradients, of preferences."""
 Work: TypeAlias = "Counter[tuple[int, int]]"
 """The number of operations, by their FLOPs and the bytes that they read and write."""
 Rows: TypeAlias = npt.NDArray[np.int64]

@@ -47,6 +47,7 @@ from kempner.training.plan.timeline import (
     PARAMETERS,
     Collective,
     Segment,
+    Stage,
     StepPlace,
     Trace,
     TracedStep,
@@ -99,7 +100,7 @@ _FUNCTIONAL = "_c10d_functional"
 
 def sent_by(func: Any, args: tuple[Any, ...]) -> tuple[str, int, Any] | None:
     """Operation, bytes of its whole buffer, and process group of a collective; None for any other
-    function, and for collectives of a scalar."""
+    function, and for collectives of a few numbers, such as losses."""
     name = func._schema.name.partition("::")[2]
     if func.namespace not in ("c10d", _FUNCTIONAL) or name not in _OPERATIONS:
         return None
@@ -109,7 +110,7 @@ def sent_by(func: Any, args: tuple[Any, ...]) -> tuple[str, int, Any] | None:
     # All-gathers list the output first, and reduce-scatters the input second.
     buffer = args[1] if name.startswith("_reduce_scatter") else args[0]
     tensors = [buffer] if isinstance(buffer, Tensor) else buffer
-    if sum(tensor.numel() for tensor in tensors) <= 1:
+    if sum(tensor.numel() for tensor in tensors) <= 3:
         return None
     group = args[1] if name == "allreduce_" else args[2]
     return _OPERATIONS[name], sum(tensor.nbytes for tensor in tensors), group
@@ -341,7 +342,8 @@ def trace(step: Step, layers: int) -> Trace:
             recorder.label(map(local_part, model.parameters()), PARAMETERS)
             optimizer = build_optimizer(model, config.optimizer)
             tokens = torch.zeros(train.micro_batch_size, train.seq_len, dtype=torch.int64)
-            numbers = tokens.to(torch.int32) if config.data.document_mask else None
+            masked = config.data.document_mask or config.preferences.on
+            numbers = tokens.to(torch.int32) if masked else None
             # FlexAttention has no trace here: its mask is built beside causal attention.
             batch = MicroBatch(tokens, tokens.clone(), None if step.as_on_gpu else numbers)
             run = partial(_step, step, model, optimizer, batch)
@@ -365,9 +367,14 @@ def _step(
     if marks is not None:
         marks.begin("start", None)
     gradient = StepGradient(
-        model, _CPU, seed=0, rank=0, copies=step.mesh.tensor, choice=step.choice
+        *(model, _CPU),
+        seed=0,
+        rank=0,
+        copies=step.mesh.tensor,
+        choice=step.choice,
+        beta=step.config.preferences.beta,
     )
-    loss = gradient.add([batch] * micro_steps, step=1)
+    (loss, *_) = gradient.add([batch] * micro_steps, step=1)
     if marks is not None:
         marks.update()
     update(model, optimizer, loss, rate=1e-3, max_norm=step.config.train.clip_grad_norm)
@@ -379,6 +386,7 @@ class _Marks:
     def __init__(self, recorder: OperationRecorder, layers: int, numbers: Tensor | None) -> None:
         self._recorder, self._layers, self._numbers = recorder, layers, numbers
         self._micro_step = -1
+        self._stage: Stage = "forward"
         self._mask: object = None
 
     def attach(self, model: Transformer, as_on_gpu: bool) -> None:
@@ -396,7 +404,7 @@ class _Marks:
     def begin(self, stage: Any, block: int | None) -> None:
         kinds = {"forward": ACTIVATIONS, "backward": BACKWARD}
         kind = kinds.get(stage, OTHER)
-        if stage == "forward" and block is None:
+        if stage in ("forward", "reference") and block is None:
             kind = LOSS
         self._recorder.mark(StepPlace(stage, max(self._micro_step, 0), block), kind)
 
@@ -407,8 +415,11 @@ class _Marks:
 
     def _forward(self, module: nn.Module, inputs: object) -> None:
         self._recorder.keep_gradients()
-        self._micro_step += 1
-        self.begin("forward", -1)
+        # In a micro step the reference comes first.
+        behind_it = self._stage == "reference" and torch.is_grad_enabled()
+        self._micro_step += not behind_it
+        self._stage = "forward" if torch.is_grad_enabled() else "reference"
+        self.begin(self._stage, -1)
 
     def _build_mask(self, module: nn.Module, inputs: object) -> None:
         """The mask of blocks, which is there until the next forward."""
@@ -416,17 +427,21 @@ class _Marks:
         self._mask = block_mask(self._numbers)
 
     def _block(self, number: int, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        self.begin("forward", number)
+        self.begin(self._stage, number)
         if number == 0 and inputs[0].requires_grad:
             inputs[0].register_hook(self._in_backward(-1))  # type: ignore[no-untyped-call]
 
     def _after_block(self, number: int, module: nn.Module, inputs: object, output: Tensor) -> None:
-        output.register_hook(self._in_backward(number))  # type: ignore[no-untyped-call]
+        self._expect_backward(output, number)
         if number == self._layers - 1:
-            self.begin("forward", None)
+            self.begin(self._stage, None)
 
     def _loss(self, module: nn.Module, inputs: object, output: Tensor) -> None:
-        output.register_hook(self._in_backward(None))  # type: ignore[no-untyped-call]
+        self._expect_backward(output, None)
+
+    def _expect_backward(self, output: Tensor, block: int | None) -> None:
+        if output.requires_grad:
+            output.register_hook(self._in_backward(block))  # type: ignore[no-untyped-call]
 
     def _in_backward(self, block: int | None) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:

@@ -23,7 +23,7 @@ from saved import open_manager
 
 from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.tensors.state import capture, local_part
-from kempner.config.model import AdapterSection
+from kempner.config.model import AdapterSection, PreferencesSection
 from kempner.config.sections import Config, ModelSection, OptimizerSection, TrainSection
 from kempner.data.order.batch_slices import PADDING, Slicing
 from kempner.data.serve.loader import IGNORE, MicroBatch
@@ -48,6 +48,7 @@ def config(
     *,
     compiled: bool = False,
     adapter: Mapping[str, object] | None = None,
+    beta: float | None = None,
     **model: object,
 ) -> Config:
     return Config(
@@ -63,6 +64,7 @@ def config(
         ),
         optimizer=OptimizerSection(lr=1e-2),
         adapter=AdapterSection.model_validate(adapter or {}),
+        preferences=PreferencesSection(beta=beta),
     )
 
 
@@ -71,6 +73,7 @@ ASKED = {
     "compiled": config(compiled=True),
     "qwen": config(qk_norm=True, tie_embeddings=True, head_dim=16, vocab_multiple=128),
     "adapted": config("selective", adapter={"rank": 2, "targets": ["k_proj", "o_proj", "up_proj"]}),
+    "preferring": config("full", adapter={"rank": 2}, beta=0.5),
 }
 
 
@@ -100,31 +103,44 @@ def built(asked: Config, mesh: DeviceMesh | None) -> Transformer:
     return model
 
 
-def batch(data_rank: int = 0, data_world: int = 1) -> list[MicroBatch]:
-    """A part of the global batch, with tokens that do not count, and rows of padding."""
+def batch(data_rank: int = 0, data_world: int = 1, pairs: bool = False) -> list[MicroBatch]:
+    """A part of the global batch, with tokens that do not count, and rows of padding; of `pairs`
+    two in each row but one, which has one and padding."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, VOCAB, (ROWS, LENGTH + 1), generator=generator)
     targets = tokens[:, 1:].clone()
     targets[2, 5:] = IGNORE
+    documents = (torch.arange(LENGTH, dtype=torch.int32) // 6).repeat(ROWS, 1)
+    documents[3] = documents[3].clamp(max=2)
+    none = torch.full((LENGTH,), -1, dtype=torch.int32)
+    if pairs:
+        targets[:, 5::6] = IGNORE
     nothing = torch.zeros(LENGTH, dtype=torch.int64), torch.full((LENGTH,), IGNORE)
     return [
         MicroBatch(
             torch.stack([nothing[0] if n == PADDING else tokens[n, :-1] for n in rows]),
             torch.stack([nothing[1] if n == PADDING else targets[n] for n in rows]),
+            torch.stack([none if n == PADDING else documents[n] for n in rows]) if pairs else None,
         )
         for rows in Slicing(ROWS, MICRO, data_rank, data_world).rows(0)
     ]
 
 
 def step(
-    model: Transformer, optimizer: Optimizer, degrees: MeshDegrees, rank: int, seed: int
+    model: Transformer,
+    optimizer: Optimizer,
+    degrees: MeshDegrees,
+    rank: int,
+    asked: Config,
 ) -> Made:
     """The gradient of the whole batch, and an update by it."""
     weights = {name: whole(p).clone() for name, p in model.named_parameters()}
-    mine = batch(degrees.data_rank(rank), degrees.data_world)
+    beta = asked.preferences.beta
+    mine = batch(degrees.data_rank(rank), degrees.data_world, pairs=asked.preferences.on)
     with torch.no_grad():
         logits = model(batch()[0].inputs)
-    loss = StepGradient(model, CPU, seed, rank, degrees.tensor).add(mine, step=1)
+    gradient = StepGradient(model, CPU, asked.train.seed, rank, degrees.tensor, beta=beta)
+    (loss, *_) = gradient.add(mine, step=1)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     gradients = {name: whole(p.grad).clone() for name, p in trained.items()}
     norm = clip_gradients(model, 0.0).item()
@@ -174,7 +190,7 @@ def on_mesh(name: str, asked: Config, text: str, folder: Path) -> Made:
             # Without the kernels: what collectives become is decided before those are made.
             block.compiled = torch.compile(block.run, fullgraph=True, backend="aot_eager")
         kept = build_optimizer(model, asked.optimizer)
-        made.append(step(model, kept, degrees, rank, asked.train.seed))
+        made.append(step(model, kept, degrees, rank, asked))
     first, second = made
     assert (first.loss, first.norm) == (second.loss, second.norm)
     assert same(first.gradients, second.gradients), f"{name} on {text}: other bits"

@@ -38,7 +38,7 @@ def alone() -> Iterator[dict[str, Made]]:
     for name, asked in ASKED.items():
         model = built(asked, None)
         optimizer = build_optimizer(model, asked.optimizer)
-        made[name] = step(model, optimizer, MeshDegrees(), 0, asked.train.seed)
+        made[name] = step(model, optimizer, MeshDegrees(), 0, asked)
     yield made
     dist.destroy_process_group()
 

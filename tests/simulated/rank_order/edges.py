@@ -208,7 +208,7 @@ class Edges:
         self._now.scheduler.sleep(plan.step_seconds)
         sum_over_ranks(torch.ones(()))
         wrong = any(number in plan.bad and number % plan.world == rank for number in micro)
-        return sum_over_ranks(torch.full((), math.nan if wrong else 1.0))
+        return sum_over_ranks(torch.full((1,), math.nan if wrong else 1.0))
 
     def update(self, *arguments: Any) -> Tensor:
         return sum_over_ranks(torch.ones(()))

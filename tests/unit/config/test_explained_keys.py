@@ -31,6 +31,7 @@ NEEDED = {
     **{
         f"adapter.{key}": ["--adapter.rank=16"] for key in ("alpha", "dropout", "targets", "rslora")
     },
+    "preferences.beta": ["--adapter.rank=16"],
     "checkpoint.buddy": ["--checkpoint.in_memory=true"],
     "eval.interval": ["--eval.dataset_path=data/held_out"],
     **{

@@ -44,10 +44,10 @@ def config(**adapter: object) -> Config:
     return Config.model_validate({**TABLE, "adapter": adapter})
 
 
-def adapted(asked: Config) -> Transformer:
+def adapted(asked: Config, vocab_size: int = VOCAB) -> Transformer:
     """Beside the weights that a run without an adapter begins with."""
-    model = build_model(asked, VOCAB, CPU, None)
-    whole = build_model(Config.model_validate(TABLE), VOCAB, CPU, None)
+    model = build_model(asked, vocab_size, CPU, None)
+    whole = build_model(Config.model_validate(TABLE), vocab_size, CPU, None)
     model.load_state_dict(whole.state_dict(), strict=False)
     return model
 
@@ -63,7 +63,7 @@ def theirs(asked: Config, model: Transformer, folder: Path) -> torch.nn.Module:
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape, adapter = Shape.of(asked.model, VOCAB), Adapter.of(asked.adapter)
+    shape, adapter = model.shape, Adapter.of(asked.adapter)
     assert adapter is not None
     table = model_config(shape.fixed(), "float32")
     assert table is not None

@@ -45,7 +45,7 @@ def plots_of(runs: Sequence[RunData]) -> list[Plot]:
     """The plots of these runs together; empty plots are left out."""
     losses, norms = _by_step(runs, "loss", "grad_norm")
     found = [
-        _plot("Loss", "nats per token", "step", [*losses, *_held_out(runs)], runs),
+        _plot("Loss", "nats per token, or pair", "step", [*losses, *_held_out(runs)], runs),
         _plot("Gradient norm", "before clipping", "step", norms, runs),
         _plot("Throughput", "tokens/s", *_speeds(runs), runs),
     ]

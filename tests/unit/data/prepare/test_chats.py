@@ -547,4 +547,6 @@ def test_what_does_not_fit_a_run_is_refused(tmp_path: Path, tokenizer: Path) -> 
     assert check_compatible(text, chats, 64) is None
     assert "rows of 64 tokens" in (check_compatible(text, chats, 32) or "")
     assert "holds preferences" in (check_compatible(chats, preferences, 64) or "")
+    assert "it holds text" in (check_compatible(preferences, text, 1024) or "")
+    assert check_compatible(preferences, preferences, 1024) is None
     assert not {"kind", "seq_len", "template"} & json.loads(text.to_bytes()).keys()

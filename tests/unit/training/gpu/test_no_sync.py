@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kempner.checkpoint.format.manifest import TrainState
+from kempner.config.model import AdapterSection
 from kempner.config.sections import Config, ModelSection, TrainSection
 from kempner.data.serve.loader import IGNORE, MicroBatch
 from kempner.model.sharding import build_model
@@ -58,22 +59,31 @@ def good_step(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
     plant: Callable[[], None] = lambda: None,
+    beta: float | None = None,
 ) -> Syncs:
-    """What the second step of a small model waits for, after `plant` was called."""
+    """What the second step of a small model waits for, after `plant` was called; with `beta` it
+    learns from preferences."""
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     train = TrainSection(loss_chunk=0 if device == ELSEWHERE else 8)
-    config = Config(model=ModelSection(dim=16, n_layers=2, n_heads=2, ffn_dim=24), train=train)
+    config = Config(
+        model=ModelSection(dim=16, n_layers=2, n_heads=2, ffn_dim=24),
+        train=train,
+        adapter=AdapterSection(rank=None if beta is None else 2),
+    )
     model = build_model(config, 31, torch.device("cpu"), None).to(device)
     adamw = optimizer.build_optimizer(model, config.optimizer)
     metrics = AsyncMetrics()
     tokens = torch.arange(20).view(2, 10)
     batches = [MicroBatch(tokens, tokens), MicroBatch(tokens, torch.full_like(tokens, IGNORE))]
+    if beta is not None:
+        documents = torch.arange(20, dtype=torch.int32).view(2, 10) % 10 // 3
+        batches = [each._replace(documents=documents) for each in batches]
 
     def step(number: int) -> None:
-        gradient = forward_backward.StepGradient(model, device, seed=0, rank=0)
-        loss = gradient.add(batches, number)
-        norm = optimizer.update(model, adamw, loss, 1e-3, 1.0)
-        metrics.send(TrainState(step=number), loss, norm, 1e-3)
+        gradient = forward_backward.StepGradient(model, device, seed=0, rank=0, beta=beta)
+        means = gradient.add(batches, number)
+        norm = optimizer.update(model, adamw, means[0], 1e-3, 1.0)
+        metrics.send(TrainState(step=number), means, norm, 1e-3)
 
     step(1)  # allocates the optimizer's state
     plant()
@@ -86,6 +96,7 @@ def test_a_good_step_makes_the_host_wait_for_nothing(monkeypatch: pytest.MonkeyP
     syncs = good_step(ELSEWHERE, monkeypatch)
     assert syncs.found == []
     assert good_step(torch.device("cpu"), monkeypatch).found == []
+    assert good_step(ELSEWHERE, monkeypatch, beta=0.1).found == []
     assert syncs.copies >= 4, "inputs and targets of both micro batches are copied"
 
 

@@ -124,6 +124,13 @@ PLANS = {
     "Muon": {"optimizer": {"name": "muon"}},
     "qwen": {"model": {"qk_norm": True, "head_dim": 32, "tie_embeddings": True}},
     "adapter": {"adapter": {"rank": 4}, "parallelism": {"tensor_parallel_degree": 2}},
+    "preferences": {"adapter": {"rank": 4}, "preferences": {"beta": 0.1}},
+    "preferences, tensor groups": {
+        "adapter": {"rank": 4},
+        "preferences": {"beta": 0.1},
+        "train": {"activation_checkpointing": "full"},
+        "parallelism": {"tensor_parallel_degree": 2, "reshard_after_forward": "always"},
+    },
     "parts of an adapter": {
         "adapter": {"rank": 3, "targets": ["v_proj", "down_proj"]},
         "train": {"activation_checkpointing": "selective"},

@@ -25,6 +25,7 @@ NEEDED = {
     "model.rope_scaling.original_max_position_embeddings": ["--model.rope_scaling.factor=8.0"],
     "train.activation_checkpointing_every": ["--train.activation_checkpointing=full"],
     "train.fp8": ["--train.compile=true"],
+    "train.same_on_any_world": ["--train.threads=1"],
     "optimizer.momentum": ["--optimizer.name=sgd"],
     "optimizer.nesterov": ["--optimizer.name=sgd"],
     "scheduler.decay_steps": ["--scheduler.name=wsd"],

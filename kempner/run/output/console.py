@@ -174,7 +174,8 @@ def protect(names: Collection[str] = ("stdout", "stderr")) -> None:
 
 def say(text: str, stream: TextIO | None = None) -> None:
     try:
-        print(f"{_line.before}{text}", file=stream or sys.stdout, flush=True)
+        # In one write: a rank's line may be shown between two.
+        print(f"{_line.before}{text}\n", end="", file=stream or sys.stdout, flush=True)
         if _line.after:
             print(_line.after, end="", flush=True)
     except (OSError, ValueError):  # a stream that is closed, or whose reader is gone

@@ -491,9 +491,11 @@ class Evaluated(LedgerEvent, name="evaluated"):
     """By rank 0: after an evaluation that was not cut short."""
 
     step: Step
-    loss: Annotated[float | None, "nats per token, null without eval.dataset_path"]
+    loss: Annotated[
+        float | None, "nats per token (per pair of preferences), null without eval.dataset_path"
+    ]
     seconds: Annotated[float, "seconds that it took"]
-    sets: Annotated[Mapping[str, float] | None, "nats per token, by the names of eval.sets"] = None
+    sets: Annotated[Mapping[str, float] | None, "the same, by the names of eval.sets"] = None
 
 
 @dataclass(frozen=True)

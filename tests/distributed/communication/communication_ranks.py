@@ -110,8 +110,10 @@ def outcome(name: str, mesh: object, choice: Choice, rank: int, degrees: MeshDeg
     for _ in range(2):
         model.zero_grad()
         loss = step(model, choice, rank, degrees)
+    model.eval()  # in training a forward without gradients, of a reference, keeps what it gathers
     with torch.no_grad():
         held_out = summed_loss(model, micro_batches(0, 1)[0], CPU)
+    model.train()
     # What an optimizer or a checkpoint lists after a step, or an evaluation, is this rank's shards.
     gradients = {name: whole(p.grad, degrees.world) for name, p in model.named_parameters()}
     return loss.item(), held_out.item(), gradients

@@ -7,9 +7,9 @@ with the configuration of the attempt that made the step, and ends after the las
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from kempner.run.output.units import count
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.events import AttemptStarted, Resumed, RolledBack
 from kempner.run.record.history import RunHistory
+from kempner.run.record.ledger import parse_lines
 from kempner.run.record.recorded_config import differences, recorded_config
 from kempner.run.record.run_dir import RunDirectory
 
-COMPARED = ("loss", "grad_norm", "lr", "fingerprint")
-"""The values of a line of metrics.jsonl that belong to the step, if both runs have them."""
+COMPARED = ("loss", "margin", "accuracy", "grad_norm", "lr")
+"""The values of a line of metrics.jsonl that belong to the step; the second and third are of
+preferences only."""
 
 _OF_THE_RUN = ("run", "checkpoint", "supervise", "slurm", "hooks", "metrics", "profiling", "eval",
                "distributed", "program", "resilience")  # fmt: skip
@@ -33,7 +35,8 @@ Line = Mapping[str, Any]
 @dataclass(frozen=True)
 class RecordedRun:
     """What a run has left: its logged steps in (start, last], its events, the `committed` steps,
-    and the configuration of each attempt that made one of the steps."""
+    and the configuration of each attempt that made one of the steps; for those that are `unkept` it
+    is the run's first."""
 
     lines: Mapping[int, Line]
     committed: Sequence[int]
@@ -42,6 +45,7 @@ class RecordedRun:
     own_program: bool = False
     imported: bool = False
     configs: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    unkept: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ def read_recorded(
         any(entry.event.own_program for entry in started),
         any(event.step == 0 for event in history.events(Resumed)),
         {number: recorded_config(run, number) for number in sorted(attempts)},
+        [number for number in sorted(attempts) if not run.attempt(number).is_dir()],
     )
 
 
@@ -104,22 +109,12 @@ def logged_steps(metrics: Path, after: int, last: int) -> dict[int, Line]:
     """The lines of steps in (`after`, `last`], by step; of a repeated step the last one counts.
     Raises `OSError`."""
     found = {}
-    for line in _lines(metrics):
-        step = line.get("step")
-        if type(step) is int and after < step <= last and "loss" in line:
-            found[step] = line
+    with metrics.open("rb") as file:
+        for line in chain.from_iterable(map(parse_lines, file)):
+            step = line.get("step")
+            if type(step) is int and after < step <= last and "loss" in line:
+                found[step] = line
     return dict(sorted(found.items()))
-
-
-def _lines(path: Path) -> Iterator[Line]:
-    with path.open("rb") as file:
-        for text in file:
-            try:
-                line = json.loads(text)
-            except ValueError:  # torn, by a crash
-                continue
-            if isinstance(line, dict):
-                yield line
 
 
 def plan_replay(run: RecordedRun, first: int, last: int, ranks: int | None) -> ReplayPlan:
@@ -139,6 +134,11 @@ def plan_replay(run: RecordedRun, first: int, last: int, ranks: int | None) -> R
     if others and not same:
         had = " and on ".join(map(str, sorted(worlds)))
         remark = f"; the run made them on {had}, so the last bits may differ"
+    if run.unkept:
+        remark += (
+            f"; the files of attempt {run.unkept[0]} were deleted (supervise.keep_attempts), so "
+            "that its configuration is taken to be the run's first"
+        )
     return ReplayPlan(start, first, last, chosen, config, _duration(run.lines, config), remark)
 
 

@@ -29,7 +29,7 @@ from kempner.insight.replay import (
     replay_config,
 )
 from kempner.run.output.units import count
-from kempner.run.process.exit_codes import ExitCode, RunError, cannot_read, cannot_write
+from kempner.run.process.exit_codes import ExitCode, cannot_read, cannot_write
 from kempner.run.record.recorded_config import checkpoint_folder
 from kempner.run.record.run_dir import RunDirectory
 
@@ -50,7 +50,7 @@ def replay(
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep the folder of the replay, replays/ in RUN_DIR.")
     ] = False,
-) -> ExitCode:
+) -> int:
     """Compute steps of a run again from the checkpoint before them; exit 1 if a bit differs.
 
     Compares loss, gradient norm and learning rate of each step, and weights and optimizer where the
@@ -68,7 +68,8 @@ def replay(
     place = RunDirectory(run.replays / plan.name)
     code = _compute(plan, place, theirs, on_this_machine=ranks is not None)
     if code != ExitCode.COMPLETED:
-        raise RunError(f"the replay has stopped ({code}); the same command continues it")
+        typer.echo("kempner: the replay has stopped; the same command continues it", err=True)
+        return code if code > 0 else ExitCode.CRASHED
     same = [
         _compare_steps(recorded.lines, place, step),
         _compare_states(theirs, CheckpointFolder(place.checkpoints), last),

@@ -46,6 +46,7 @@ def test_it_begins_at_the_checkpoint_before_and_takes_what_the_run_took(tmp_path
     assert (plan.start, plan.steps, plan.ranks, plan.seconds) == (10, 7, 2, 10.0)
     assert "last bits" not in plan.sentence
     assert "last bits may differ" in plan_replay(recorded(), 14, 17, 3).sentence
+    assert "attempt 1 were deleted" in plan_replay(recorded(unkept=(1,)), 14, 17, None).sentence
     tables = replay_config(plan, tmp_path)
     assert tables["train"]["max_steps"] == 17
     assert tables["scheduler"]["total_steps"] == 100, "the learning rate is that of the long run"
@@ -107,9 +108,9 @@ def test_what_neither_affects_a_step_nor_its_rate_may_change() -> None:
 
 
 def test_values_that_both_have_are_compared() -> None:
-    theirs = {3: line(3, grad_norm=1.5), 4: line(4, fingerprint="a0"), 5: line(5)}
-    here = {3: line(3, lr=0.1), 4: line(4, fingerprint="a1", tokens_per_second=9.0)}
+    theirs = {3: line(3, grad_norm=1.5), 4: line(4, margin=0.25), 5: line(5)}
+    here = {3: line(3, lr=0.1), 4: line(4, margin=0.5, tokens_per_second=9.0)}
     first, second = compare_steps(theirs, here)
     assert (first.step, dict(first.differing)) == (3, {})
-    assert dict(second.differing) == {"fingerprint": ("a0", "a1")}
-    assert second.sentence == "step 4 differs: fingerprint a0 in the run, a1 here"
+    assert dict(second.differing) == {"margin": (0.25, 0.5)}
+    assert second.sentence == "step 4 differs: margin 0.25 in the run, 0.5 here"

@@ -118,7 +118,7 @@ class SlotGradient:
         owned = [self._slots_of(first + shard) for shard in range(shards)]
         whole = [*chain(*mine)]
         parts = [[_rows(tensor, shard, shards) for tensor in whole] for shard in range(shards)]
-        return _exchanged(parts, owned, size, ranks)
+        return _exchanged(parts, owned, size, ranks, self.device)
 
     def _over_replicas(self, sums: SubtreeSums[Tensor], size: int) -> Tensor:
         """The sum of all slots, from those of each replica."""
@@ -134,7 +134,7 @@ class SlotGradient:
         part = -(-size // replicas)
         filled = [F.pad(value, (0, part * replicas - size)) for value in sums.values]
         parts = [[value[n * part :][:part] for value in filled] for n in range(replicas)]
-        own = _exchanged(parts, owned, part, ranks).whole()
+        own = _exchanged(parts, owned, part, ranks, self.device).whole()
         whole = own.new_empty(part * replicas)
         dist.all_gather_into_tensor(whole, own, group=ranks)
         return whole[:size]
@@ -168,6 +168,7 @@ def _exchanged(
     owned: Sequence[range],
     size: int,
     ranks: dist.ProcessGroup,
+    device: torch.device,
 ) -> SubtreeSums[Tensor]:
     """What this rank of a group gets of all its ranks' subtrees, `size` elements of each, added up.
 
@@ -178,7 +179,8 @@ def _exchanged(
     """
     known = [subtrees(slots) for slots in owned]
     given = [sum(piece.numel() for piece in part) for part in parts]
-    received = torch.cat([piece.flatten() for part in parts for piece in part] or [torch.empty(0)])
+    nothing = torch.empty(0, device=device)  # all that a rank without slots has
+    received = torch.cat([nothing, *(piece.flatten() for part in parts for piece in part)])
     if len(owned) > 1:
         taken_of = [size * len(each) for each in known]
         sent, received = received, received.new_empty(sum(taken_of))

@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from kempner.checkpoint.tensors.state import capture, local_part
+sys.path.append(str(Path(__file__).parent))
+from mesh_parity import set_weights
+
+from kempner.checkpoint.tensors.state import capture
 from kempner.config.sections import Config
 from kempner.data.order.batch_slices import PADDING, Slicing
 from kempner.data.serve.loader import IGNORE, MicroBatch
-from kempner.model.adapter import adapted_layers, freeze
-from kempner.model.initial_weights import initialise
 from kempner.model.sharding import build_model, compile_blocks
 from kempner.model.spec.communication import Choice
 from kempner.model.spec.mesh import MeshDegrees
@@ -93,12 +94,7 @@ def built(asked: Config, degrees: MeshDegrees) -> tuple[Transformer, SlotGradien
     choice = Choice(reduce_once=True, keep_parameters=degrees.replicate > 1)
     model = build_model(asked, VOCAB, CPU, mesh, choice)
     model.document_end = 7
-    if asked.adapter.rank is not None:
-        model.requires_grad_(True)
-        initialise(model, asked.train.seed)
-        freeze(model)
-        for layer in adapted_layers(model).values():
-            local_part(layer.lora_B).fill_(0.01)
+    set_weights(model, asked)
     if asked.train.compile:
         compile_blocks(model)
     slots = -(-ROWS // MICRO)

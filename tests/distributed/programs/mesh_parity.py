@@ -92,15 +92,19 @@ class Made:
 
 
 def built(asked: Config, mesh: DeviceMesh | None) -> Transformer:
-    """A model with weights of the seed, also where only an adapter trains; that adds something."""
     model = build_model(asked, VOCAB, CPU, mesh)
+    set_weights(model, asked)
+    return model
+
+
+def set_weights(model: Transformer, asked: Config) -> None:
+    """Weights of the seed, also where only an adapter trains; that adds something."""
     if asked.adapter.rank is not None:
         model.requires_grad_(True)
         initialise(model, asked.train.seed)
         freeze(model)
         for layer in adapted_layers(model).values():
             local_part(layer.lora_B).fill_(0.01)
-    return model
 
 
 def batch(data_rank: int = 0, data_world: int = 1, pairs: bool = False) -> list[MicroBatch]:

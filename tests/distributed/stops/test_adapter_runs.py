@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import warm
-from harness import KEMPNER, Run, rank_processes
-from test_stop_and_resume import LONG, STEPS, assert_same, expect_stop
+from harness import KEMPNER, Run
+from test_stop_and_resume import LONG, STEPS, assert_same, stop_and_kill
 
 from kempner.checkpoint.format.manifest import read
 from kempner.checkpoint.tensors.load import open_contents
@@ -42,14 +41,7 @@ def test_an_adapter_goes_on_bit_for_bit_and_in_another_world(
         begin(one, trained)
     imported = files(base)
     reference.complete(2, LONG)
-    job = run.supervise(2, LONG)
-    run.reach(first, job)
-    job.signal()
-    expect_stop(run, job)
-    job = run.supervise(2, LONG)
-    run.reach(max(second, run.latest() + 1), job)
-    rank_processes(job)[1].send_signal(signal.SIGKILL)
-    assert job.wait() == 0, job.output()
+    stop_and_kill(run, first, second, LONG)
     assert run.events("step_salvaged")
     assert_same(run, reference)
     assert run.weights() == reference.weights()

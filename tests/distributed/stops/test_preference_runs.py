@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import signal
 from pathlib import Path
 from random import Random
 
 import pytest
 import warm
-from harness import KEMPNER, Run, made_once, rank_processes
-from test_stop_and_resume import expect_stop
+from harness import KEMPNER, Run, made_once
+from test_stop_and_resume import stop_and_kill
 from tiny_tokenizers import CHATML, text, write_tokenizer
 
 pytestmark = pytest.mark.timeout(300)
@@ -80,14 +79,7 @@ def test_a_run_goes_on_bit_for_bit_and_in_other_worlds(
     reference.complete(2, LONG)
 
     first, second = sorted(random.Random(5).sample(range(2, 25), 2))
-    job = run.supervise(2, LONG, "--data.num_dataloader_workers=2")
-    run.reach(first, job)
-    job.signal()
-    expect_stop(run, job)
-    job = run.supervise(2, LONG)
-    run.reach(max(second, run.latest() + 1), job)
-    rank_processes(job)[1].send_signal(signal.SIGKILL)
-    assert job.wait() == 0, job.output()
+    stop_and_kill(run, first, second, LONG, at_first="--data.num_dataloader_workers=2")
     assert pair_numbers(run) == pair_numbers(reference)
     assert run.weights() == reference.weights()
 

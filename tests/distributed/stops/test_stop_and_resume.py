@@ -44,6 +44,19 @@ def expect_stop(run: Run, job: Job) -> int:
     return done
 
 
+def stop_and_kill(run: Run, first: int, second: int, *options: str, at_first: str = "") -> None:
+    """Train to the end on two ranks, stopped at the `first` step, and one killed at the `second`;
+    the start before the stop has one option more."""
+    job = run.supervise(2, *options, *filter(None, [at_first]))
+    run.reach(first, job)
+    job.signal()
+    expect_stop(run, job)
+    job = run.supervise(2, *options)
+    run.reach(max(second, run.latest() + 1), job)
+    rank_processes(job)[1].send_signal(signal.SIGKILL)
+    assert job.wait() == 0, job.output()
+
+
 @pytest.mark.parametrize(
     ("world", "workers", "data"),
     [

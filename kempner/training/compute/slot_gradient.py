@@ -10,7 +10,7 @@ which each gets an equal part, adds it up, and hands it to the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -36,6 +36,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Witness:
+    """What a step's parts are shown to: of each slot its micro batch, loss and whole gradient; of
+    all slots of a rank the number of valid tokens, and the sums that it sends."""
+
+    slot: Callable[[MicroBatch, Tensor, Sequence[Tensor]], None]
+    tokens: Callable[[Tensor], None]
+    sums: Callable[[Sequence[Sequence[Tensor]]], None]
+
+
+@dataclass(frozen=True)
 class SlotGradient:
     """As `StepGradient`, of a model that `fully_shard` has sharded over `mesh`, also where that has
     one rank only; `slots` is their number in the global batch. What dropout draws follows from the
@@ -49,11 +59,60 @@ class SlotGradient:
     choice: Choice = EACH_MICRO_BATCH
     waiting: Waiting = untimed
 
-    def add(self, micro_batches: Sequence[MicroBatch], step: int) -> Tensor:
+    def add(
+        self, micro_batches: Sequence[MicroBatch], step: int, witness: Witness | None = None
+    ) -> Tensor:
         """The loss of the step whose gradient becomes that of the parameters; as
         `StepGradient.add`."""
-        own = slots_of(self.slots, dist.get_rank(), dist.get_world_size())
-        valid = self._count_tokens(micro_batches)
+        losses, valid, sums = self._sum_slots(micro_batches, step, dist.get_rank(), witness)
+        with self.waiting("the exchange of gradients"):
+            self._exchange(sums.values)
+        with self.waiting("the sum of losses"):
+            dist.all_reduce(losses)  # of one rank each, and zero on all others
+        return (sum_of_slots(losses) / valid)[None]
+
+    def again(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        step: int,
+        parts: Sequence[int],
+        witness: Witness | None,
+    ) -> list[Tensor]:
+        """The gradient again, where rank r takes the part of rank `parts[r]`, whose `micro_batches`
+        it passes: that rank's shards, in the order of `trained`. Nothing else changes. The shards
+        are exchanged between all ranks at once, whatever the mesh."""
+        _, _, sums = self._sum_slots(micro_batches, step, parts[dist.get_rank()], witness)
+        shards = dist.get_world_size(self.mesh.get_group("shard"))
+        own = parts[dist.get_rank()] % shards
+        owned = [self._slots_of(part) for part in parts]
+        found, values = list[Tensor](), sums.values
+        for group in self._groups:
+            whole = [each.pop(0) for each in values for _ in group]
+            shapes = [shard_shape(p.sharded_param.shape, own, shards) for p in group]
+            sizes = [shape.numel() for shape in shapes]
+            pieces = [[_rows(tensor, part % shards, shards) for tensor in whole] for part in parts]
+            with self.waiting("the exchange of gradients"):
+                total = _exchanged(pieces, owned, sum(sizes), dist.group.WORLD, self.device)
+            split = torch.split(total.whole(), sizes)
+            found += [flat.view(shape) for flat, shape in zip(split, shapes, strict=True)]
+        return found
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The parameters that have a gradient."""
+        return [parameter.sharded_param for parameter in chain(*self._groups)]
+
+    def _sum_slots(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        step: int,
+        part: int,
+        witness: Witness | None,
+    ) -> tuple[Tensor, Tensor, SubtreeSums[list[Tensor]]]:
+        """Forward and backward of the slots of one rank: the loss of each, the number of valid
+        tokens of all ranks, and the sums of this rank's gradients."""
+        own = self._slots_of(part)
+        valid = self._count_tokens(micro_batches, witness)
         losses = torch.zeros(self.slots, device=self.device)
         sums = SubtreeSums[list[Tensor]](_add_each)
         sharded = self._sharded
@@ -66,18 +125,21 @@ class SlotGradient:
             loss = summed_loss(self.model, micro_batch, self.device)
             (loss / valid).backward()  # type: ignore[no-untyped-call]
             gradients = [taken(parameter) for parameter in chain(*self._groups)]
-            if slot in own:
-                losses[slot] = loss.detach()
-                sums.push(range(slot, slot + 1), gradients)
-        with self.waiting("the exchange of gradients"):
-            self._exchange(sums.values)
-        with self.waiting("the sum of losses"):
-            dist.all_reduce(losses)  # of one rank each, and zero on all others
-        return (sum_of_slots(losses) / valid)[None]
+            if slot not in own:
+                continue
+            if witness is not None:
+                witness.slot(micro_batch, loss.detach(), gradients)
+            losses[slot] = loss.detach()
+            sums.push(range(slot, slot + 1), gradients)
+        if witness is not None:
+            witness.sums(sums.values)
+        return losses, valid, sums
 
-    def _count_tokens(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    def _count_tokens(self, micro_batches: Sequence[MicroBatch], witness: Witness | None) -> Tensor:
         targets = [batch.targets.to(self.device, non_blocking=True) for batch in micro_batches]
         valid = torch.stack([(each != IGNORE).sum() for each in targets]).sum()
+        if witness is not None:
+            witness.tokens(valid.clone())
         with self.waiting("the count of tokens"):
             dist.all_reduce(valid)  # an integer: in any order
         return valid.clamp(min=1).float()
@@ -176,7 +238,7 @@ def _exchanged(
     Args:
         parts: for each rank of the group, what it gets of this one's subtrees, one after the other,
             in any number of pieces.
-        owned: the slots of each rank of the group, which follow each other.
+        owned: the slots of each rank of the group.
     """
     known = [subtrees(slots) for slots in owned]
     given = [sum(piece.numel() for piece in part) for part in parts]
@@ -187,7 +249,8 @@ def _exchanged(
         sent, received = received, received.new_empty(sum(taken_of))
         dist.all_to_all_single(received, sent, taken_of, given, group=ranks)
     sums = SubtreeSums[Tensor](Tensor.add_)
-    for number, subtree in enumerate(chain(*known)):
+    numbered = enumerate(chain(*known))
+    for number, subtree in sorted(numbered, key=lambda each: each[1].start):
         sums.push(subtree, received[number * size :][:size])
     return sums
 
@@ -196,6 +259,12 @@ def _rows(tensor: Tensor, shard: int, shards: int) -> Tensor:
     """The rows that `fully_shard` gives to one of several shards: as `torch.chunk`."""
     rows = -(-len(tensor) // shards)
     return tensor[shard * rows : (shard + 1) * rows]
+
+
+def shard_shape(shape: Sequence[int], shard: int, shards: int) -> torch.Size:
+    """The shape that `fully_shard` gives to a shard of a tensor of this shape."""
+    rows = -(-shape[0] // shards)
+    return torch.Size((max(0, min(rows, shape[0] - shard * rows)), *shape[1:]))
 
 
 def _add_each(earlier: list[Tensor], later: list[Tensor]) -> list[Tensor]:

@@ -18,7 +18,7 @@ from kempner.config.model import (
     ParallelismSection,
     PreferencesSection,
 )
-from kempner.config.resilience import ResilienceSection
+from kempner.config.resilience import IntegritySection, ResilienceSection
 from kempner.config.section import (
     PURE,
     Beta,
@@ -499,16 +499,6 @@ class EvalSection(Section):
         return [] if self.interval is None else self.held_out
 
 
-class IntegritySection(Section):
-    """Proof that no bit is wrong."""
-
-    recompute_interval: Annotated[PositiveInt | None, Key("steps", 100)] = None
-    """Every so often a step is computed again by other ranks, on another node if there is one, and
-    compared to the bit; a rank that lies is named, its node is left out, and the run goes back to
-    the last certified checkpoint. A suspicious loss is checked, too. Needs
-    train.same_on_any_world. None by default: nothing is computed twice."""
-
-
 class Config(Section):
     """The whole configuration of a run."""
 
@@ -555,6 +545,7 @@ class Config(Section):
         degree = self.parallelism.tensor_parallel_degree
         self.adapter.refuse_beside(self.model, self.optimizer.name, self.train.fp8, degree)
         self.preferences.refuse_beside(self.adapter, bool(self.train.same_on_any_world))
+        self.integrity.refuse_without(bool(self.train.same_on_any_world))
         return self
 
     @model_validator(mode="after")
@@ -581,15 +572,6 @@ class Config(Section):
         for why, asked in impossible.items():
             if asked:
                 raise ValueError(f"train.same_on_any_world does not work {why}; change one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _can_be_computed_again(self) -> Self:
-        if self.integrity.recompute_interval is not None and not self.train.same_on_any_world:
-            raise ValueError(
-                "integrity.recompute_interval needs train.same_on_any_world, without which another "
-                "rank computes other bits; set it, or remove integrity.recompute_interval"
-            )
         return self
 
     @model_validator(mode="after")

@@ -102,7 +102,7 @@ class BitFlip:
         self._happened()
 
     def _of_gradients(self, _module: nn.Module, _given: object, returned: Tensor) -> None:
-        returned.register_hook(self._flipped)
+        returned.register_hook(self._flipped)  # type: ignore[no-untyped-call]
         self._happened()
 
     def _flipped(self, gradient: Tensor) -> Tensor:

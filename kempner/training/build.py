@@ -90,9 +90,8 @@ def build(
     gc.enable()  # disabled since the start of the process
     record = partial(rank_link.record, attempt)
     history = read_history(run, attempt) if ranks.world.rank == 0 else RunHistory()
-    checkpoints = _open_checkpoints(
-        config, rank_link, ranks, attempt, corpus, history, model, optimizer
-    )
+    trained = model, optimizer
+    checkpoints = _open_checkpoints(config, rank_link, ranks, attempt, corpus, history, *trained)
     if ranks.world.rank == 0:  # last: all that it names exists
         storage_waits().retry(partial(_snapshot_config, config, run, attempt), worked=True)
     if faults.planned:
@@ -110,22 +109,21 @@ def build(
         choice,
     )
     health = Health(state.losses)
-    training = Training(
-        config, ranks, model, optimizer, shutdown, checkpoints, tools, state, health
-    )
-    if config.integrity.recompute_interval is not None:
-        training.checks = _open_checks(training, corpus, history)
-    return training
+    loop = Training(config, ranks, model, optimizer, shutdown, checkpoints, tools, state, health)
+    loop.checks = _open_checks(loop, corpus, history)
+    return loop
 
 
-def _open_checks(run: Training, corpus: Corpus, history: RunHistory) -> StepChecks:
-    """Imports FSDP, which a rank that is alone is spared otherwise."""
+def _open_checks(run: Training, corpus: Corpus, history: RunHistory) -> StepChecks | None:
+    """The checks of steps, if any are asked for."""
+    if (interval := run.config.integrity.recompute_interval) is None:
+        return None
+    # Imports FSDP, which a rank that is alone is spared otherwise.
     from kempner.training.compute.slot_gradient import SlotGradient
     from kempner.training.step_checks import StepChecks
 
     assert isinstance(run.gradient, SlotGradient)
-    interval, known = run.config.integrity.recompute_interval, certified_step(history)
-    assert interval is not None
+    known = certified_step(history)
     certified = min(known, run.train_state.step)
     if run.ranks.world.rank == 0 and known:
         run.checkpoints.pin_up_to(certified)

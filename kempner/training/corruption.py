@@ -23,7 +23,7 @@ from kempner.run.record.events import (
 from kempner.run.record.history import RunHistory
 
 
-class Part(StrEnum):
+class StepPart(StrEnum):
     """A part of a step, in words; in causal order."""
 
     MEMORY = "weights or moments in memory between two steps"
@@ -39,7 +39,7 @@ class Part(StrEnum):
 class Claim:
     """The fingerprint `value` that rank `by` computed for the part of rank `of`."""
 
-    part: Part
+    part: StepPart
     of: int
     by: int
     value: int
@@ -47,11 +47,11 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CorruptionVerdict:
     """What is wrong in a step: the first `part` that differs, of a `slot` if it is of one, and the
     `ranks` that lie. If it is not `sure`, one of them does, or what all of them received."""
 
-    part: Part
+    part: StepPart
     ranks: tuple[int, ...]
     sure: bool
     slot: int | None = None
@@ -64,21 +64,21 @@ class Verdict:
         return f"silent corruption in step {step}: the {self.part}{where} {who} has wrong bits"
 
 
-def judge(claims: Iterable[Claim]) -> Verdict | None:
+def judge(claims: Iterable[Claim]) -> CorruptionVerdict | None:
     """The verdict on a step; None if all who computed the same part agree.
 
     The value that most claims have is taken for the right one, if at least two have it and no other
-    has as many; whoever claims another one lies. A part that a rank alone has computed several
+    has as many; a rank that claims another one lies. A part that a rank alone has computed several
     times names that rank. It is not sure if half of all ranks would lie: then what they received
     was wrong.
     """
-    by_part: defaultdict[Part, defaultdict[tuple[int, int | None], list[Claim]]]
+    by_part: defaultdict[StepPart, defaultdict[tuple[int, int | None], list[Claim]]]
     by_part = defaultdict(lambda: defaultdict(list))
     everyone = set[int]()
     for claim in claims:
         by_part[claim.part][claim.of, claim.slot].append(claim)
         everyone.add(claim.by)
-    for part in Part:
+    for part in StepPart:
         differing = {k: c for k, c in by_part[part].items() if len({one.value for one in c}) > 1}
         if differing:
             return _judge_part(part, differing, len(everyone))
@@ -86,8 +86,8 @@ def judge(claims: Iterable[Claim]) -> Verdict | None:
 
 
 def _judge_part(
-    part: Part, differing: Mapping[tuple[int, int | None], Sequence[Claim]], world: int
-) -> Verdict:
+    part: StepPart, differing: Mapping[tuple[int, int | None], Sequence[Claim]], world: int
+) -> CorruptionVerdict:
     liars, candidates, sure = set[int](), set[int](), True
     for claims in differing.values():
         known = _liars(claims)
@@ -97,7 +97,7 @@ def _judge_part(
     slots = {slot for _, slot in differing}
     slot = slots.pop() if len(slots) == 1 else None
     sure = sure and (2 * len(liars) < world or world == 1)
-    return Verdict(part, tuple(sorted(liars if sure else candidates)), sure, slot)
+    return CorruptionVerdict(part, tuple(sorted(liars if sure else candidates)), sure, slot)
 
 
 def _liars(claims: Sequence[Claim]) -> set[int] | None:
@@ -110,10 +110,10 @@ def _liars(claims: Sequence[Claim]) -> set[int] | None:
     return {claim.by for claim in claims if claim.value != value}
 
 
-def judge_memory(broken: Sequence[bool]) -> Verdict | None:
+def judge_memory(broken: Sequence[bool]) -> CorruptionVerdict | None:
     """The verdict where some ranks find other bits in their memory than they have left there."""
     ranks = tuple(rank for rank, one in enumerate(broken) if one)
-    return Verdict(Part.MEMORY, ranks, sure=True) if ranks else None
+    return CorruptionVerdict(StepPart.MEMORY, ranks, sure=True) if ranks else None
 
 
 @dataclass(frozen=True)

@@ -172,13 +172,7 @@ def train(run: Training) -> ExitCode:
         ballot = run.vote_group.open(run.vote(void=batch is None))
         if batch is None and (agreed := ballot.close()).all_void:
             break  # no rank waits for another in the step: a stop need not wait for its end
-        with (
-            tools.faults.during_step(step, run.model, run.optimizer)
-            if tools.faults.armed
-            else nullcontext()
-        ):
-            add = run.gradient.add if run.checks is None else run.checks.gradient
-            means = add(run.no_data() if batch is None else batch.micro, step)
+        means = compute_gradient(run, batch, step)
         with progress.held_up_by("saves"):
             run.checkpoints.release_staging()
         with progress.waiting("the vote"):
@@ -199,6 +193,14 @@ def train(run: Training) -> ExitCode:
         if every and not agreed.stop and (step % every == 0 or step == last):
             agreed = evaluate(run)
     return finish_run(run, agreed)
+
+
+def compute_gradient(run: Training, batch: StepBatch | None, step: int) -> Tensor:
+    """The means of a step on `batch`, or on no data, as those of `StepGradient.add`."""
+    faults = run.tools.faults
+    add = run.gradient.add if run.checks is None else run.checks.gradient
+    with faults.during_step(step, run.model, run.optimizer) if faults.armed else nullcontext():
+        return add(run.no_data() if batch is None else batch.micro, step)
 
 
 def advance(run: Training, batch: StepBatch, means: Tensor) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,21 +17,40 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kempner.checkpoint.format.manifest import TrainState
+from kempner.checkpoint.manager import CheckpointEngine
 from kempner.cluster.slurm.hostlist import node_name
 from kempner.data.serve.loader import MicroBatch
 from kempner.run.process.exit_codes import CorruptionError, PeersLostError
 from kempner.run.process.retry import WaitStoppedError
-from kempner.run.record.events import CheckpointsCertified, CorruptionFound, NodeSuspected
+from kempner.run.record.events import (
+    CheckpointsCertified,
+    CorruptionFound,
+    LedgerEvent,
+    NodeSuspected,
+)
 from kempner.training.compute.recomputation import Recomputation, StateChain
 from kempner.training.compute.slot_gradient import SlotGradient
-from kempner.training.corruption import Part, ReturnPlan, Verdict, judge_memory, plan_return
+from kempner.training.corruption import (
+    CorruptionVerdict,
+    ReturnPlan,
+    StepPart,
+    judge_memory,
+    plan_return,
+)
 from kempner.training.groups.process_groups import Ranks
-
-if TYPE_CHECKING:
-    from kempner.training.loop import Training
 
 ReadStep = Callable[[TrainState, int], Sequence[MicroBatch]]
 """The micro batches of a rank in the step that follows a train state, read anew."""
+
+
+class CheckedRun(Protocol):
+    """A loop whose steps are checked."""
+
+    ranks: Ranks
+    checkpoints: CheckpointEngine
+    train_state: TrainState
+
+    def record(self, event: LedgerEvent) -> None: ...
 
 
 class StepChecks:
@@ -74,13 +93,13 @@ class StepChecks:
         witness = self._again.watch() if step % self._interval == 0 else None
         return self._gradient.add(micro_batches, step, witness)
 
-    def agree(self, step: int, doubtful: bool) -> tuple[Verdict | None, bool]:
+    def agree(self, step: int, doubtful: bool) -> tuple[CorruptionVerdict | None, bool]:
         """What is wrong with the memory of any rank, and whether the step is to be checked."""
         wanted = doubtful or step % self._interval == 0
         broken, asked = self._told(self._chain.broken, wanted)
         return judge_memory(broken), any(asked)
 
-    def check_gradient(self, before: TrainState) -> tuple[Verdict | None, bool]:
+    def check_gradient(self, before: TrainState) -> tuple[CorruptionVerdict | None, bool]:
         """The verdict on the gradient of the step after `before`, and whether it was computed
         again: not where a rank cannot read because it is to stop."""
         world, rank = self._ranks.world.size, self._ranks.world.rank
@@ -96,7 +115,7 @@ class StepChecks:
 
         return self._again.check_gradient(before.step + 1, read), True
 
-    def check_update(self, step: int, loss: Tensor, max_norm: float) -> Verdict | None:
+    def check_update(self, step: int, loss: Tensor, max_norm: float) -> CorruptionVerdict | None:
         """The verdict on the update of the step, after it."""
         verdict = self._again.check_update(loss, max_norm)
         if verdict is None:
@@ -107,7 +126,7 @@ class StepChecks:
         """Call after each update."""
         self._chain.remember()
 
-    def certify(self, run: Training) -> None:
+    def certify(self, run: CheckedRun) -> None:
         """Note that memory is as it was left. If there is a checkpoint that was not certified
         before, say so on rank 0: all up to the last checked step are."""
         self.certified = max(self.certified, self._passed or 0)
@@ -119,19 +138,19 @@ class StepChecks:
             run.checkpoints.pin_up_to(self.certified)
             run.record(CheckpointsCertified(self.certified))
 
-    def certify_last(self, run: Training) -> None:
+    def certify_last(self, run: CheckedRun) -> None:
         """As `certify`, after the last commit of an attempt. Raises as `leave`."""
         verdict, _ = self.agree(run.train_state.step, doubtful=False)
         if verdict is not None:
             self.leave(run, verdict)
         self.certify(run)
 
-    def leave(self, run: Training, verdict: Verdict) -> NoReturn:
+    def leave(self, run: CheckedRun, verdict: CorruptionVerdict) -> NoReturn:
         """Make the last certified checkpoint the newest, say what was found, and end the attempt.
         Raises `CorruptionError` on the ranks that lie, or of which one does, and `PeersLostError`
         on all others."""
         told = run.ranks.broadcast(verdict)
-        assert isinstance(told, Verdict)  # rank 0's, for all
+        assert isinstance(told, CorruptionVerdict)  # rank 0's, for all
         run.checkpoints.forget_steps()
         run.checkpoints.join()
         plan = run.ranks.broadcast(plan_return(run.checkpoints.branch(), self.certified))
@@ -142,9 +161,9 @@ class StepChecks:
         lies = run.ranks.world.rank in told.ranks
         raise CorruptionError(sentence) if lies else PeersLostError(sentence)
 
-    def _report(self, run: Training, verdict: Verdict, plan: ReturnPlan) -> str:
+    def _report(self, run: CheckedRun, verdict: CorruptionVerdict, plan: ReturnPlan) -> str:
         """Put the verdict into log and ledger; a sentence."""
-        step = run.train_state.step + (verdict.part is not Part.UPDATE)
+        step = run.train_state.step + (verdict.part is not StepPart.UPDATE)
         sentence, hosts = verdict.sentence(step, self.hosts), self.hosts
         nodes = tuple(sorted({hosts[rank] for rank in verdict.ranks}))
         run.record(

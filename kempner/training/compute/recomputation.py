@@ -26,7 +26,7 @@ from kempner.training.compute.any_shard import exact_norm
 from kempner.training.compute.fingerprint import fingerprint, name_key
 from kempner.training.compute.optimizer import GuardedAdamW, GuardedSGD, clip_to
 from kempner.training.compute.slot_gradient import SlotGradient, Witness, shard_shape
-from kempner.training.corruption import Claim, Part, Verdict, judge
+from kempner.training.corruption import Claim, CorruptionVerdict, StepPart, judge
 
 ReadPart = Callable[[int], Sequence[MicroBatch]]
 """The micro batches of the step of a rank, read anew."""
@@ -144,13 +144,13 @@ class Recomputation:
         """Of a step that is not watched."""
         self._seen = None
 
-    def check_gradient(self, step: int, read: ReadPart) -> Verdict | None:
+    def check_gradient(self, step: int, read: ReadPart) -> CorruptionVerdict | None:
         """Compute the gradient of the step again, before the update, and judge."""
         own = [_gradient_of(parameter) for parameter in self._gradient.trained]
         if self._seen is not None:
             claims = self._claims(0, self._seen.vector(own, self._most))
         else:
-            claims = self._claims_of(Part.GRADIENT, 0, _print_of(own))
+            claims = self._claims_of(StepPart.GRADIENT, 0, _print_of(own))
         self._seen = None
         again = self._again(step, self.hop, read, claims)
         verdict = judge(claims)
@@ -164,15 +164,15 @@ class Recomputation:
             self._kept = self._sent(self._columns(), self.hop, self.hop), again
         return verdict
 
-    def check_update(self, loss: Tensor, max_norm: float) -> Verdict | None:
+    def check_update(self, loss: Tensor, max_norm: float) -> CorruptionVerdict | None:
         """Update again what `check_gradient` found, after the update by the step's `loss`, and
         judge; arguments as those of `kempner.training.compute.optimizer.update`."""
         assert self._kept is not None
         (before, gradients), self._kept = self._kept, None
         made = [tensor for columns in self._columns() for column in columns for tensor in column]
-        claims = self._claims_of(Part.UPDATE, 0, _print_of(made))
+        claims = self._claims_of(StepPart.UPDATE, 0, _print_of(made))
         made_again = self._updated(before, gradients, loss, max_norm)
-        claims += self._claims_of(Part.UPDATE, self.hop, made_again)
+        claims += self._claims_of(StepPart.UPDATE, self.hop, made_again)
         verdict = judge(claims)
         for shift in self._arbiters:
             if verdict is None or verdict.sure:
@@ -181,7 +181,7 @@ class Recomputation:
             theirs = self._sent(before, by, shift)
             shards = self._moved(gradients, self._gradient.trained, by, shift)
             made_again = self._updated(theirs, shards, loss, max_norm)
-            claims += self._claims_of(Part.UPDATE, shift, made_again)
+            claims += self._claims_of(StepPart.UPDATE, shift, made_again)
             verdict = judge(claims)
         return verdict
 
@@ -216,15 +216,15 @@ class Recomputation:
         for by, (of, values) in enumerate(
             zip(self._parts(shift), self._gathered(vector), strict=True)
         ):
-            parts = (Part.TOKENS, Part.SUM, Part.GRADIENT)
+            parts = (StepPart.TOKENS, StepPart.SUM, StepPart.GRADIENT)
             claims += [Claim(part, of, by, v) for part, v in zip(parts, values, strict=False)]
             for number, slot in enumerate(slots_of(self._gradient.slots, of, self._world)):
                 inputs, result = values[3 + 2 * number :][:2]
-                claims.append(Claim(Part.INPUTS, of, by, inputs, slot))
-                claims.append(Claim(Part.SLOT, of, by, result, slot))
+                claims.append(Claim(StepPart.INPUTS, of, by, inputs, slot))
+                claims.append(Claim(StepPart.SLOT, of, by, result, slot))
         return claims
 
-    def _claims_of(self, part: Part, shift: int, value: Tensor) -> list[Claim]:
+    def _claims_of(self, part: StepPart, shift: int, value: Tensor) -> list[Claim]:
         told = zip(self._parts(shift), self._gathered(value.cpu()[None]), strict=True)
         return [Claim(part, of, by, value) for by, (of, (value,)) in enumerate(told)]
 

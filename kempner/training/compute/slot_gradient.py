@@ -92,7 +92,7 @@ class SlotGradient:
             sizes = [shape.numel() for shape in shapes]
             pieces = [[_rows(tensor, part % shards, shards) for tensor in whole] for part in parts]
             with self.waiting("the exchange of gradients"):
-                total = _exchanged(pieces, owned, sum(sizes), dist.group.WORLD, self.device)
+                total = _exchanged(pieces, owned, sum(sizes), None, self.device)
             split = torch.split(total.whole(), sizes)
             found += [flat.view(shape) for flat, shape in zip(split, shapes, strict=True)]
         return found
@@ -230,7 +230,7 @@ def _exchanged(
     parts: Sequence[Sequence[Tensor]],
     owned: Sequence[range],
     size: int,
-    ranks: dist.ProcessGroup,
+    ranks: dist.ProcessGroup | None,
     device: torch.device,
 ) -> SubtreeSums[Tensor]:
     """What this rank of a group gets of all its ranks' subtrees, `size` elements of each, added up.
@@ -239,6 +239,7 @@ def _exchanged(
         parts: for each rank of the group, what it gets of this one's subtrees, one after the other,
             in any number of pieces.
         owned: the slots of each rank of the group.
+        ranks: the group; None for all.
     """
     known = [subtrees(slots) for slots in owned]
     given = [sum(piece.numel() for piece in part) for part in parts]

@@ -25,7 +25,7 @@ from kempner.model.spec.mesh import MeshDegrees
 from kempner.training.bit_flips import BitFlip, flip
 from kempner.training.compute.optimizer import build_optimizer, update
 from kempner.training.compute.recomputation import Recomputation, StateChain
-from kempner.training.corruption import Verdict, judge_memory
+from kempner.training.corruption import CorruptionVerdict, judge_memory
 
 RATE, NORM = 1e-2, 0.5
 PLACES = ("weights", "moments", "inputs", "activations", "gradients", "reduced", "update")
@@ -52,7 +52,7 @@ class Outcome:
 
     fault: PlantedFault | None
     found: int | None
-    verdict: Verdict | None
+    verdict: CorruptionVerdict | None
     changed: bool
 
 
@@ -82,7 +82,7 @@ class Training:
         self.model.zero_grad()
         self.chain.remember()
 
-    def _step(self, step: int, flips: BitFlip | None, check: bool) -> Verdict | None:
+    def _step(self, step: int, flips: BitFlip | None, check: bool) -> CorruptionVerdict | None:
         world, rank = dist.get_world_size(), dist.get_rank()
         where = "" if flips is None else flips.where
         if flips is not None and where not in ("reduced", "update"):

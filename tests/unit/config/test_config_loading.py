@@ -233,11 +233,15 @@ def test_a_pipe_can_hold_the_configuration(tmp_path: Path) -> None:
 
 def test_dumps_writes_sections_in_the_order_of_the_schema(write: Any) -> None:
     """Sections of which no key is set are left out."""
-    every = list(tomli.loads(dumps(load(write("[adapter]\nrank = 2\n[preferences]\nbeta = 0.1")))))
-    assert every == list(Config.model_fields)
-    assert list(tomli.loads(dumps(load(write(""))))) == [
-        name for name in every if name not in ("adapter", "preferences")
-    ]
+    adapted = list(
+        tomli.loads(dumps(load(write("[adapter]\nrank = 2\n[preferences]\nbeta = 0.1"))))
+    )
+    exact = "[train]\nthreads = 1\nsame_on_any_world = true\n[integrity]\nrecompute_interval = 9"
+    checked = list(tomli.loads(dumps(load(write(exact)))))
+    every = list(Config.model_fields)
+    assert adapted == [name for name in every if name != "integrity"]
+    assert checked == [name for name in every if name not in ("adapter", "preferences")]
+    assert list(tomli.loads(dumps(load(write(""))))) == checked[:-1]
 
 
 def test_a_path_with_a_null_character_is_an_error_of_the_user(tmp_path: Path) -> None:

@@ -104,7 +104,8 @@ class SlotGradient:
 
         modules = (m for m in self.model.modules() if isinstance(m, FSDPModule))
         groups = (g for m in modules for g in m._get_fsdp_state()._fsdp_param_groups)
-        return [group for group in groups if trained(group)]
+        # Modules that are gathered together have the same group.
+        return [group for group in dict.fromkeys(groups) if trained(group)]
 
     @cached_property
     def _turn(self) -> tuple[int, int]:

@@ -33,6 +33,7 @@ from kempner.training.evaluation import Evaluation
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks
 from kempner.training.observe.metrics import StepMetrics
+from kempner.training.observe.numerics import Numerics
 from kempner.training.observe.profiler import Profiler
 from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.vote import (
@@ -83,6 +84,7 @@ class Tools:
     record: EventRecorder
     profiler: Profiler
     communication: Choice = EACH_MICRO_BATCH
+    numerics: Numerics | None = None
 
 
 @dataclass
@@ -204,7 +206,12 @@ def advance(run: Training, batch: StepBatch, means: Tensor) -> None:
     waiting = tools.progress.waiting
     any_shard = bool(train.same_on_any_world)
     clip, loss = train.clip_grad_norm, means[0]
+    if tools.numerics is not None:
+        tools.numerics.before_update()
     norm = update(run.model, run.optimizer, loss, rate, clip, waiting, any_shard)
+    if tools.numerics is not None:
+        numbers = {"loss": loss, "grad_norm": norm, "lr": rate}
+        tools.numerics.after_update(step, batch, tools.data.feed.order, numbers)
     run.train_state = replace(
         before,
         step=step,

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import tomli_w
@@ -23,6 +25,7 @@ from kempner.insight.replay import (
     Line,
     ReplayPlan,
     compare_steps,
+    copy_trace,
     logged_steps,
     plan_replay,
     read_recorded,
@@ -50,6 +53,10 @@ def replay(
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep the folder of the replay, replays/ in RUN_DIR.")
     ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="A file for what the steps compute: lines of JSON, by module."),
+    ] = None,
 ) -> int:
     """Compute steps of a run again from the checkpoint before them; exit 1 if a bit differs.
 
@@ -63,7 +70,9 @@ def replay(
         recorded = read_recorded(run, theirs.committed(), step, last)
     except OSError as error:
         raise cannot_read(run.path, error) from error
-    plan = plan_replay(recorded, step, last, ranks)
+    plan = replace(plan_replay(recorded, step, last, ranks), traced=trace is not None)
+    if trace is not None:
+        _check_place(trace)
     typer.echo(plan.sentence)
     place = RunDirectory(run.replays / plan.name)
     code = _compute(plan, place, theirs, on_this_machine=ranks is not None)
@@ -74,9 +83,31 @@ def replay(
         _compare_steps(recorded.lines, place, step),
         _compare_states(theirs, CheckpointFolder(place.checkpoints), last),
     ]
+    if trace is not None:
+        same.append(_hand_over(place, trace, step, last))
     if not keep:
         shutil.rmtree(place.path, ignore_errors=True)
     return ExitCode.COMPLETED if all(same) else ExitCode.CRASHED
+
+
+def _check_place(trace: Path) -> None:
+    """Raise `OutputError` now if the file could not be written later."""
+    try:
+        trace.open("ab").close()
+    except OSError as error:
+        raise cannot_write(trace, error) from error
+
+
+def _hand_over(place: RunDirectory, trace: Path, first: int, last: int) -> bool:
+    """Write the trace, and say what it has; whether that is all."""
+    try:
+        steps = copy_trace(place.path, trace)
+    except OSError as error:
+        raise cannot_write(trace, error) from error
+    missing = sorted({*range(first, last + 1)} - {*steps})
+    lacks = f", without step {missing[0]}, which could not be written" if missing else ""
+    typer.echo(f"trace: {trace}, {count(len(steps), 'step')}{lacks}")
+    return not missing
 
 
 def _compute(

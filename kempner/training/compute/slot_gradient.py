@@ -96,7 +96,8 @@ class SlotGradient:
 
         modules = (m for m in self.model.modules() if isinstance(m, FSDPModule))
         groups = (g for m in modules for g in m._get_fsdp_state()._fsdp_param_groups)
-        found = ([p for p in g.fsdp_params if p.sharded_param.requires_grad] for g in groups)
+        once = {id(group): group for group in groups}.values()  # modules may share theirs
+        found = ([p for p in g.fsdp_params if p.sharded_param.requires_grad] for g in once)
         return [group for group in found if group]
 
     def _exchange(self, sums: list[list[Tensor]]) -> None:

@@ -28,6 +28,7 @@ from kempner.model.sharding import build_model, compile_blocks
 from kempner.model.spec.communication import Choice
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.transformer import Transformer
+from kempner.training.compute.fingerprint import StateFingerprint, summed, text_of
 from kempner.training.compute.optimizer import build_optimizer, update
 from kempner.training.compute.slot_gradient import SlotGradient
 
@@ -69,8 +70,9 @@ MODELS = {
 }
 COMPILED = {"compiled": config(train={"compile": True})}
 
-Bits = list[tuple[str, str, str]]
-"""Of each step: loss and norm in hexadecimal, and a digest of weights and moments."""
+Bits = list[tuple[str, str, str, str]]
+"""Of each step: loss and norm in hexadecimal, and a digest of weights and moments, and their
+fingerprint."""
 
 
 def micro_batches(step: int, rank: int, world: int) -> list[MicroBatch]:
@@ -113,12 +115,14 @@ def bits(asked: Config, degrees: MeshDegrees) -> Bits:
     """The bits of some steps on a mesh."""
     model, gradient = built(asked, degrees)
     optimizer = build_optimizer(model, asked.optimizer, any_shard=True)
+    prints = StateFingerprint(model, optimizer, dist.get_rank(), dist.get_world_size())
     found = []
     for step in range(1, STEPS + 1):
         loss = gradient.add(micro_batches(step, dist.get_rank(), dist.get_world_size()), step)
         norm = update(model, optimizer, loss, 1e-2 / step, 0.5, any_shard=True)
         state = digest(capture(model, optimizer))
-        found.append((loss.item().hex(), norm.item().hex(), state))
+        told = text_of(int(summed(prints.local().sum())))
+        found.append((loss.item().hex(), norm.item().hex(), state, told))
     return found
 
 

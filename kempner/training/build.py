@@ -55,7 +55,6 @@ from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks
 from kempner.training.loop import Data, Tools, Training
 from kempner.training.observe.metrics import StepMetrics, peak_flops
-from kempner.training.observe.numerics import Numerics
 from kempner.training.observe.profiler import Profiler
 from kempner.training.observe.progress_bar import open_display
 from kempner.training.rank_link.rank_link import RankLink
@@ -90,12 +89,8 @@ def build(
         record(FaultsPlanned(tuple(faults.planned)))
     state = _resume(config, ranks, checkpoints, record, history)
     flops = _flops_per_token(config, vocab_size, model)
-    data = Data(partial(_open_feed, config, corpus, ranks), state)
-    numerics = None
-    if config.profiling.numerics is not None:
-        numerics = Numerics(config.profiling, model, ranks, data.feed.micro_steps, state.step)
     tools = Tools(
-        data,
+        Data(partial(_open_feed, config, corpus, ranks), state),
         _open_telemetry(config, rank_link, ranks, attempt, flops, state, history),
         evaluation,
         faults,
@@ -103,7 +98,6 @@ def build(
         record,
         Profiler(config.profiling, run, attempt.number, ranks.world.rank, gpu),
         choice,
-        numerics,
     )
     health = Health(state.losses)
     return Training(config, ranks, model, optimizer, shutdown, checkpoints, tools, state, health)

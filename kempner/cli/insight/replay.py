@@ -23,6 +23,7 @@ from kempner.cli.insight.target import RUN, RUN_METAVAR, run_of
 from kempner.cli.progress import busy
 from kempner.insight.replay import (
     Line,
+    RecordedRun,
     ReplayPlan,
     compare_steps,
     copy_trace,
@@ -66,14 +67,7 @@ def replay(
     """
     run, last = run_of(run_dir), step if to is None else to
     theirs = CheckpointFolder(checkpoint_folder(run))
-    try:
-        recorded = read_recorded(run, theirs.committed(), step, last)
-    except OSError as error:
-        raise cannot_read(run.path, error) from error
-    plan = replace(plan_replay(recorded, step, last, ranks), traced=trace is not None)
-    if trace is not None:
-        _check_place(trace)
-    typer.echo(plan.sentence)
+    recorded, plan = _plan(run, theirs, (step, last), ranks, trace)
     place = RunDirectory(run.replays / plan.name)
     code = _compute(plan, place, theirs, on_this_machine=ranks is not None)
     if code != ExitCode.COMPLETED:
@@ -82,20 +76,35 @@ def replay(
     same = [
         _compare_steps(recorded.lines, place, step),
         _compare_states(theirs, CheckpointFolder(place.checkpoints), last),
+        trace is None or _hand_over(place, trace, step, last),
     ]
-    if trace is not None:
-        same.append(_hand_over(place, trace, step, last))
     if not keep:
         shutil.rmtree(place.path, ignore_errors=True)
     return ExitCode.COMPLETED if all(same) else ExitCode.CRASHED
 
 
-def _check_place(trace: Path) -> None:
-    """Raise `OutputError` now if the file could not be written later."""
+def _plan(
+    run: RunDirectory,
+    theirs: CheckpointFolder,
+    steps: tuple[int, int],
+    ranks: int | None,
+    trace: Path | None,
+) -> tuple[RecordedRun, ReplayPlan]:
+    """What to compare with, and what to compute, which is said. Raises `RunError` now if the trace
+    could not be written later."""
+    try:
+        recorded = read_recorded(run, theirs.committed(), *steps)
+    except OSError as error:
+        raise cannot_read(run.path, error) from error
+    plan = plan_replay(recorded, *steps, ranks)
+    typer.echo(plan.sentence)
+    if trace is None:
+        return recorded, plan
     try:
         trace.open("ab").close()
     except OSError as error:
         raise cannot_write(trace, error) from error
+    return recorded, replace(plan, traced=True)
 
 
 def _hand_over(place: RunDirectory, trace: Path, first: int, last: int) -> bool:

@@ -34,6 +34,7 @@ from kempner.model.spec.memory import Checkpointing
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.transformer import Transformer
 from kempner.run.record.run_dir import RunDirectory
+from kempner.training.compute.fingerprint import StateFingerprint, TableFingerprint, summed
 from kempner.training.compute.forward_backward import StepGradient
 from kempner.training.compute.optimizer import build_optimizer, clip_gradients, update
 
@@ -162,6 +163,16 @@ def whole(tensor: Tensor | None) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def fingerprint_is_of_the_whole(
+    model: Transformer, optimizer: Optimizer, wholes: Mapping[str, Tensor]
+) -> bool:
+    """Whether the parts of all ranks add up to the fingerprints of the whole tensors."""
+    added = summed(
+        StateFingerprint(model, optimizer, dist.get_rank(), dist.get_world_size()).local()
+    )
+    return torch.equal(added, TableFingerprint(wholes, 0, 1).local())
+
+
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
@@ -199,6 +210,7 @@ def on_mesh(name: str, asked: Config, text: str, folder: Path) -> Made:
     assert (first.loss, first.norm) == (second.loss, second.norm)
     assert same(first.gradients, second.gradients), f"{name} on {text}: other bits"
     assert same(first.updated, second.updated)
+    assert fingerprint_is_of_the_whole(model, kept, second.updated), f"{name} on {text}"
 
     manager.close()
     manager = open_manager(run, model, kept, saves)

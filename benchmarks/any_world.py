@@ -2,11 +2,12 @@
 
     python benchmarks/any_world.py [--ranks 1 2 3] [--rounds 30] [--steps 4]
 
-The ranks of one world train three copies of a model, one after the other, in turns of a few steps:
+The ranks of one world train copies of a model, one after the other, in turns of a few steps:
 gradients reduced after every micro batch, once a step, and along the tree. The order of the turns
 changes from round to round. `tree` is the median of the ratios, round by round, to the one of the
 other two that is faster in this world; `again` is that one's second copy, as a control. `sums` is
-the number of sums that a rank sends at most, where a reduction sends one.
+the number of sums that a rank sends at most, where a reduction sends one. `printed` is the ratio of
+a step along the tree that ends with the fingerprint of weights and moments, to one without.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from kempner.data.serve.loader import MicroBatch
 from kempner.model.sharding import build_model
 from kempner.model.spec.communication import Choice
 from kempner.model.spec.slot_tree import most_kept, slots_of, subtrees
+from kempner.training.compute.fingerprint import StateFingerprint, summed
 from kempner.training.compute.forward_backward import StepGradient
 from kempner.training.compute.optimizer import build_optimizer, update
 from kempner.training.compute.slot_gradient import SlotGradient
@@ -46,14 +48,14 @@ SIZES = {"dim": 128, "n_layers": 5, "n_heads": 4, "ffn_dim": 384}
 TRAIN = {"global_batch_size": ROWS, "micro_batch_size": MICRO, "seq_len": LENGTH, "threads": 1}
 WARM_UP = 2
 ONCE = Choice(reduce_once=True)
-WAYS = ("micro batch", "step", "again", "tree")
+WAYS = ("micro batch", "step", "again", "tree", "printed")
 
 Turn = Callable[[], None]
 
 
 def turn_of(way: str, mesh: DeviceMesh, choice: Choice, batches: list[MicroBatch]) -> Turn:
     """A model of its own, and what makes a step of it."""
-    tree, cpu = way == "tree", torch.device("cpu")
+    tree, cpu = way in ("tree", "printed"), torch.device("cpu")
     config = Config.model_validate(
         {"model": SIZES, "train": TRAIN | ({"same_on_any_world": True} if tree else {})}
     )
@@ -65,9 +67,14 @@ def turn_of(way: str, mesh: DeviceMesh, choice: Choice, batches: list[MicroBatch
         else StepGradient(model, cpu, 0, dist.get_rank(), choice=choice)
     )
 
+    prints = StateFingerprint(model, optimizer, dist.get_rank(), dist.get_world_size())
+
     def turn() -> None:
         loss = gradient.add(batches, 1)
-        update(model, optimizer, loss, 1e-3, 1.0, any_shard=tree).item()
+        norm = update(model, optimizer, loss, 1e-3, 1.0, any_shard=tree)
+        if way == "printed":
+            summed(prints.local().sum()).item()
+        norm.item()
 
     return turn
 
@@ -98,7 +105,7 @@ def be_rank(rounds: int, steps: int) -> None:
     dist.all_reduce(first)  # so that all ranks choose alike
     faster = each if first[0] < first[1] else ONCE
     turns |= {way: turn_of(way, mesh, faster, batches) for way in WAYS[2:3]}
-    turns["tree"] = turn_of("tree", mesh, ONCE, batches)
+    turns |= {way: turn_of(way, mesh, ONCE, batches) for way in WAYS[3:]}
     took: dict[str, list[float]] = {way: [] for way in WAYS}
     for way in WAYS[2:]:
         seconds(turns[way], WARM_UP)
@@ -139,6 +146,8 @@ def row_of(world: int, took: dict[str, list[float]]) -> dict[str, object]:
         row[way] = statistics.median(ratios)
     low, _, high = statistics.quantiles(ratios, n=4)
     row["tree, quartiles"] = [low, high]
+    printed = [one / other for one, other in zip(took["printed"], took["tree"], strict=True)]
+    row["printed"] = statistics.median(printed)
     slots = ROWS // MICRO
     row["sums"] = max(len(subtrees(slots_of(slots, rank, world))) for rank in range(world))
     row["kept"] = most_kept(slots, world)

@@ -567,8 +567,6 @@ class Config(Section):
             ),
             "with parallelism.tensor_parallel_degree above 1, which adds within a row in another "
             "order": parallelism.tensor_parallel_degree > 1,
-            'with parallelism.reduce_gradients="micro_batch", since sums are exchanged once a '
-            "step": parallelism.reduce_gradients == "micro_batch",
             'with optimizer.name="muon", whose updates depend on where a shard ends': (
                 self.optimizer.name == "muon"
             ),

@@ -90,7 +90,7 @@ def build(
     state = _resume(config, ranks, checkpoints, record, history)
     flops = _flops_per_token(config, vocab_size, model)
     tools = Tools(
-        Data(partial(_open_feed, config, corpus, ranks), state),
+        Data(partial(_open_feed, config, corpus, ranks, choice), state),
         _open_telemetry(config, rank_link, ranks, attempt, flops, state, history),
         evaluation,
         faults,
@@ -270,7 +270,9 @@ def _snapshot_config(config: Config, run: RunDirectory, attempt: Attempt) -> Non
         replace_durable(run.changed_config(attempt.number), content, unique=attempt.nonce)
 
 
-def _open_feed(config: Config, corpus: Corpus, ranks: Ranks, train_state: TrainState) -> Feed:
+def _open_feed(
+    config: Config, corpus: Corpus, ranks: Ranks, choice: Choice, train_state: TrainState
+) -> Feed:
     slicing = Slicing(
         config.train.global_batch_size,
         config.train.micro_batch_size,
@@ -278,6 +280,7 @@ def _open_feed(config: Config, corpus: Corpus, ranks: Ranks, train_state: TrainS
         ranks.degrees.data_world,
         skips=tuple((rollback.start, rollback.end) for rollback in train_state.rollbacks),
         whole_slots=bool(config.train.same_on_any_world),
+        turns=choice.turns(ranks.degrees.shard),
     )
     return Feed(
         corpus,

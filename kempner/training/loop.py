@@ -136,7 +136,9 @@ class Training:
 
     @cached_property
     def state_fingerprint(self) -> StateFingerprint:
-        return StateFingerprint(self.model, self.optimizer, self.ranks.world.rank, self.ranks.world.size)
+        return StateFingerprint(
+            self.model, self.optimizer, self.ranks.world.rank, self.ranks.world.size
+        )
 
     def record(self, event: LedgerEvent) -> None:
         """A line for the run's ledger, from rank 0."""

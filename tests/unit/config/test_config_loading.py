@@ -265,7 +265,6 @@ ANY_WORLD = {"train.same_on_any_world": "true", "train.threads": "1"}
     [
         ({"train.threads": ""}, "without train.threads"),
         ({"parallelism.tensor_parallel_degree": "2"}, "with parallelism.tensor_parallel_degree"),
-        ({"parallelism.reduce_gradients": '"micro_batch"'}, "with parallelism.reduce_gradients"),
         ({"optimizer.name": '"muon"'}, 'with optimizer.name="muon"'),
         ({"train.fp8": "true", "train.compile": "true"}, "with train.fp8"),
         ({"model.factory": '"models:make"'}, "with model.factory"),

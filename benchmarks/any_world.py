@@ -6,9 +6,9 @@ The ranks of one world train copies of a model, one after the other, some steps 
 reduced after every micro batch, once a step, and along the tree, sent once a step or, `in turn`,
 slot by slot. The order changes from round to round. `tree` and `in turn` are medians of the ratios,
 round by round, to the one of the first two that is faster in this world; `again` is that one's
-second copy, as a control. `printed` is `tree` with the fingerprint of weights and moments after each
-step, and `fingerprint` its ratio to `tree`. `sums` is the number of sums that a rank sends at most
-in a step, where a reduction sends one.
+second copy, as a control. `printed` is `tree` with the fingerprint of weights and moments after
+each step, and `fingerprint` its ratio to `tree`. `sums` is the number of sums that a rank sends at
+most in a step, where a reduction sends one.
 """
 
 from __future__ import annotations

@@ -118,6 +118,12 @@ class ProfilingSection(Section):
     """Also write a snapshot of GPU memory for pytorch.org/memory_viz."""
     keep: Annotated[PositiveInt, Key("traces", 20)] = 8
     """How many of a rank's newest traces are kept."""
+    numerics: Annotated[PathText | None, Key(example="numerics.jsonl")] = None
+    """A file for what each step computes: norms and fingerprints of the output of every module and
+    its gradient, of every parameter's gradient and update. Steps take several times as long. Blocks
+    that are compiled are seen from outside. `kempner replay --trace` sets it."""
+    numerics_from: Annotated[PositiveInt | None, Key("step number", 1000)] = None
+    """The first step that is written there; by default all are."""
 
 
 class RunSection(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,7 @@ from kempner.training.evaluation import Evaluation
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks
 from kempner.training.observe.metrics import StepMetrics
+from kempner.training.observe.numerics import Numerics
 from kempner.training.observe.profiler import Profiler
 from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.vote import (
@@ -102,6 +103,14 @@ class Training:
     train_state: TrainState
     health: Health
     save_postponed: bool = False
+    numerics: Numerics | None = field(init=False, default=None)
+    """Records what steps compute, if that is asked for."""
+
+    def __post_init__(self) -> None:
+        section, micro_steps = self.config.profiling, self.tools.data.feed.micro_steps
+        if section.numerics is not None:
+            where = self.train_state.step
+            self.numerics = Numerics(section, self.model, self.ranks, micro_steps, where)
 
     @cached_property
     def vote_group(self) -> VoteGroup:
@@ -211,7 +220,12 @@ def advance(run: Training, batch: StepBatch, means: Tensor) -> None:
     waiting = tools.progress.waiting
     any_shard = bool(train.same_on_any_world)
     clip, loss = train.clip_grad_norm, means[0]
+    if run.numerics is not None:
+        run.numerics.before_update()
     norm = update(run.model, run.optimizer, loss, rate, clip, waiting, any_shard)
+    if run.numerics is not None:
+        numbers = {"loss": loss, "grad_norm": norm, "lr": rate}
+        run.numerics.after_update(step, batch, tools.data.feed.order, numbers)
     run.train_state = replace(
         before,
         step=step,

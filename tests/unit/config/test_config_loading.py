@@ -233,7 +233,11 @@ def test_a_pipe_can_hold_the_configuration(tmp_path: Path) -> None:
 
 def test_dumps_writes_sections_in_the_order_of_the_schema(write: Any) -> None:
     """Sections of which no key is set are left out."""
-    absent = {"adapter": "rank = 2", "preferences": "beta = 0.1", "integrity": "fingerprints = true"}
+    absent = {
+        "adapter": "rank = 2",
+        "preferences": "beta = 0.1",
+        "integrity": "fingerprints = true",
+    }
     text = "".join(f"[{name}]\n{key}\n" for name, key in absent.items())
     every = list(tomli.loads(dumps(load(write(text)))))
     assert every == list(Config.model_fields)

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from kempner.config.errors import COLLECTOR, NAME, PORTS, SET_NAME
+from kempner.config.integrity import IntegritySection
 from kempner.config.model import (
     AdapterSection,
     ModelSection,
@@ -503,15 +504,6 @@ class EvalSection(Section):
     def due(self) -> list[HeldOutFolder]:
         """The sets that a run evaluates; none without an interval."""
         return [] if self.interval is None else self.held_out
-
-
-class IntegritySection(Section):
-    """Proof that no bit is wrong."""
-
-    fingerprints: bool | None = None
-    """Each line of metrics.jsonl has the fingerprint of weights and optimizer state after its step,
-    the same on any world: 64 bits that `kempner replay` and `kempner compare` compare. On unless
-    `false`; costs less than 3% of a step."""
 
 
 class Config(Section):

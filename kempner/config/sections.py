@@ -12,6 +12,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from kempner.config.errors import COLLECTOR, NAME, PORTS, SET_NAME
+from kempner.config.integrity import IntegritySection
 from kempner.config.model import (
     AdapterSection,
     ModelSection,
@@ -527,6 +528,7 @@ class Config(Section):
     eval: EvalSection = EvalSection()
     adapter: AdapterSection = AdapterSection()
     preferences: PreferencesSection = PreferencesSection()
+    integrity: IntegritySection = IntegritySection()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -24,6 +24,7 @@ from kempner.run.process.exit_codes import DivergedError, ExitCode, PeersLostErr
 from kempner.run.record.events import Diverged, Evaluated, LedgerEvent, RolledBack
 from kempner.run.record.ledger import EventRecorder
 from kempner.training.anomalies import Health, RollbackPlan, observe, plan_rollback
+from kempner.training.compute.fingerprint import StateFingerprint, summed
 from kempner.training.compute.forward_backward import (
     StepGradient,
     weightless,
@@ -142,6 +143,12 @@ class Training:
             self.config.preferences.beta,
         )
 
+    @cached_property
+    def state_fingerprint(self) -> StateFingerprint:
+        return StateFingerprint(
+            self.model, self.optimizer, self.ranks.world.rank, self.ranks.world.size
+        )
+
     def record(self, event: LedgerEvent) -> None:
         """A line for the run's ledger, from rank 0."""
         self.tools.record(event)
@@ -217,7 +224,7 @@ def advance(run: Training, batch: StepBatch, means: Tensor) -> None:
         run.numerics.before_update()
     norm = update(run.model, run.optimizer, loss, rate, clip, waiting, any_shard)
     if run.numerics is not None:
-        numbers = {"loss": loss, "grad_norm": norm, "lr": rate}
+        numbers: dict[str, Tensor | float] = {"loss": loss, "grad_norm": norm, "lr": rate}
         run.numerics.after_update(step, batch, tools.data.feed.order, numbers)
     run.train_state = replace(
         before,
@@ -228,9 +235,19 @@ def advance(run: Training, batch: StepBatch, means: Tensor) -> None:
     tools.progress.made(step)
     if tools.profiler.tracing:
         tools.profiler.end(step)
-    tools.step_metrics.recent.send(run.train_state, means, norm, rate)
+    printed = print_state(run)
+    tools.step_metrics.recent.send(run.train_state, means, norm, rate, printed)
     if tools.step_metrics.log_samples:
         tools.step_metrics.record_samples(run.train_state, batch.positions)
+
+
+def print_state(run: Training) -> Tensor | None:
+    """The fingerprint of weights and moments, an int64 scalar; None for a step that is not logged,
+    or where none is asked for."""
+    wanted = run.config.integrity.fingerprints is not False
+    if not wanted or run.train_state.step % run.config.metrics.log_interval:
+        return None
+    return summed(run.state_fingerprint.local().sum(), run.tools.progress.waiting)
 
 
 def take_note(run: Training, everything: bool) -> None:

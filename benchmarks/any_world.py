@@ -1,12 +1,14 @@
 """What a step costs with `train.same_on_any_world`, beside the two reductions of other runs.
 
-    python benchmarks/any_world.py [--ranks 1 2 3] [--rounds 30] [--steps 4]
+    python benchmarks/any_world.py [--ranks 1 2 3] [--size small] [--rounds 30] [--steps 4]
 
-The ranks of one world train three copies of a model, one after the other, in turns of a few steps:
-gradients reduced after every micro batch, once a step, and along the tree. The order of the turns
-changes from round to round. `tree` is the median of the ratios, round by round, to the one of the
-other two that is faster in this world; `again` is that one's second copy, as a control. `sums` is
-the number of sums that a rank sends at most, where a reduction sends one.
+The ranks of one world train copies of a model, one after the other, some steps of each: gradients
+reduced after every micro batch, once a step, and along the tree, sent once a step or, `in turn`,
+slot by slot. The order changes from round to round. `tree` and `in turn` are medians of the ratios,
+round by round, to the one of the first two that is faster in this world; `again` is that one's
+second copy, as a control. `printed` is `tree` with the fingerprint of weights and moments after
+each step, and `fingerprint` its ratio to `tree`. `sums` is the number of sums that a rank sends at
+most in a step, where a reduction sends one.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from kempner.data.serve.loader import MicroBatch
 from kempner.model.sharding import build_model
 from kempner.model.spec.communication import Choice
 from kempner.model.spec.slot_tree import most_kept, slots_of, subtrees
+from kempner.training.compute.fingerprint import StateFingerprint, summed
 from kempner.training.compute.forward_backward import StepGradient
 from kempner.training.compute.optimizer import build_optimizer, update
 from kempner.training.compute.slot_gradient import SlotGradient
@@ -41,21 +44,34 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 import records
 
 PROVES = ("kempner/model", "kempner/training")
-ROWS, MICRO, LENGTH, VOCAB = 16, 2, 128, 257
-SIZES = {"dim": 128, "n_layers": 5, "n_heads": 4, "ffn_dim": 384}
-TRAIN = {"global_batch_size": ROWS, "micro_batch_size": MICRO, "seq_len": LENGTH, "threads": 1}
+ROWS, MICRO, VOCAB = 16, 2, 257
+SIZES = {
+    "small": {"dim": 128, "n_layers": 5, "n_heads": 4, "ffn_dim": 384, "max_seq_len": 128},
+    "wide": {"dim": 512, "n_layers": 4, "n_heads": 8, "ffn_dim": 1408, "max_seq_len": 256},
+}
+"""1.1 and 13 million parameters; a sequence is as long as it may be."""
+TRAIN = {"global_batch_size": ROWS, "micro_batch_size": MICRO, "threads": 1}
 WARM_UP = 2
 ONCE = Choice(reduce_once=True)
-WAYS = ("micro batch", "step", "again", "tree")
+WAYS = ("micro batch", "step", "again", "tree", "in turn", "printed")
 
 Turn = Callable[[], None]
 
 
-def turn_of(way: str, mesh: DeviceMesh, choice: Choice, batches: list[MicroBatch]) -> Turn:
+def batches_of(size: str, turns: int) -> list[MicroBatch]:
+    """This rank's micro batches of a step, of any content."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows = Slicing(ROWS, MICRO, rank, world, whole_slots=True, turns=turns).rows(0)
+    tokens = torch.randint(0, VOCAB, (len(rows), MICRO, SIZES[size]["max_seq_len"]))
+    return [MicroBatch(each, each.clone()) for each in tokens]
+
+
+def turn_of(way: str, mesh: DeviceMesh, choice: Choice, size: str) -> Turn:
     """A model of its own, and what makes a step of it."""
-    tree, cpu = way == "tree", torch.device("cpu")
+    tree, cpu = way in WAYS[3:], torch.device("cpu")
+    train = {**TRAIN, "seq_len": SIZES[size]["max_seq_len"]}
     config = Config.model_validate(
-        {"model": SIZES, "train": TRAIN | ({"same_on_any_world": True} if tree else {})}
+        {"model": SIZES[size], "train": train | ({"same_on_any_world": True} if tree else {})}
     )
     model = build_model(config, VOCAB, cpu, mesh, choice)
     optimizer = build_optimizer(model, config.optimizer, any_shard=tree)
@@ -64,10 +80,16 @@ def turn_of(way: str, mesh: DeviceMesh, choice: Choice, batches: list[MicroBatch
         if tree
         else StepGradient(model, cpu, 0, dist.get_rank(), choice=choice)
     )
+    batches = batches_of(size, choice.turns(mesh.size()) if tree else 1)
+
+    prints = StateFingerprint(model, optimizer, dist.get_rank(), dist.get_world_size())
 
     def turn() -> None:
         loss = gradient.add(batches, 1)
-        update(model, optimizer, loss, 1e-3, 1.0, any_shard=tree).item()
+        norm = update(model, optimizer, loss, 1e-3, 1.0, any_shard=tree)
+        if way == "printed":
+            summed(prints.local().sum()).item()
+        norm.item()
 
     return turn
 
@@ -81,24 +103,21 @@ def seconds(turn: Turn, steps: int) -> float:
     return (time.perf_counter() - began) / steps
 
 
-def be_rank(rounds: int, steps: int) -> None:
+def be_rank(size: str, rounds: int, steps: int) -> None:
     """A rank; the first one prints the seconds of a step, by way, one list for each."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
-    rows = Slicing(ROWS, MICRO, rank, world, whole_slots=True).rows(0)
-    tokens = torch.randint(0, VOCAB, (len(rows), MICRO, LENGTH))
-    batches = [MicroBatch(each, each.clone()) for each in tokens]
     each = Choice()
-    turns = {way: turn_of(way, mesh, each if way == WAYS[0] else ONCE, batches) for way in WAYS[:2]}
+    choices = dict(zip(WAYS, (each, ONCE, each, ONCE, each, ONCE), strict=True))
+    turns = {way: turn_of(way, mesh, choices[way], size) for way in WAYS[:2]}
     for turn in turns.values():
         seconds(turn, WARM_UP)
     first = torch.tensor([seconds(turns[way], steps) for way in WAYS[:2]])
     dist.all_reduce(first)  # so that all ranks choose alike
-    faster = each if first[0] < first[1] else ONCE
-    turns |= {way: turn_of(way, mesh, faster, batches) for way in WAYS[2:3]}
-    turns["tree"] = turn_of("tree", mesh, ONCE, batches)
+    choices["again"] = each if first[0] < first[1] else ONCE
+    turns |= {way: turn_of(way, mesh, choices[way], size) for way in WAYS[2:]}
     took: dict[str, list[float]] = {way: [] for way in WAYS}
     for way in WAYS[2:]:
         seconds(turns[way], WARM_UP)
@@ -111,9 +130,10 @@ def be_rank(rounds: int, steps: int) -> None:
     os._exit(0)
 
 
-def measure(world: int, rounds: int, steps: int) -> dict[str, list[float]]:
+def measure(world: int, size: str, rounds: int, steps: int) -> dict[str, list[float]]:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1", "any world"))}
-    command = [sys.executable, __file__, "--rank", "--rounds", str(rounds), "--steps", str(steps)]
+    command = [sys.executable, __file__, "--rank", "--size", size]
+    command += ["--rounds", str(rounds), "--steps", str(steps)]
     ranks = [
         subprocess.Popen(
             command,
@@ -130,15 +150,18 @@ def measure(world: int, rounds: int, steps: int) -> dict[str, list[float]]:
     return found
 
 
-def row_of(world: int, took: dict[str, list[float]]) -> dict[str, object]:
+def row_of(world: int, size: str, took: dict[str, list[float]]) -> dict[str, object]:
     faster = min(WAYS[:2], key=lambda way: statistics.median(took[way]))
-    row: dict[str, object] = {"ranks": world, "faster": faster}
+    row: dict[str, object] = {"ranks": world, "size": size, "faster": faster}
     row["its step, ms"] = 1e3 * statistics.median(took[faster])
-    for way in (*WAYS[:2], "again", "tree"):
+    for way in WAYS:
         ratios = [one / other for one, other in zip(took[way], took[faster], strict=True)]
         row[way] = statistics.median(ratios)
-    low, _, high = statistics.quantiles(ratios, n=4)
-    row["tree, quartiles"] = [low, high]
+        low, _, high = statistics.quantiles(ratios, n=4)
+        if way in WAYS[3:]:
+            row[f"{way}, quartiles"] = [low, high]
+    pairs = zip(took["printed"], took["tree"], strict=True)
+    row["fingerprint"] = statistics.median(one / other for one, other in pairs)
     slots = ROWS // MICRO
     row["sums"] = max(len(subtrees(slots_of(slots, rank, world))) for rank in range(world))
     row["kept"] = most_kept(slots, world)
@@ -148,16 +171,18 @@ def row_of(world: int, took: dict[str, list[float]]) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--steps", type=int, default=4, help="in a turn")
+    parser.add_argument("--steps", type=int, default=4, help="of a copy in a round")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     records.add_option(parser)
     arguments = parser.parse_args()
     if arguments.rank:
-        be_rank(arguments.rounds, arguments.steps)
+        be_rank(arguments.size, arguments.rounds, arguments.steps)
     for world in arguments.ranks:
-        found = row_of(world, measure(world, arguments.rounds, arguments.steps))
-        records.result(arguments.record, "same on any world", PROVES, [found], "ranks")
+        took = measure(world, arguments.size, arguments.rounds, arguments.steps)
+        found = row_of(world, arguments.size, took)
+        records.result(arguments.record, "same on any world", PROVES, [found], "ranks", "size")
 
 
 if __name__ == "__main__":

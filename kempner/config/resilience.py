@@ -243,21 +243,3 @@ class ResilienceSection(Section):
     def _names_faults(self) -> Self:
         parse_faults(self.faults)
         return self
-
-
-class IntegritySection(Section):
-    """Proof that no bit is wrong."""
-
-    recompute_interval: Annotated[PositiveInt | None, Key("steps", 100)] = None
-    """Every so often a step is computed again by other ranks, on another node if there is one, and
-    compared to the bit; a rank that lies is named, its node is left out, and the run goes back to
-    the last certified checkpoint. A suspicious loss is checked, too. Needs
-    train.same_on_any_world. None by default: nothing is computed twice."""
-
-    def refuse_without(self, same_on_any_world: bool) -> None:
-        """Raise `ValueError` where other ranks would compute other bits."""
-        if self.recompute_interval is not None and not same_on_any_world:
-            raise ValueError(
-                "integrity.recompute_interval needs train.same_on_any_world, without which another "
-                "rank computes other bits; set it, or remove integrity.recompute_interval"
-            )

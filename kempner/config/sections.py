@@ -12,13 +12,14 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from kempner.config.errors import COLLECTOR, NAME, PORTS, SET_NAME
+from kempner.config.integrity import IntegritySection
 from kempner.config.model import (
     AdapterSection,
     ModelSection,
     ParallelismSection,
     PreferencesSection,
 )
-from kempner.config.resilience import IntegritySection, ResilienceSection
+from kempner.config.resilience import ResilienceSection
 from kempner.config.section import (
     PURE,
     Beta,
@@ -118,6 +119,12 @@ class ProfilingSection(Section):
     """Also write a snapshot of GPU memory for pytorch.org/memory_viz."""
     keep: Annotated[PositiveInt, Key("traces", 20)] = 8
     """How many of a rank's newest traces are kept."""
+    numerics: Annotated[PathText | None, Key(example="numerics.jsonl")] = None
+    """A file for what each step computes: norms and fingerprints of the output of every module and
+    its gradient, of every parameter's gradient and update. Steps take several times as long. Blocks
+    that are compiled are seen from outside. `kempner replay --trace` sets it."""
+    numerics_from: Annotated[PositiveInt | None, Key("step number", 1000)] = None
+    """The first step that is written there; by default all are."""
 
 
 class RunSection(Section):
@@ -545,7 +552,8 @@ class Config(Section):
         degree = self.parallelism.tensor_parallel_degree
         self.adapter.refuse_beside(self.model, self.optimizer.name, self.train.fp8, degree)
         self.preferences.refuse_beside(self.adapter, bool(self.train.same_on_any_world))
-        self.integrity.refuse_without(bool(self.train.same_on_any_world))
+        exact = bool(self.train.same_on_any_world)
+        self.integrity.refuse_beside(exact, self.parallelism.reduce_gradients)
         return self
 
     @model_validator(mode="after")
@@ -559,8 +567,6 @@ class Config(Section):
             ),
             "with parallelism.tensor_parallel_degree above 1, which adds within a row in another "
             "order": parallelism.tensor_parallel_degree > 1,
-            'with parallelism.reduce_gradients="micro_batch", since sums are exchanged once a '
-            "step": parallelism.reduce_gradients == "micro_batch",
             'with optimizer.name="muon", whose updates depend on where a shard ends': (
                 self.optimizer.name == "muon"
             ),

@@ -21,12 +21,12 @@ from kempner.run.record.ledger import parse_lines
 from kempner.run.record.recorded_config import differences, recorded_config
 from kempner.run.record.run_dir import RunDirectory
 
-COMPARED = ("loss", "margin", "accuracy", "grad_norm", "lr")
+COMPARED = ("loss", "margin", "accuracy", "grad_norm", "lr", "fingerprint")
 """The values of a line of metrics.jsonl that belong to the step; the second and third are of
-preferences only."""
+preferences only, the last one is of weights and optimizer after it."""
 
 _OF_THE_RUN = ("run", "checkpoint", "supervise", "slurm", "hooks", "metrics", "profiling", "eval",
-               "distributed", "program", "resilience")  # fmt: skip
+               "distributed", "program", "resilience", "integrity")  # fmt: skip
 """Sections that do not affect what a step computes."""
 
 Line = Mapping[str, Any]
@@ -52,7 +52,8 @@ class RecordedRun:
 class ReplayPlan:
     """Which steps to compute on how many ranks: from the checkpoint of step `start` (None: from the
     initial weights) to `last`; `first` is the first to compare. `seconds` is how long the run took
-    for them, None if unknown. `remark` says why the last bits may differ, or is empty."""
+    for them, None if unknown. `remark` says why the last bits may differ, or is empty. `traced` is
+    whether what the steps compute is recorded."""
 
     start: int | None
     first: int
@@ -61,6 +62,7 @@ class ReplayPlan:
     config: Mapping[str, Any]
     seconds: float | None = None
     remark: str = ""
+    traced: bool = False
 
     @property
     def steps(self) -> int:
@@ -68,7 +70,7 @@ class ReplayPlan:
 
     @property
     def name(self) -> str:
-        return f"{self.first}-{self.last}-on-{self.ranks}"
+        return f"{self.first}-{self.last}-on-{self.ranks}{'-traced' if self.traced else ''}"
 
     @property
     def sentence(self) -> str:
@@ -210,7 +212,50 @@ def replay_config(plan: ReplayPlan, folder: Path) -> dict[str, Any]:
         "distributed": plan.config.get("distributed", {}),
         "resilience": rules,
         "metrics": {"log_interval": 1},
+        "profiling": _numerics(plan, folder) if plan.traced else {},
     }
+
+
+def _numerics(plan: ReplayPlan, folder: Path) -> dict[str, Any]:
+    return {"numerics": str(trace_of(folder)), "numerics_from": plan.first}
+
+
+def trace_of(replay: Path) -> Path:
+    """Where the ranks of a replay record what its steps compute."""
+    return replay.absolute() / "trace.jsonl"
+
+
+def copy_trace(replay: Path, target: Path) -> list[int]:
+    """Copy the last whole record of each step of a replay; returns the steps, in order. An
+    interrupted replay may have recorded some twice. Raises `OSError`."""
+    source = trace_of(replay)
+    places = _records(source) if source.exists() else {}
+    with target.open("wb") as copy:
+        for step in sorted(places):
+            start, end = places[step]
+            with source.open("rb") as file:
+                file.seek(start)
+                copy.write(file.read(end - start))
+    return sorted(places)
+
+
+def _records(trace: Path) -> dict[int, tuple[int, int]]:
+    """The first and the last byte of the last whole record of each step, which begins with a line
+    of the step itself, and has as many more as that says."""
+    found: dict[int, tuple[int, int]] = {}
+    step: int | None = None
+    start = end = left = 0
+    with trace.open("rb") as file:
+        for line in file:
+            end, left = end + len(line), left - 1
+            entry = next(parse_lines(line), None)
+            if entry is None:  # torn, or between two records
+                step = None
+            elif entry["kind"] == "step":
+                step, start, left = entry["step"], end - len(line), entry["lines"]
+            if step is not None and left == 0:
+                found[step] = start, end
+    return found
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,14 @@ def rms_norm(x: Tensor, norm: nn.RMSNorm) -> Tensor:
         return plain
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     fused: Tensor = _RMSNorm.apply(x, norm.weight, eps)  # type: ignore[no-untyped-call]
-    return fused
+    return shown(norm, x, fused)
+
+
+def shown(module: nn.Module, x: Tensor, output: Tensor) -> Tensor:
+    """`output`, which hooks of a module get to see although it has not computed it itself."""
+    for hook in module._forward_hooks.values():
+        hook(module, (x,), output)
+    return output
 
 
 class _RMSNorm(torch.autograd.Function):

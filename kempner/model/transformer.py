@@ -227,7 +227,8 @@ class Attention(nn.Module):
         projections = (self.wq, self.wk, self.wv)
         if fused.usable(x, *projections):
             weights = (projection.weight for projection in projections)
-            projected: tuple[Tensor, ...] = fused.Projections.apply(x, *weights)  # type: ignore[no-untyped-call]
+            made: tuple[Tensor, ...] = fused.Projections.apply(x, *weights)  # type: ignore[no-untyped-call]
+            projected = tuple(map(fused.shown, projections, (x,) * 3, made))
         else:
             projected = tuple(projection(x) for projection in projections)
         q, k, v = (heads.unflatten(-1, (-1, self.head_dim)) for heads in projected)  # type: ignore[no-untyped-call]

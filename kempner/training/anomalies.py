@@ -26,13 +26,14 @@ spikes."""
 @dataclass(frozen=True)
 class Numbers:
     """A step's loss, gradient norm and learning rate, and the train state after it; of preferences
-    also `PAIR_MEANS`, by name."""
+    also `PAIR_MEANS`, by name. `fingerprint` is that of the state after it, if it was taken."""
 
     train_state: TrainState
     loss: float
     norm: float
     rate: float
     of_pairs: Mapping[str, float] = field(default_factory=dict)
+    fingerprint: int | None = None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import platform
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -67,9 +66,6 @@ from kempner.training.observe.progress_bar import open_display
 from kempner.training.rank_link.rank_link import RankLink
 from kempner.training.rank_link.shutdown import StopListener
 
-if TYPE_CHECKING:
-    from kempner.training.step_checks import StepChecks
-
 
 def build(
     config: Config,
@@ -99,7 +95,7 @@ def build(
     state = _resume(config, ranks, checkpoints, record, history)
     flops = _flops_per_token(config, vocab_size, model)
     tools = Tools(
-        Data(partial(_open_feed, config, corpus, ranks), state),
+        Data(partial(_open_feed, config, corpus, ranks, choice), state),
         _open_telemetry(config, rank_link, ranks, attempt, flops, state, history),
         evaluation,
         faults,
@@ -110,14 +106,13 @@ def build(
     )
     health = Health(state.losses)
     loop = Training(config, ranks, model, optimizer, shutdown, checkpoints, tools, state, health)
-    loop.checks = _open_checks(loop, corpus, history)
-    return loop
+    return _with_checks(loop, corpus, history)
 
 
-def _open_checks(run: Training, corpus: Corpus, history: RunHistory) -> StepChecks | None:
-    """The checks of steps, if any are asked for."""
+def _with_checks(run: Training, corpus: Corpus, history: RunHistory) -> Training:
+    """The same with checks of its steps, if any are asked for."""
     if (interval := run.config.integrity.recompute_interval) is None:
-        return None
+        return run
     # Imports FSDP, which a rank that is alone is spared otherwise.
     from kempner.training.compute.slot_gradient import SlotGradient
     from kempner.training.step_checks import StepChecks
@@ -130,7 +125,10 @@ def _open_checks(run: Training, corpus: Corpus, history: RunHistory) -> StepChec
         if certified < known:  # what is made again is not
             run.record(CheckpointsCertified(certified))
     read = partial(_read_step, run.config, corpus.reopened(), run.ranks.degrees.data_world)
-    return StepChecks(run.gradient, run.model, run.optimizer, run.ranks, interval, read, certified)
+    run.checks = StepChecks(
+        run.gradient, run.model, run.optimizer, run.ranks, interval, read, certified
+    )
+    return run
 
 
 def _read_step(
@@ -309,10 +307,13 @@ def _snapshot_config(config: Config, run: RunDirectory, attempt: Attempt) -> Non
         replace_durable(run.changed_config(attempt.number), content, unique=attempt.nonce)
 
 
-def _open_feed(config: Config, corpus: Corpus, ranks: Ranks, train_state: TrainState) -> Feed:
+def _open_feed(
+    config: Config, corpus: Corpus, ranks: Ranks, choice: Choice, train_state: TrainState
+) -> Feed:
+    turns = choice.turns(ranks.degrees.shard)
     return Feed(
         corpus,
-        _slicing(config, ranks.data_rank, ranks.degrees.data_world, train_state),
+        _slicing(config, ranks.data_rank, ranks.degrees.data_world, train_state, turns),
         seq_len=config.train.seq_len,
         seed=config.train.seed,
         cursor=train_state.cursor,
@@ -322,7 +323,9 @@ def _open_feed(config: Config, corpus: Corpus, ranks: Ranks, train_state: TrainS
     )
 
 
-def _slicing(config: Config, rank: int, world: int, train_state: TrainState) -> Slicing:
+def _slicing(
+    config: Config, rank: int, world: int, train_state: TrainState, turns: int = 1
+) -> Slicing:
     return Slicing(
         config.train.global_batch_size,
         config.train.micro_batch_size,
@@ -330,6 +333,7 @@ def _slicing(config: Config, rank: int, world: int, train_state: TrainState) -> 
         world,
         skips=tuple((rollback.start, rollback.end) for rollback in train_state.rollbacks),
         whole_slots=bool(config.train.same_on_any_world),
+        turns=turns,
     )
 
 

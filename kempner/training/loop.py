@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from kempner.run.process.exit_codes import DivergedError, ExitCode, PeersLostErr
 from kempner.run.record.events import Diverged, Evaluated, LedgerEvent, RolledBack
 from kempner.run.record.ledger import EventRecorder
 from kempner.training.anomalies import Health, RollbackPlan, is_doubtful, observe, plan_rollback
+from kempner.training.compute.fingerprint import StateFingerprint, summed
 from kempner.training.compute.forward_backward import (
     StepGradient,
     weightless,
@@ -33,6 +34,7 @@ from kempner.training.evaluation import Evaluation
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks
 from kempner.training.observe.metrics import StepMetrics
+from kempner.training.observe.numerics import Numerics
 from kempner.training.observe.profiler import Profiler
 from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.vote import (
@@ -102,7 +104,16 @@ class Training:
     train_state: TrainState
     health: Health
     save_postponed: bool = False
-    checks: StepChecks | None = None
+    checks: StepChecks | None = field(init=False, default=None)
+    """Checks steps for silent corruption, if that is asked for."""
+    numerics: Numerics | None = field(init=False, default=None)
+    """Records what steps compute, if that is asked for."""
+
+    def __post_init__(self) -> None:
+        section, micro_steps = self.config.profiling, self.tools.data.feed.micro_steps
+        if section.numerics is not None:
+            where = self.train_state.step
+            self.numerics = Numerics(section, self.model, self.ranks, micro_steps, where)
 
     @cached_property
     def vote_group(self) -> VoteGroup:
@@ -133,6 +144,12 @@ class Training:
             tools.communication,
             tools.progress.waiting,
             self.config.preferences.beta,
+        )
+
+    @cached_property
+    def state_fingerprint(self) -> StateFingerprint:
+        return StateFingerprint(
+            self.model, self.optimizer, self.ranks.world.rank, self.ranks.world.size
         )
 
     def record(self, event: LedgerEvent) -> None:
@@ -213,7 +230,12 @@ def advance(run: Training, batch: StepBatch, means: Tensor) -> None:
     waiting = tools.progress.waiting
     any_shard = bool(train.same_on_any_world)
     clip, loss = train.clip_grad_norm, means[0]
+    if run.numerics is not None:
+        run.numerics.before_update()
     norm = update(run.model, run.optimizer, loss, rate, clip, waiting, any_shard)
+    if run.numerics is not None:
+        numbers: dict[str, Tensor | float] = {"loss": loss, "grad_norm": norm, "lr": rate}
+        run.numerics.after_update(step, batch, tools.data.feed.order, numbers)
     run.train_state = replace(
         before,
         step=step,
@@ -223,7 +245,8 @@ def advance(run: Training, batch: StepBatch, means: Tensor) -> None:
     tools.progress.made(step)
     if tools.profiler.tracing:
         tools.profiler.end(step)
-    tools.step_metrics.recent.send(run.train_state, means, norm, rate)
+    printed = print_state(run)
+    tools.step_metrics.recent.send(run.train_state, means, norm, rate, printed)
     if tools.step_metrics.log_samples:
         tools.step_metrics.record_samples(run.train_state, batch.positions)
 
@@ -249,6 +272,15 @@ def advance_checked(run: Training, batch: StepBatch, means: Tensor) -> None:
         checks.leave(run, verdict)
     if check:
         run.train_state = replace(run.train_state, checked=step)
+
+
+def print_state(run: Training) -> Tensor | None:
+    """The fingerprint of weights and moments, an int64 scalar; None for a step that is not logged,
+    or where none is asked for."""
+    wanted = run.config.integrity.fingerprints is not False
+    if not wanted or run.train_state.step % run.config.metrics.log_interval:
+        return None
+    return summed(run.state_fingerprint.local().sum(), run.tools.progress.waiting)
 
 
 def take_note(run: Training, everything: bool) -> None:

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import tomli_w
@@ -21,8 +23,10 @@ from kempner.cli.insight.target import RUN, RUN_METAVAR, run_of
 from kempner.cli.progress import busy
 from kempner.insight.replay import (
     Line,
+    RecordedRun,
     ReplayPlan,
     compare_steps,
+    copy_trace,
     logged_steps,
     plan_replay,
     read_recorded,
@@ -50,6 +54,10 @@ def replay(
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep the folder of the replay, replays/ in RUN_DIR.")
     ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="A file for what the steps compute: lines of JSON, by module."),
+    ] = None,
 ) -> int:
     """Compute steps of a run again from the checkpoint before them; exit 1 if a bit differs.
 
@@ -59,12 +67,7 @@ def replay(
     """
     run, last = run_of(run_dir), step if to is None else to
     theirs = CheckpointFolder(checkpoint_folder(run))
-    try:
-        recorded = read_recorded(run, theirs.committed(), step, last)
-    except OSError as error:
-        raise cannot_read(run.path, error) from error
-    plan = plan_replay(recorded, step, last, ranks)
-    typer.echo(plan.sentence)
+    recorded, plan = _plan(run, theirs, (step, last), ranks, trace)
     place = RunDirectory(run.replays / plan.name)
     code = _compute(plan, place, theirs, on_this_machine=ranks is not None)
     if code != ExitCode.COMPLETED:
@@ -73,10 +76,47 @@ def replay(
     same = [
         _compare_steps(recorded.lines, place, step),
         _compare_states(theirs, CheckpointFolder(place.checkpoints), last),
+        trace is None or _hand_over(place, trace, step, last),
     ]
     if not keep:
         shutil.rmtree(place.path, ignore_errors=True)
     return ExitCode.COMPLETED if all(same) else ExitCode.CRASHED
+
+
+def _plan(
+    run: RunDirectory,
+    theirs: CheckpointFolder,
+    steps: tuple[int, int],
+    ranks: int | None,
+    trace: Path | None,
+) -> tuple[RecordedRun, ReplayPlan]:
+    """What to compare with, and what to compute, which is said. Raises `RunError` now if the trace
+    could not be written later."""
+    try:
+        recorded = read_recorded(run, theirs.committed(), *steps)
+    except OSError as error:
+        raise cannot_read(run.path, error) from error
+    plan = plan_replay(recorded, *steps, ranks)
+    typer.echo(plan.sentence)
+    if trace is None:
+        return recorded, plan
+    try:
+        trace.open("ab").close()
+    except OSError as error:
+        raise cannot_write(trace, error) from error
+    return recorded, replace(plan, traced=True)
+
+
+def _hand_over(place: RunDirectory, trace: Path, first: int, last: int) -> bool:
+    """Write the trace, and say what it has; whether that is all."""
+    try:
+        steps = copy_trace(place.path, trace)
+    except OSError as error:
+        raise cannot_write(trace, error) from error
+    missing = sorted({*range(first, last + 1)} - {*steps})
+    lacks = f", without step {missing[0]}, which could not be written" if missing else ""
+    typer.echo(f"trace: {trace}, {count(len(steps), 'step')}{lacks}")
+    return not missing
 
 
 def _compute(

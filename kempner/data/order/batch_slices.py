@@ -1,27 +1,31 @@
 """Computes each rank's positions in a step from the cursor; the same on every rank.
 
 A step over a global batch of G sequences consumes the positions [cursor, cursor + G). Ranks take
-contiguous slices, which may differ by one in length. All ranks run the same number of micro
-steps; what a rank lacks is filled with PADDING, rows that weigh nothing in the loss.
+contiguous slices, which may differ by one in length, or micro batches in turn. All ranks run the
+same number of micro steps; what a rank lacks is filled with PADDING, rows that weigh nothing in the
+loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 PADDING = -1  # in place of a position: a row without a sample
 
 
-def rank_slice(cursor: int, global_batch_size: int, rank: int, world: int) -> range:
-    """The positions of one rank; empty for some where the world exceeds the batch. Raises
-    ValueError unless 0 <= rank < world and the batch has a sequence."""
+def rank_slice(cursor: int, global_batch_size: int, rank: int, world: int, turns: int = 1) -> range:
+    """The positions of one rank; empty for some where the world exceeds the batch. `turns`
+    neighbours, a divisor of `world`, take those of one slice in turn. Raises ValueError unless
+    0 <= rank < world and the batch has a sequence."""
     if not 0 <= rank < world or global_batch_size < 1:
         raise ValueError(f"no slice of {global_batch_size} for rank {rank} of {world}")
-    start, stop = (cursor + global_batch_size * bound // world for bound in (rank, rank + 1))
-    return range(start, stop)
+    group, groups = rank // turns, world // turns
+    start, stop = (cursor + global_batch_size * bound // groups for bound in (group, group + 1))
+    return range(start, stop)[rank % turns :: turns]
 
 
 def micro_steps(global_batch_size: int, world: int, micro_batch_size: int) -> int:
@@ -47,19 +51,22 @@ class Slicing:
     whole_slots: bool = False
     """Cut between micro batches of the whole global batch only, which are then the same in every
     world."""
+    turns: int = 1
+    """Of `whole_slots`: this many neighbouring ranks take those of a common range in turn."""
 
     @cached_property
     def micro_steps(self) -> int:
         return micro_steps(self.global_batch_size, self.world, self.micro_batch_size)
 
     @cached_property
-    def share(self) -> range:
-        """The positions of this rank in a step, counted from its first."""
+    def share(self) -> Sequence[int]:
+        """The positions of this rank in a step, ascending, counted from its first."""
         if not self.whole_slots:
             return rank_slice(0, self.global_batch_size, self.rank, self.world)
         size = self.micro_batch_size
-        slots = rank_slice(0, -(-self.global_batch_size // size), self.rank, self.world)
-        return range(slots.start * size, min(slots.stop * size, self.global_batch_size))
+        slots = rank_slice(0, -(-self.global_batch_size // size), self.rank, self.world, self.turns)
+        positions = range(self.global_batch_size)
+        return [*chain(*(positions[slot * size :][:size] for slot in slots))]
 
     def positions(self, cursor: int) -> list[int]:
         """The positions of this rank in the step at `cursor`, ascending."""
@@ -68,7 +75,7 @@ class Slicing:
     def rows(self, cursor: int) -> list[list[int]]:
         """The micro batches of that step: lists of `micro_batch_size` positions or PADDING."""
         size = self.micro_batch_size
-        mine = range(cursor + self.share.start, cursor + self.share.stop)
+        mine = self.positions(cursor)
         rows = [*mine, *[PADDING] * (self.micro_steps * size - len(mine))]
         return [rows[at : at + size] for at in range(0, len(rows), size)]
 

@@ -35,6 +35,11 @@ class Choice:
     """Parameters are kept until the step's last backward, not freed after a block's forward."""
     reason: str = ""
 
+    def turns(self, shards: int) -> int:
+        """With `train.same_on_any_world` and this many shards: the neighbouring ranks that take
+        slots in turn, so that none needs the whole gradient; 1 if it is sent once a step."""
+        return 1 if self.reduce_once else shards
+
     def describe(self) -> str:
         return (
             f"reduce_gradients={'step' if self.reduce_once else 'micro_batch'}, "

@@ -44,8 +44,9 @@ class Estimate:
     the moments that the optimizer has; in a world of more than one, c (output + 2 blocks) / t for
     gathered weights and (c + 4) max(output, block) / t for gradients on their way; alone, c P for
     autocast's copies unless c = 4. Gradients that are reduced once a step take 4 P / t, and weights
-    that are kept c (P + block) / t. `train.same_on_any_world` keeps several whole gradients
-    (`sums_kept`), and twice as many of an output or a block are on their way. An adapter's numbers
+    that are kept c (P + block) / t. `train.same_on_any_world` keeps several sums (`sums_kept`) of
+    4 P, and twice as many of an output or a block are on their way; or of 4 P / W, if slots are
+    taken in turn. An adapter's numbers
     are part of P, and then gradients and moments are of those alone. Activations and logits as
     their own functions say; of preferences 4 T more for the reference's log probabilities, whose
     forward keeps nothing else and is over before the other begins. Shards of a matrix whose rows W
@@ -87,9 +88,12 @@ def estimate_memory(
     parameters, trained = shape.parameters + extra, extra or shape.parameters
     tokens = train.micro_batch_size * train.seq_len
     gradients = MASTER_BYTES * -(-trained // shards)
-    kept = sums_kept(config, mesh)
+    kept = sums_kept(config, mesh, choice)
     alone = mesh.world == 1 and not kept  # with plain tensors, which autocast copies
-    if kept or (mesh.world > 1 and choice.reduce_once):
+    in_turn = kept > 0 and choice.turns(mesh.shard) > 1
+    if in_turn:
+        gradients *= kept + 1  # and what FSDP takes for the gradient meanwhile
+    elif kept or (mesh.world > 1 and choice.reduce_once):
         gradients = max(kept, 1) * MASTER_BYTES * trained // tensor
     per_token = activation_bytes_per_token(
         shape,
@@ -106,7 +110,7 @@ def estimate_memory(
         gradients=gradients,
         moments=MASTER_BYTES * -(-moments // shards),
         gathered=_gathered(shape, extra, mesh, compute_bytes, choice, alone),
-        gradient_buffers=_gradient_buffers(shape, extra, mesh, compute_bytes, kept),
+        gradient_buffers=_gradient_buffers(shape, extra, mesh, compute_bytes, kept, in_turn),
         activations=tokens * per_token,
         logits=logits + (MASTER_BYTES * tokens if config.preferences.on else 0),
     )
@@ -124,22 +128,30 @@ def _gathered(
     return compute_bytes * (parameters + block if choice.keep_parameters else two) // mesh.tensor
 
 
-def sums_kept(config: Config, mesh: MeshDegrees) -> int:
-    """The whole gradients that a rank has at a time with `train.same_on_any_world`: sums of
-    subtrees, and that of the newest slot; 0 without it."""
+def sums_kept(config: Config, mesh: MeshDegrees, choice: Choice) -> int:
+    """The gradients that a rank has at a time with `train.same_on_any_world`, whole, or its rows if
+    slots are taken in turn: sums of subtrees, and that of the newest slot; 0 without it."""
     train = config.train
     if not train.same_on_any_world:
         return 0
-    return most_kept(-(-train.global_batch_size // train.micro_batch_size), mesh.data_world)
+    owners = mesh.data_world // choice.turns(mesh.shard)
+    return most_kept(-(-train.global_batch_size // train.micro_batch_size), owners)
 
 
 def _gradient_buffers(
-    shape: Shape, extra: int, mesh: MeshDegrees, compute_bytes: int, kept: int
+    shape: Shape,
+    extra: int,
+    mesh: MeshDegrees,
+    compute_bytes: int,
+    kept: int,
+    in_turn: bool,
 ) -> int:
     """Bytes of whole gradients on their way: of an adapter alone, if there is one. Where several
-    are `kept`, they are copied to be sent, and as much is received."""
+    are `kept`, they are copied to be sent, and as much is received; `in_turn` that of one slot."""
     whole = max(shape.head_parameters, shape.block_parameters)
     largest = extra // shape.n_layers or whole
+    if in_turn:
+        return (compute_bytes + 2 * MASTER_BYTES) * largest
     if kept:
         return 2 * kept * MASTER_BYTES * largest
     return (compute_bytes + MASTER_BYTES) * largest // mesh.tensor if mesh.world > 1 else 0
@@ -374,7 +386,13 @@ def step_traffic(config: Config, situation: Situation, shape: Shape, choice: Cho
 def _allowed(config: Config, situation: Situation) -> Iterator[Choice]:
     """What the configuration leaves open, what takes least memory first."""
     section = config.parallelism
-    reduced = "step" if config.train.same_on_any_world else section.reduce_gradients
+    reduced = section.reduce_gradients
+    whole = situation.gpu_memory is None or situation.mesh.shard == 1
+    if config.train.same_on_any_world and reduced == "auto" and whole:
+        reduced = "step"  # slots that are taken in turn send more, for the memory of a GPU
+    compared = config.integrity.recompute_interval is not None
+    if compared:
+        reduced = "step"  # of slots that are taken in turn no rank has the whole gradient
     for keep in (False, True):
         for once in (False, True):
             # With one micro batch there is nothing to keep gradients for.
@@ -382,4 +400,4 @@ def _allowed(config: Config, situation: Situation) -> Iterator[Choice]:
                 continue
             if section.reshard_after_forward == ("always" if keep else "never"):
                 continue
-            yield Choice(once and situation.micro_batches > 1, keep)
+            yield Choice(once and (compared or situation.micro_batches > 1), keep)

@@ -3,8 +3,11 @@
 The global batch is divided into slots of one micro batch each. Slots are the leaves of a binary
 tree whose shape follows from their number alone: a node of level l spans 2^l slots from a multiple
 of 2^l on, its value is the left child's plus the right one's, and what lies behind the last slot is
-skipped. A rank owns a contiguous range of slots. It adds up the largest complete subtrees of its
-range, and only those are sent; whatever the number of ranks, the same pairs are added.
+skipped. Whatever the number of ranks, the same pairs are added.
+
+Either a rank owns a contiguous range of slots, adds up the largest complete subtrees of its range,
+and only those are sent; or the ranks that share parameters by rows own a range together, take its
+slots in turn, send each slot's gradient at once, and add up their own rows.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ T = TypeVar("T")
 
 
 def slots_of(total: int, rank: int, world: int) -> range:
-    """The slots of one rank; empty for some where there are more ranks than slots."""
+    """The slots of one rank, or of one group of ranks; empty for some where there are more of those
+    than slots."""
     return range(total * rank // world, total * (rank + 1) // world)
 
 
@@ -34,7 +38,8 @@ def subtrees(slots: range) -> list[range]:
 
 
 def most_kept(total: int, world: int) -> int:
-    """The largest number of sums that a rank keeps at a time, the newest slot's included."""
+    """The largest number of sums of subtrees that are kept at a time, the newest slot's included,
+    by a rank, or of `world` groups of ranks that take slots in turn by one of them."""
     return max(_most_of(slots_of(total, rank, world)) for rank in range(world))
 
 

@@ -2,19 +2,21 @@
 `model/spec/slot_tree.py`: the same bits on any number of data parallel ranks, replicated or
 sharded.
 
-FSDP reduces nothing here. After each backward this rank takes the whole gradient of its slot and
-adds it to those of its largest complete subtrees. After the last one, these are exchanged, first
-among the ranks that shard the parameters, of which each gets its own rows, then among replicas, of
-which each gets an equal part, adds it up, and hands it to the others.
+FSDP reduces nothing here. Either once a step: after each backward this rank takes the whole
+gradient of its slot and adds it to those of its largest complete subtrees; after the last one,
+these are exchanged among the ranks that shard the parameters, of which each gets its own rows. Or
+after every micro batch: these ranks take slots in turn, and in place of FSDP's reduce-scatter each
+gets its own rows of the newest slots. At the end of the step replicas exchange their sums: each
+gets an equal part, adds it up, and hands it to the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -30,9 +32,9 @@ from kempner.training.compute.forward_backward import set_rng, summed_loss
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
-    Parts = Sequence[FSDPParam]
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class SlotGradient:
         self, micro_batches: Sequence[MicroBatch], step: int, witness: Witness | None = None
     ) -> Tensor:
         """The loss of the step whose gradient becomes that of the parameters; as
-        `StepGradient.add`."""
+        `StepGradient.add`. Slots that are taken in turn have no `witness`."""
         losses, valid, sums = self._sum_slots(micro_batches, step, dist.get_rank(), witness)
         with self.waiting("the exchange of gradients"):
             self._exchange(sums.values)
@@ -80,13 +82,15 @@ class SlotGradient:
     ) -> list[Tensor]:
         """The gradient again, where rank r takes the part of rank `parts[r]`, whose `micro_batches`
         it passes: that rank's shards, in the order of `trained`. Nothing else changes. The shards
-        are exchanged between all ranks at once, whatever the mesh."""
+        are exchanged between all ranks at once, whatever the mesh; not for slots that are taken in
+        turn."""
+        assert self._turn[1] == 1
         _, _, sums = self._sum_slots(micro_batches, step, parts[dist.get_rank()], witness)
         shards = dist.get_world_size(self.mesh.get_group("shard"))
         own = parts[dist.get_rank()] % shards
         owned = [self._slots_of(part) for part in parts]
         found, values = list[Tensor](), sums.values
-        for group in self._groups:
+        for group in map(trained, self._groups):
             whole = [each.pop(0) for each in values for _ in group]
             shapes = [shard_shape(p.sharded_param.shape, own, shards) for p in group]
             sizes = [shape.numel() for shape in shapes]
@@ -100,7 +104,7 @@ class SlotGradient:
     @property
     def trained(self) -> list[Tensor]:
         """The parameters that have a gradient."""
-        return [parameter.sharded_param for parameter in chain(*self._groups)]
+        return [parameter.sharded_param for parameter in chain(*map(trained, self._groups))]
 
     def _sum_slots(
         self,
@@ -111,29 +115,36 @@ class SlotGradient:
     ) -> tuple[Tensor, Tensor, SubtreeSums[list[Tensor]]]:
         """Forward and backward of the slots of one rank: the loss of each, the number of valid
         tokens of all ranks, and the sums of this rank's gradients."""
-        own = self._slots_of(part)
+        own, (turn, turns) = self._slots_of(part), self._turn
         valid = self._count_tokens(micro_batches, witness)
         losses = torch.zeros(self.slots, device=self.device)
         sums = SubtreeSums[list[Tensor]](_add_each)
-        sharded = self._sharded
-        sharded.set_requires_gradient_sync(False)
+        sharded, in_turn = self._sharded, self._in_turn
+        sharded.set_requires_gradient_sync(turns > 1)
+        sharded.set_requires_all_reduce(False)
         for number, micro_batch in enumerate(micro_batches):
-            slot = own.start + number
+            slot = own.start + number * turns + turn
+            for exchange in in_turn:
+                exchange.slots = own[number * turns :][:turns]
             set_rng(self.seed, step, slot, 0)
             last = number == len(micro_batches) - 1
             sharded.set_reshard_after_backward(last or not self.choice.keep_parameters)
             loss = summed_loss(self.model, micro_batch, self.device)
             (loss / valid).backward()  # type: ignore[no-untyped-call]
-            gradients = [taken(parameter) for parameter in chain(*self._groups)]
+            gradients = [] if turns > 1 else self._taken()
             if slot not in own:
                 continue
+            losses[slot] = loss.detach()
             if witness is not None:
                 witness.slot(micro_batch, loss.detach(), gradients)
-            losses[slot] = loss.detach()
-            sums.push(range(slot, slot + 1), gradients)
+            if turns == 1:
+                sums.push(range(slot, slot + 1), gradients)
         if witness is not None:
             witness.sums(sums.values)
         return losses, valid, sums
+
+    def _taken(self) -> list[Tensor]:
+        return [taken(parameter) for parameter in chain(*map(trained, self._groups))]
 
     def _count_tokens(self, micro_batches: Sequence[MicroBatch], witness: Witness | None) -> Tensor:
         targets = [batch.targets.to(self.device, non_blocking=True) for batch in micro_batches]
@@ -152,25 +163,48 @@ class SlotGradient:
         return self.model
 
     @cached_property
-    def _groups(self) -> list[Parts]:
-        """The parameters that train, as they are gathered."""
+    def _groups(self) -> list[FSDPParamGroup]:
+        """Those that have parameters that train."""
         from torch.distributed.fsdp import FSDPModule
 
         modules = (m for m in self.model.modules() if isinstance(m, FSDPModule))
         groups = (g for m in modules for g in m._get_fsdp_state()._fsdp_param_groups)
-        once = {id(group): group for group in groups}.values()  # modules may share theirs
-        found = ([p for p in g.fsdp_params if p.sharded_param.requires_grad] for g in once)
-        return [group for group in found if group]
+        # Modules that are gathered together have the same group.
+        return [group for group in dict.fromkeys(groups) if trained(group)]
 
-    def _exchange(self, sums: list[list[Tensor]]) -> None:
-        """Give the parameters this rank's shard of the whole sum; empties `sums` as it goes."""
-        for group in self._groups:
-            mine = [[each.pop(0) for _ in group] for each in sums]
-            sizes = [parameter.sharded_size.numel() for parameter in group]
-            whole = self._over_replicas(self._over_shards(mine, sum(sizes)), sum(sizes))
-            for parameter, shard in zip(group, torch.split(whole, sizes), strict=True):
-                gradient = parameter.to_sharded_dtensor(shard.view(parameter.sharded_size))
-                parameter.sharded_param.grad = gradient
+    @cached_property
+    def _turn(self) -> tuple[int, int]:
+        """This rank's turn among those that take slots in turn, and how many these are."""
+        turns = self.choice.turns(dist.get_world_size(self.mesh.get_group("shard")))
+        return dist.get_rank() % turns, turns
+
+    @cached_property
+    def _in_turn(self) -> list[SumsInTurn]:
+        """Of each group, in place of its reduce-scatter; none if slots are not taken in turn."""
+        if self._turn[1] == 1:
+            return []
+        exchanges = [SumsInTurn(self.waiting) for _ in self._groups]
+        for group, exchange in zip(self._groups, exchanges, strict=True):
+            group._reduce_scatter_comm = cast("ReduceScatter", exchange)
+        return exchanges
+
+    def _exchange(self, kept: list[list[Tensor]]) -> None:
+        """Give the parameters this rank's shard of the whole sum. `kept` are the whole tensors of
+        this rank's sums, unless slots were taken in turn; they are emptied on the way."""
+        for number, group in enumerate(self._groups):
+            parameters = trained(group)
+            if self._in_turn:
+                sums = self._in_turn[number].take()
+                group._partial_reduce_output = None  # what replicas would add up once a step
+                sizes = [each.padded_sharded_param_size.numel() for each in parameters]
+            else:
+                mine = [[each.pop(0) for _ in parameters] for each in kept]
+                sizes = [each.sharded_size.numel() for each in parameters]
+                sums = self._over_shards(mine, sum(sizes))
+            whole = torch.split(self._over_replicas(sums, sum(sizes)), sizes)
+            for parameter, piece in zip(parameters, whole, strict=True):
+                shard = piece[: parameter.sharded_size.numel()].view(parameter.sharded_size)
+                parameter.sharded_param.grad = parameter.to_sharded_dtensor(shard)
 
     def _over_shards(self, mine: list[list[Tensor]], size: int) -> SubtreeSums[Tensor]:
         """This rank's rows, `size` elements, of the sums over the slots of its replica. `mine` has
@@ -189,11 +223,7 @@ class SlotGradient:
             return sums.whole()
         ranks = self.mesh.get_group("replicate")
         replicas = dist.get_world_size(ranks)
-        shards = dist.get_world_size() // replicas
-        owned = []
-        for first in range(0, replicas * shards, shards):
-            last = self._slots_of(first + shards - 1)
-            owned.append(range(self._slots_of(first).start, last.stop))
+        owned = [slots_of(self.slots, replica, replicas) for replica in range(replicas)]
         part = -(-size // replicas)
         filled = [F.pad(value, (0, part * replicas - size)) for value in sums.values]
         parts = [[value[n * part :][:part] for value in filled] for n in range(replicas)]
@@ -203,7 +233,54 @@ class SlotGradient:
         return whole[:size]
 
     def _slots_of(self, rank: int) -> range:
-        return slots_of(self.slots, rank, dist.get_world_size())
+        """The slots of a rank, or of those with which it takes them in turn."""
+        turns = self._turn[1]
+        return slots_of(self.slots, rank // turns, dist.get_world_size() // turns)
+
+
+@dataclass
+class SumsInTurn:
+    """In place of the reduce-scatter of a group of parameters, with the signature that FSDP calls:
+    this rank's rows of the newest slots' gradients, added to those of the slots before."""
+
+    waiting: Waiting
+    slots: range = range(0)
+    """The newest ones: the first is that of the first rank."""
+    sums: SubtreeSums[Tensor] = field(default_factory=lambda: _nothing())
+
+    def take(self) -> SubtreeSums[Tensor]:
+        """The sums of a step, which begins anew."""
+        taken, self.sums = self.sums, _nothing()
+        return taken
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        received, newest = torch.empty_like(input_tensor), _nothing()
+        with self.waiting("the exchange of gradients"):
+            dist.all_to_all_single(received, input_tensor, group=group)
+        of_ranks = received.view(dist.get_world_size(group), -1)[: len(self.slots)]
+        for slot, gradient in zip(self.slots, of_ranks, strict=True):
+            newest.push(range(slot, slot + 1), gradient)
+        for subtree, value in newest.kept:
+            self.sums.push(subtree, value.clone())  # or all that was received would stay
+        output_tensor.zero_()  # what the parameters have until the step's last exchange
+
+
+def _nothing() -> SubtreeSums[Tensor]:
+    return SubtreeSums(Tensor.add_)
+
+
+def trained(group: FSDPParamGroup) -> list[FSDPParam]:
+    return [each for each in group.fsdp_params if each.sharded_param.requires_grad]
 
 
 def taken(parameter: FSDPParam) -> Tensor:
@@ -249,7 +326,7 @@ def _exchanged(
         taken_of = [size * len(each) for each in known]
         sent, received = received, received.new_empty(sum(taken_of))
         dist.all_to_all_single(received, sent, taken_of, given, group=ranks)
-    sums = SubtreeSums[Tensor](Tensor.add_)
+    sums = _nothing()
     numbered = enumerate(chain(*known))
     for number, subtree in sorted(numbered, key=lambda each: each[1].start):
         sums.push(subtree, received[number * size :][:size])

@@ -9,6 +9,8 @@ import sys
 
 from harness import Run
 
+from kempner.run.record.ledger import read_lines
+
 
 def replay(run: Run, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kempner", "replay", str(run.record.path)]
@@ -27,11 +29,16 @@ def test_steps_of_a_run_with_faults_are_computed_again(run: Run) -> None:
     run.complete(3, "--train.max_steps=40", *options[1:], *once)
     files = {path: path.stat().st_mtime_ns for path in run.checkpoints.rglob("*")}
 
-    step = random.Random(36).randrange(11, 29)
-    done = replay(run, "--step", step, "--to", 30)
+    step, trace = random.Random(36).randrange(11, 29), run.folder / "trace.jsonl"
+    done = replay(run, "--step", step, "--to", 30, "--trace", trace)
     assert done.returncode == 0, (done.stdout, done.stderr)
     assert f"{31 - step} steps: equal to the bit" in done.stdout
-    assert "weights and optimizer: equal to the bit" in done.stdout
+    assert "weights and optimizer: equal to the bit" in done.stdout, "also while it is traced"
+    traced = [line for line in read_lines(trace) if line["kind"] == "step"]
+    shown = {line["step"]: (line["loss"], line["grad_norm"]) for line in traced}
+    assert shown == {n: values for n, values in run.steps().items() if step <= n <= 30}
+    taken = [n for line in read_lines(trace) for n in line.get("positions", ())]
+    assert taken == run.taken()[8 * (step - 1) : 8 * 30], "the samples of each micro batch"
     assert files == {path: path.stat().st_mtime_ns for path in run.checkpoints.rglob("*")}
     assert not list(run.record.replays.iterdir())
 

@@ -1,6 +1,7 @@
 """One rank of a test: steps of several models, replicated and sharded, and their bits.
 
-Usage: any_world.py OUT MESH..., a mesh as in 2x3: replicate, shard. Rank 0 writes OUT.
+Usage: any_world.py OUT MODELS MESH..., a mesh as in 2x3: replicate, shard; 2x3* with slots in turn.
+Rank 0 writes OUT.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ Bits = list[tuple[str, str, str, str]]
 fingerprint."""
 
 
-def micro_batches(step: int, rank: int, world: int) -> list[MicroBatch]:
+def micro_batches(step: int, rank: int, world: int, turns: int) -> list[MicroBatch]:
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, VOCAB, (ROWS, LENGTH + 1), generator=generator)
     targets = tokens[:, 1:].clone()
@@ -86,14 +87,13 @@ def micro_batches(step: int, rank: int, world: int) -> list[MicroBatch]:
             torch.stack([nothing[0] if n == PADDING else tokens[n, :-1] for n in rows]),
             torch.stack([nothing[1] if n == PADDING else targets[n] for n in rows]),
         )
-        for rows in Slicing(ROWS, MICRO, rank, world, whole_slots=True).rows(0)
+        for rows in Slicing(ROWS, MICRO, rank, world, whole_slots=True, turns=turns).rows(0)
     ]
 
 
-def built(asked: Config, degrees: MeshDegrees) -> tuple[Transformer, SlotGradient]:
+def built(asked: Config, degrees: MeshDegrees, choice: Choice) -> tuple[Transformer, SlotGradient]:
     dimensions = degrees.dimensions()
     mesh = init_device_mesh("cpu", tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
-    choice = Choice(reduce_once=True, keep_parameters=degrees.replicate > 1)
     model = build_model(asked, VOCAB, CPU, mesh, choice)
     model.document_end = 7
     set_weights(model, asked)
@@ -111,14 +111,17 @@ def digest(table: Mapping[str, Tensor]) -> str:
     return hashed.hexdigest()
 
 
-def bits(asked: Config, degrees: MeshDegrees) -> Bits:
+def bits(asked: Config, on: str) -> Bits:
     """The bits of some steps on a mesh."""
-    model, gradient = built(asked, degrees)
+    degrees = MeshDegrees(*map(int, on.removesuffix("*").split("x")))
+    choice = Choice(reduce_once=not on.endswith("*"), keep_parameters=degrees.replicate > 1)
+    model, gradient = built(asked, degrees, choice)
+    share = dist.get_rank(), dist.get_world_size(), choice.turns(degrees.shard)
     optimizer = build_optimizer(model, asked.optimizer, any_shard=True)
     prints = StateFingerprint(model, optimizer, dist.get_rank(), dist.get_world_size())
     found = []
     for step in range(1, STEPS + 1):
-        loss = gradient.add(micro_batches(step, dist.get_rank(), dist.get_world_size()), step)
+        loss = gradient.add(micro_batches(step, *share), step)
         norm = update(model, optimizer, loss, 1e-2 / step, 0.5, any_shard=True)
         state = digest(capture(model, optimizer))
         told = text_of(int(summed(prints.local().sum())))
@@ -131,11 +134,7 @@ def main(out: Path, which: str, meshes: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     models = COMPILED if which == "compiled" else MODELS
-    found = {
-        (name, text): bits(asked, MeshDegrees(*map(int, text.split("x"))))
-        for name, asked in models.items()
-        for text in meshes
-    }
+    found = {(name, text): bits(asked, text) for name, asked in models.items() for text in meshes}
     if dist.get_rank() == 0:
         torch.save(found, out)
     print(f"rank {dist.get_rank()} has seen it all", flush=True)

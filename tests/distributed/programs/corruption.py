@@ -21,6 +21,7 @@ sys.path.append(str(Path(__file__).parent))
 from any_world import built, config, micro_batches
 
 from kempner.checkpoint.tensors.state import local_part
+from kempner.model.spec.communication import Choice
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.training.bit_flips import BitFlip, flip
 from kempner.training.compute.optimizer import build_optimizer, update
@@ -62,7 +63,8 @@ class Training:
     def __init__(self, per_node: int, sizes: dict[str, Any], optimizer: str) -> None:
         asked = config({**sizes, "dropout": 0.1}, optimizer={"name": optimizer, "lr": RATE})
         world = dist.get_world_size()
-        self.model, self.gradient = built(asked, MeshDegrees(shard=world))
+        choice = Choice(reduce_once=True)
+        self.model, self.gradient = built(asked, MeshDegrees(shard=world), choice)
         self.optimizer = build_optimizer(self.model, asked.optimizer, any_shard=True)
         self.chain = StateChain(self.model, self.optimizer)
         votes = dist.new_group(backend="gloo")
@@ -88,7 +90,7 @@ class Training:
         if flips is not None and where not in ("reduced", "update"):
             flips.plant(self.model, self.optimizer)
         witness = self.checks.watch() if check else None
-        loss = self.gradient.add(micro_batches(step, rank, world), step, witness)
+        loss = self.gradient.add(micro_batches(step, rank, world, 1), step, witness)
         if flips is not None and where == "reduced":
             gradient = self._of(flips.element).grad
             assert gradient is not None
@@ -98,7 +100,7 @@ class Training:
         verdict = judge_memory(broken)
         if check and verdict is None:
             verdict = self.checks.check_gradient(
-                step, lambda part: micro_batches(step, part, world)
+                step, lambda part: micro_batches(step, part, world, 1)
             )
         if verdict is not None:
             return verdict

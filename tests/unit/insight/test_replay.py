@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 from kempner.insight.replay import (
     RecordedRun,
     compare_steps,
+    copy_trace,
     plan_replay,
     replay_config,
     start_of,
+    trace_of,
 )
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.events import RolledBack
@@ -114,3 +117,25 @@ def test_values_that_both_have_are_compared() -> None:
     assert (first.step, dict(first.differing)) == (3, {})
     assert dict(second.differing) == {"margin": (0.25, 0.5)}
     assert second.sentence == "step 4 differs: margin 0.25 in the run, 0.5 here"
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.booleans()), max_size=12))
+def test_of_a_trace_the_last_whole_record_of_each_step_counts(
+    tmp_path_factory: pytest.TempPathFactory, records: list[tuple[int, int, bool]]
+) -> None:
+    """An interrupted replay has torn records, and steps that it has recorded twice."""
+    folder = tmp_path_factory.mktemp("replay")
+    expected: dict[int, list[dict[str, object]]] = {}
+    with trace_of(folder).open("w") as file:
+        for number, (step, more, torn) in enumerate(records):
+            head = {"step": step, "kind": "step", "lines": more, "number": number}
+            lines = [head, *({"step": step, "kind": "output", "n": n} for n in range(more))]
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            file.write(text[: len(text) * 2 // 3] if torn else text)
+            if torn:
+                file.write("\n")
+            else:
+                expected[step] = lines
+    assert copy_trace(folder, folder / "copy") == sorted(expected)
+    found = [json.loads(line) for line in (folder / "copy").read_text().splitlines()]
+    assert found == [line for step in sorted(expected) for line in expected[step]]

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kempner.data.order.batch_slices import rank_slice
+from kempner.data.order.batch_slices import PADDING, Slicing, rank_slice
 from kempner.model.spec.slot_tree import SubtreeSums, most_kept, slots_of, subtrees
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-1e6, max_value=1e6)
@@ -82,3 +82,22 @@ def test_a_sum_in_the_order_of_the_ranks_is_another() -> None:
     of_two = sum(values[1:3], values[0]) + sum(values[4:], values[3])
     assert alone != of_two
     assert over_ranks(values, []) == over_ranks(values, [3])
+
+
+@given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 6), st.integers(1, 6))
+def test_ranks_that_take_slots_in_turn_have_the_newest_ones_of_their_range(
+    batch: int, size: int, replicas: int, turns: int
+) -> None:
+    """Slot number m * turns + r of a range is micro batch m of the rank whose turn is r."""
+    world, slots = replicas * turns, -(-batch // size)
+    seen = []
+    for rank in range(world):
+        own = slots_of(slots, rank // turns, replicas)
+        slicing = Slicing(batch, size, rank, world, whole_slots=True, turns=turns)
+        for number, rows in enumerate(slicing.rows(0)):
+            slot = own.start + number * turns + rank % turns
+            there = [row for row in rows if row != PADDING]
+            expected = range(batch)[slot * size :][:size] if slot in own else []
+            assert there == list(expected)
+            seen += there
+    assert sorted(seen) == list(range(batch))

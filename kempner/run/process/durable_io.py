@@ -10,9 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 LATE = 60.0
 """Seconds for which a host may not see what another has made: NFS's default acdirmax, nfs(5)."""
@@ -157,6 +160,15 @@ _TO_TEXT = dict(zip(_BYTES, _CHARACTERS, strict=True))
 _TO_NAMES = dict(zip(_CHARACTERS, _BYTES, strict=True))
 
 T = TypeVar("T")
+
+
+@cache
+def adapter_of(kind: Any) -> TypeAdapter[Any]:
+    """Pydantic's adapter of a type, made at its first use: of those that a module knows, a process
+    as a rule needs one or two."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
 def as_text(value: T) -> T:

@@ -8,9 +8,10 @@ script is one srun of a program that imports torch, joins a group and reduces a 
 timed by the first line of their batch script. `bare` is until the group has met; `beyond` is what
 kempner's first new step takes more. The parts follow each other: until the attempt begins (the
 script, the supervisor, the agents on the nodes), until all ranks are there (they import meanwhile),
-until they have met and have loaded, and the first step. kempner's modules are compiled before, as pip does
-when it installs them: torch's are, too, and PYTHONDONTWRITEBYTECODE would have all of kempner's
-compiled at every start.
+until they have met and have loaded, and the first step.
+
+kempner's modules are compiled before, as torch's are and as pip does when it installs them: where
+PYTHONDONTWRITEBYTECODE is set, a checkout would be compiled at every start.
 """
 
 from __future__ import annotations

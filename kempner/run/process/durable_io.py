@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -162,13 +162,17 @@ _TO_NAMES = dict(zip(_CHARACTERS, _BYTES, strict=True))
 T = TypeVar("T")
 
 
-@cache
-def adapter_of(kind: Any) -> TypeAdapter[Any]:
-    """Pydantic's adapter of a type, made at its first use: of those that a module knows, a process
-    as a rule needs one or two."""
+def adapter_of(kind: type[T]) -> TypeAdapter[T]:
+    """Pydantic's adapter of a type, made at its first use: a process does not use all types of the
+    modules that it imports."""
     from pydantic import TypeAdapter
 
-    return TypeAdapter(kind)
+    if kind not in _adapters:
+        _adapters[kind] = TypeAdapter(kind)
+    return _adapters[kind]
+
+
+_adapters: dict[Any, TypeAdapter[Any]] = {}
 
 
 def as_text(value: T) -> T:

@@ -15,9 +15,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from kempner.run.process.durable_io import adapter_of
 from kempner.run.process.exit_codes import StopReason
 
 PROTOCOL = 6
@@ -193,10 +192,11 @@ def decoder(kinds: Any) -> Callable[[bytes], Any]:
     """A decoder of lines to one of `kinds`, a union of messages or a single one; it raises
     `MessageError` for anything else."""
     one: Any = kinds if isinstance(kinds, type) else Annotated[kinds, Field(discriminator="kind")]
+    adapter: TypeAdapter[Any] = TypeAdapter(one)
 
     def decode(line: bytes) -> Any:
         try:
-            return adapter_of(one).validate_json(line)
+            return adapter.validate_json(line)
         except ValidationError as error:
             # Only the kind of mistake: the line may hold anything, and this goes into logs.
             mistake = error.errors()[0]["type"]

@@ -217,7 +217,7 @@ def advance(run: Training, batch: StepBatch, means: Tensor) -> None:
         run.numerics.before_update()
     norm = update(run.model, run.optimizer, loss, rate, clip, waiting, any_shard)
     if run.numerics is not None:
-        numbers = {"loss": loss, "grad_norm": norm, "lr": rate}
+        numbers: dict[str, Tensor | float] = {"loss": loss, "grad_norm": norm, "lr": rate}
         run.numerics.after_update(step, batch, tools.data.feed.order, numbers)
     run.train_state = replace(
         before,

@@ -112,7 +112,7 @@ class Slots:
         whole = summed_over_replicas(values, owned, sum(sizes), self._group, device)
         if self._world > 1:
             dist.all_reduce(losses, group=self._group)  # of one rank each, and zero on all others
-        for parameter, part in zip(parameters, whole.split(sizes), strict=True):
+        for parameter, part in zip(parameters, torch.split(whole, sizes), strict=True):
             parameter.grad = part.view(parameter.shape).to(parameter.dtype)
         return sum_of_slots(losses + 0.0)  # -0 is 0 where ranks have added others
 

@@ -30,6 +30,7 @@ from kempner.run.record.events import (
     AttemptFailed,
     AttemptStarted,
     CheckpointCommitted,
+    CorruptionFound,
     NodeSuspected,
     ProgramAdvanced,
     Restarting,
@@ -77,6 +78,9 @@ def salvage(context: SupervisorContext, follower: AttemptFollower, decision: Dec
     wanted = context.program.ours and context.config.checkpoint.in_memory
     if not wanted or decision.code not in SALVAGEABLE:
         return
+    corrupted = context.history.entries(CorruptionFound)
+    if corrupted and corrupted[-1].attempt == follower.attempt.number:
+        return  # with bits that nothing vouches for
     try:
         attempt, history = follower.attempt, context.history
         patience = context.config.resilience.patience
@@ -432,10 +436,10 @@ def _decide_restart(
     """Whether to start again; `earlier` are the failures before, except those of storage."""
     if decision.code is ExitCode.STORAGE_UNAVAILABLE:
         now, history = time.monotonic(), context.history
-        before = context.outages[-1] if context.outages else None
-        context.outages.append(find_outage(history, failure.committed, before, now))
-        patience = context.config.resilience.patience
-        return decide_storage_restart(decision, context.outages[-1], now, patience)
+        before = context.outages[0] if context.outages else None
+        outage = find_outage(history, failure.committed, before, now)
+        context.outages[:] = [outage]
+        return decide_storage_restart(decision, outage, now, context.config.resilience.patience)
     budget = context.config.supervise.max_restarts_without_progress
     return decide_restart(decision, failure, earlier, budget)
 

@@ -9,21 +9,25 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
+from math import inf
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar, overload
 
 from kempner.run.output.logs import logger
 from kempner.run.process.threads import steady_time
 from kempner.run.record.events import (
-    AttemptEnded,
     AttemptFailed,
     AttemptStarted,
     CheckpointCommitted,
+    CheckpointsCertified,
+    CorruptionFound,
     LedgerEvent,
+    NodesLeft,
+    NodesTakenBack,
+    NodeSuspected,
     PhaseDurationsLearned,
     ProgramAdvanced,
-    RankReady,
-    Restarting,
+    Requeued,
     Resumed,
     RolledBack,
     RunGivenUp,
@@ -53,25 +57,38 @@ class Entry(Generic[E_co]):
     attempt: int
 
 
-KEPT = 64
-"""How many events of each kind in `_OVERTAKEN` are kept."""
+KEPT = 32
+"""The last events of each kind that a supervisor's history keeps, whatever they are."""
 
-_OVERTAKEN = (
-    AttemptEnded,
-    AttemptFailed,
-    AttemptStarted,
-    CheckpointCommitted,
-    PhaseDurationsLearned,
-    RankReady,
-    Restarting,
-    Resumed,
-)
+ALIKE = REMEMBERED
+"""The last events that it keeps besides of each subject, see `_subjects`."""
 
+MOST_ALIKE = 512
+"""The most events of a kind that it keeps for their subjects."""
 
-ALIKE = 4
-"""How many failures with the same error on the same node are kept, however old they are."""
+THINNED_FROM = 512
+"""Events that a supervisor's history has when it is thinned for the first time."""
 
 _PROGRESS = (CheckpointCommitted, ProgramAdvanced, RunGivenUp)
+
+
+def _subjects(event: LedgerEvent) -> Sequence[object]:
+    """What an old event is kept for; of most kinds only the last events are read."""
+    match event:
+        case AttemptFailed():
+            return ((event.node, event.raised),)
+        case NodeSuspected():
+            return (event.node,)
+        case NodesTakenBack() | NodesLeft():
+            return event.nodes
+        case Requeued():
+            ours = [(event.job, node) for node in event.without]
+            return ours if event.preempted else [*ours, event.job]
+        case CheckpointCommitted():
+            return ("timed",) if event.took is not None and not event.suspended else ()
+        case PhaseDurationsLearned():
+            return (event.ranks,)
+    return ()
 
 
 class RunHistory:
@@ -85,7 +102,7 @@ class RunHistory:
         self._tail, self._lock = tail, threading.Lock()
         self._own: dict[bytes, Entry[LedgerEvent]] = {}
         self._read_at: float | None = None
-        self._thins = False
+        self._thin_from: float = inf
         self._forget()
         self.add(lines)
 
@@ -115,7 +132,7 @@ class RunHistory:
         those that later events have made obsolete, so that it stays small after thousands of
         attempts. Raises `OSError`."""
         history = cls(tail=FileTail(ledger.path))
-        history._thins = True
+        history._thin_from = THINNED_FROM
         ledger.tell(history._hear)
         history.read_on()
         history._read_at = steady_time()
@@ -170,26 +187,31 @@ class RunHistory:
             self._places[type(entry.event)].append(len(self._entries))
             self._entries.append(entry)
             _take_step(self._steps, entry.event)
-        if self._thins and any(len(self._places[kind]) > 2 * KEPT for kind in _OVERTAKEN):
-            known, steps = self._entries, self._steps
-            kept = {at for places in map(self._kept, self._places) for at in places}
-            self._forget()
-            self._steps.update(steps)
-            for at in sorted(kept):
-                self._places[type(known[at].event)].append(len(self._entries))
-                self._entries.append(known[at])
+        if len(self._entries) >= self._thin_from:
+            self._thin()
 
-    def _kept(self, kind: type[LedgerEvent]) -> list[int]:
+    def _thin(self) -> None:
+        """Drop what no decision of a supervisor depends on any more."""
+        known, steps = self._entries, self._steps
+        kept = sorted({at for kind in self._places for at in self._kept(kind)})
+        self._forget()
+        self._steps.update(steps)
+        for at in kept:
+            self._places[type(known[at].event)].append(len(self._entries))
+            self._entries.append(known[at])
+        # Twice as many: so an event is looked at a few times only, however many come.
+        self._thin_from = max(THINNED_FROM, 2 * len(kept))
+
+    def _kept(self, kind: type[LedgerEvent]) -> set[int]:
         places = self._places[kind]
-        if kind not in _OVERTAKEN:
-            return places
-        if kind is PhaseDurationsLearned:
-            older = self._longest_starts(places)
-        elif kind is AttemptFailed:
-            older = self._failures_that_count(places[:-KEPT])
-        else:
-            older = set()
-        return sorted(older.union(places[-KEPT:]))
+        older, last = places[:-KEPT], set(places[-KEPT:])
+        if kind is AttemptFailed:
+            last |= self._since_progress(older)
+        elif kind is PhaseDurationsLearned:
+            last |= self._longest_starts(places)
+        elif kind is ProgramAdvanced:
+            last |= self._furthest(places)
+        return last | self._last_alike(older)
 
     def _longest_starts(self, places: Iterable[int]) -> set[int]:
         """The longest start phase for each number of ranks."""
@@ -201,17 +223,26 @@ class RunHistory:
                 longest[event.ranks] = max(found, longest.get(event.ranks, found))
         return {at for _, at in longest.values()}
 
-    def _failures_that_count(self, places: Sequence[int]) -> set[int]:
-        """The failures since the last progress, which decide about a restart, and the last ones of
-        each error on each node, which may make the node suspect."""
+    def _furthest(self, places: Iterable[int]) -> set[int]:
+        """The furthest step that a program reported."""
+        events = ((self._entries[at].event, at) for at in places)
+        steps = [(e.step, at) for e, at in events if isinstance(e, ProgramAdvanced) and e.step]
+        return {max(steps)[1]} if steps else set()
+
+    def _since_progress(self, places: Iterable[int]) -> set[int]:
+        """The failures since the last progress, which decide about a restart."""
         ends = (self._places[kind][-1:] for kind in _PROGRESS if kind in self._places)
         progress = max(chain.from_iterable(ends), default=-1)
-        found = defaultdict[tuple[str, str], deque[int]](lambda: deque(maxlen=ALIKE))
+        return {at for at in places if at > progress}
+
+    def _last_alike(self, places: Iterable[int]) -> set[int]:
+        """The last events of each subject: they may make a node suspect, or count how often it was
+        taken back."""
+        found = defaultdict[object, deque[int]](lambda: deque(maxlen=ALIKE))
         for at in places:
-            event = self._entries[at].event
-            assert isinstance(event, AttemptFailed)
-            found[event.node, event.raised].append(at)
-        return {at for at in places if at > progress}.union(*found.values())
+            for subject in _subjects(self._entries[at].event):
+                found[subject].append(at)
+        return set(sorted(set().union(*found.values()))[-MOST_ALIKE:])
 
     @overload
     def entries(self, kind: type[E], /) -> list[Entry[E]]: ...
@@ -288,15 +319,19 @@ _PLACE = re.compile(rb'"place": "([^"]*)"')
 
 
 def needed_to_resume(lines: list[bytes]) -> list[bytes]:
-    """The lines that `RunHistory.to_resume` keeps: starts at step 0, rollbacks, and for each place
-    the last commits and the resume since. Later lines of a place make earlier ones obsolete."""
-    kept, commits = list[bytes](), Counter[bytes]()
+    """The lines that `RunHistory.to_resume` keeps: starts at step 0, rollbacks, silent corruption,
+    the last certificate, and for each place the last commits and the resume since. Later lines of a
+    place make earlier ones obsolete."""
+    kept, commits, certified = list[bytes](), Counter[bytes](), False
     for line in reversed(lines):
         found = _KIND.search(line)
         kind = "" if found is None else found[1].decode()
         committed = kind == CheckpointCommitted.name
-        if kind in (StartedAnew.name, RolledBack.name):
+        if kind in (StartedAnew.name, RolledBack.name, CorruptionFound.name):
             kept.append(line)
+        elif kind == CheckpointsCertified.name and not certified:
+            kept.append(line)
+            certified = True
         elif committed or kind == Resumed.name:
             named = _PLACE.search(line)
             place = b"" if named is None else named[1]

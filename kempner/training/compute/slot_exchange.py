@@ -26,7 +26,8 @@ def exchanged(
     Args:
         parts: for each rank of the group, what it gets of this one's subtrees, one after the other,
             in any number of pieces.
-        owned: the slots of each rank of the group, which follow each other.
+        owned: the slots of each rank of the group.
+        ranks: the group; None for all.
     """
     known = [subtrees(slots) for slots in owned]
     given = [sum(piece.numel() for piece in part) for part in parts]
@@ -37,7 +38,8 @@ def exchanged(
         sent, received = received, received.new_empty(sum(taken_of))
         dist.all_to_all_single(received, sent, taken_of, given, group=ranks)
     sums = SubtreeSums[Tensor](Tensor.add_)
-    for number, subtree in enumerate(chain(*known)):
+    numbered = enumerate(chain(*known))
+    for number, subtree in sorted(numbered, key=lambda each: each[1].start):
         sums.push(subtree, received[number * size :][:size])
     return sums
 
@@ -54,8 +56,8 @@ def summed_over_replicas(
 
     Args:
         values: of this rank's largest complete subtrees, `size` elements each.
-        owned: the slots of each rank of the group, which follow each other.
-        ranks: the group; None for all ranks.
+        owned: the slots of each rank of the group.
+        ranks: the group; None for all.
     """
     replicas = len(owned)
     part = -(-size // replicas)

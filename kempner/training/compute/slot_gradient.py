@@ -12,7 +12,7 @@ gets an equal part, adds it up, and hands it to the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -38,6 +38,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Witness:
+    """What a step's parts are shown to: of each slot its micro batch, loss and whole gradient; of
+    all slots of a rank the number of valid tokens, and the sums that it sends."""
+
+    slot: Callable[[MicroBatch, Tensor, Sequence[Tensor]], None]
+    tokens: Callable[[Tensor], None]
+    sums: Callable[[Sequence[Sequence[Tensor]]], None]
+
+
+@dataclass(frozen=True)
 class SlotGradient:
     """As `StepGradient`, of a model that `fully_shard` has sharded over `mesh`, also where that has
     one rank only; `slots` is their number in the global batch. What dropout draws follows from the
@@ -51,11 +61,62 @@ class SlotGradient:
     choice: Choice = EACH_MICRO_BATCH
     waiting: Waiting = untimed
 
-    def add(self, micro_batches: Sequence[MicroBatch], step: int) -> Tensor:
+    def add(
+        self, micro_batches: Sequence[MicroBatch], step: int, witness: Witness | None = None
+    ) -> Tensor:
         """The loss of the step whose gradient becomes that of the parameters; as
-        `StepGradient.add`."""
-        own, (turn, turns) = self._slots_of(dist.get_rank()), self._turn
-        valid = self._count_tokens(micro_batches)
+        `StepGradient.add`. Slots that are taken in turn have no `witness`."""
+        losses, valid, sums = self._sum_slots(micro_batches, step, dist.get_rank(), witness)
+        with self.waiting("the exchange of gradients"):
+            self._exchange(sums.values)
+        with self.waiting("the sum of losses"):
+            dist.all_reduce(losses)  # of one rank each, and zero on all others
+        return (sum_of_slots(losses) / valid)[None]
+
+    def again(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        step: int,
+        parts: Sequence[int],
+        witness: Witness | None,
+    ) -> list[Tensor]:
+        """The gradient again, where rank r takes the part of rank `parts[r]`, whose `micro_batches`
+        it passes: that rank's shards, in the order of `trained`. Nothing else changes. The shards
+        are exchanged between all ranks at once, whatever the mesh; not for slots that are taken in
+        turn."""
+        assert self._turn[1] == 1
+        _, _, sums = self._sum_slots(micro_batches, step, parts[dist.get_rank()], witness)
+        shards = dist.get_world_size(self.mesh.get_group("shard"))
+        own = parts[dist.get_rank()] % shards
+        owned = [self._slots_of(part) for part in parts]
+        found, values = list[Tensor](), sums.values
+        for group in map(trained, self._groups):
+            whole = [each.pop(0) for each in values for _ in group]
+            shapes = [shard_shape(p.sharded_param.shape, own, shards) for p in group]
+            sizes = [shape.numel() for shape in shapes]
+            pieces = [[_rows(tensor, part % shards, shards) for tensor in whole] for part in parts]
+            with self.waiting("the exchange of gradients"):
+                total = exchanged(pieces, owned, sum(sizes), None, self.device)
+            split = torch.split(total.whole(), sizes)
+            found += [flat.view(shape) for flat, shape in zip(split, shapes, strict=True)]
+        return found
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The parameters that have a gradient."""
+        return [parameter.sharded_param for parameter in chain(*map(trained, self._groups))]
+
+    def _sum_slots(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        step: int,
+        part: int,
+        witness: Witness | None,
+    ) -> tuple[Tensor, Tensor, SubtreeSums[list[Tensor]]]:
+        """Forward and backward of the slots of one rank: the loss of each, the number of valid
+        tokens of all ranks, and the sums of this rank's gradients."""
+        own, (turn, turns) = self._slots_of(part), self._turn
+        valid = self._count_tokens(micro_batches, witness)
         losses = torch.zeros(self.slots, device=self.device)
         sums = SubtreeSums[list[Tensor]](_add_each)
         sharded, in_turn = self._sharded, self._in_turn
@@ -70,22 +131,26 @@ class SlotGradient:
             sharded.set_reshard_after_backward(last or not self.choice.keep_parameters)
             loss = summed_loss(self.model, micro_batch, self.device)
             (loss / valid).backward()  # type: ignore[no-untyped-call]
-            if slot in own:
-                losses[slot] = loss.detach()
+            gradients = [] if turns > 1 else self._taken()
+            if slot not in own:
+                continue
+            losses[slot] = loss.detach()
+            if witness is not None:
+                witness.slot(micro_batch, loss.detach(), gradients)
             if turns == 1:
-                parameters = chain(*map(trained, self._groups))
-                gradients = [taken(parameter) for parameter in parameters]
-                if slot in own:
-                    sums.push(range(slot, slot + 1), gradients)
-        with self.waiting("the exchange of gradients"):
-            self._exchange(sums.values)
-        with self.waiting("the sum of losses"):
-            dist.all_reduce(losses)  # of one rank each, and zero on all others
-        return (sum_of_slots(losses) / valid)[None]
+                sums.push(range(slot, slot + 1), gradients)
+        if witness is not None:
+            witness.sums(sums.values)
+        return losses, valid, sums
 
-    def _count_tokens(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    def _taken(self) -> list[Tensor]:
+        return [taken(parameter) for parameter in chain(*map(trained, self._groups))]
+
+    def _count_tokens(self, micro_batches: Sequence[MicroBatch], witness: Witness | None) -> Tensor:
         targets = [batch.targets.to(self.device, non_blocking=True) for batch in micro_batches]
         valid = torch.stack([(each != IGNORE).sum() for each in targets]).sum()
+        if witness is not None:
+            witness.tokens(valid.clone())
         with self.waiting("the count of tokens"):
             dist.all_reduce(valid)  # an integer: in any order
         return valid.clamp(min=1).float()
@@ -228,6 +293,12 @@ def _rows(tensor: Tensor, shard: int, shards: int) -> Tensor:
     """The rows that `fully_shard` gives to one of several shards: as `torch.chunk`."""
     rows = -(-len(tensor) // shards)
     return tensor[shard * rows : (shard + 1) * rows]
+
+
+def shard_shape(shape: Sequence[int], shard: int, shards: int) -> torch.Size:
+    """The shape that `fully_shard` gives to a shard of a tensor of this shape."""
+    rows = -(-shape[0] // shards)
+    return torch.Size((max(0, min(rows, shape[0] - shard * rows)), *shape[1:]))
 
 
 def _add_each(earlier: list[Tensor], later: list[Tensor]) -> list[Tensor]:

@@ -6,8 +6,9 @@ The ranks of one world train copies of a model, one after the other, some steps 
 reduced after every micro batch, once a step, and along the tree, sent once a step or, `in turn`,
 slot by slot. The order changes from round to round. `tree` and `in turn` are medians of the ratios,
 round by round, to the one of the first two that is faster in this world; `again` is that one's
-second copy, as a control. `sums` is the number of sums that a rank sends at most in a step, where a
-reduction sends one.
+second copy, as a control. `printed` is `tree` with the fingerprint of weights and moments after
+each step, and `fingerprint` its ratio to `tree`. `sums` is the number of sums that a rank sends at
+most in a step, where a reduction sends one.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from kempner.data.serve.loader import MicroBatch
 from kempner.model.sharding import build_model
 from kempner.model.spec.communication import Choice
 from kempner.model.spec.slot_tree import most_kept, slots_of, subtrees
+from kempner.training.compute.fingerprint import StateFingerprint, summed
 from kempner.training.compute.forward_backward import StepGradient
 from kempner.training.compute.optimizer import build_optimizer, update
 from kempner.training.compute.slot_gradient import SlotGradient
@@ -51,7 +53,7 @@ SIZES = {
 TRAIN = {"global_batch_size": ROWS, "micro_batch_size": MICRO, "threads": 1}
 WARM_UP = 2
 ONCE = Choice(reduce_once=True)
-WAYS = ("micro batch", "step", "again", "tree", "in turn")
+WAYS = ("micro batch", "step", "again", "tree", "in turn", "printed")
 
 Turn = Callable[[], None]
 
@@ -66,7 +68,7 @@ def batches_of(size: str, turns: int) -> list[MicroBatch]:
 
 def turn_of(way: str, mesh: DeviceMesh, choice: Choice, size: str) -> Turn:
     """A model of its own, and what makes a step of it."""
-    tree, cpu = way in ("tree", "in turn"), torch.device("cpu")
+    tree, cpu = way in WAYS[3:], torch.device("cpu")
     train = {**TRAIN, "seq_len": SIZES[size]["max_seq_len"]}
     config = Config.model_validate(
         {"model": SIZES[size], "train": train | ({"same_on_any_world": True} if tree else {})}
@@ -80,9 +82,14 @@ def turn_of(way: str, mesh: DeviceMesh, choice: Choice, size: str) -> Turn:
     )
     batches = batches_of(size, choice.turns(mesh.size()) if tree else 1)
 
+    prints = StateFingerprint(model, optimizer, dist.get_rank(), dist.get_world_size())
+
     def turn() -> None:
         loss = gradient.add(batches, 1)
-        update(model, optimizer, loss, 1e-3, 1.0, any_shard=tree).item()
+        norm = update(model, optimizer, loss, 1e-3, 1.0, any_shard=tree)
+        if way == "printed":
+            summed(prints.local().sum()).item()
+        norm.item()
 
     return turn
 
@@ -103,7 +110,7 @@ def be_rank(size: str, rounds: int, steps: int) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
     each = Choice()
-    choices = dict(zip(WAYS, (each, ONCE, each, ONCE, each), strict=True))
+    choices = dict(zip(WAYS, (each, ONCE, each, ONCE, each, ONCE), strict=True))
     turns = {way: turn_of(way, mesh, choices[way], size) for way in WAYS[:2]}
     for turn in turns.values():
         seconds(turn, WARM_UP)
@@ -153,6 +160,8 @@ def row_of(world: int, size: str, took: dict[str, list[float]]) -> dict[str, obj
         low, _, high = statistics.quantiles(ratios, n=4)
         if way in WAYS[3:]:
             row[f"{way}, quartiles"] = [low, high]
+    pairs = zip(took["printed"], took["tree"], strict=True)
+    row["fingerprint"] = statistics.median(one / other for one, other in pairs)
     slots = ROWS // MICRO
     row["sums"] = max(len(subtrees(slots_of(slots, rank, world))) for rank in range(world))
     row["kept"] = most_kept(slots, world)

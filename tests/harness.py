@@ -282,9 +282,13 @@ class Run:
     def metrics(self) -> Iterator[dict[str, Any]]:
         return (line for line in read_lines(self.record.metrics) if "loss" in line)
 
-    def steps(self) -> dict[int, tuple[float, float]]:
-        """Loss and gradient norm of every step; the last attempt's counts."""
-        return {line["step"]: (line["loss"], line["grad_norm"]) for line in self.metrics()}
+    def steps(self) -> dict[int, tuple[float, float, str | None]]:
+        """Loss and gradient norm of every step, and the fingerprint of weights and moments after
+        it, if it has one; the last attempt's counts."""
+        return {
+            line["step"]: (line["loss"], line["grad_norm"], line.get("fingerprint"))
+            for line in self.metrics()
+        }
 
     def samples(self) -> dict[int, list[int]]:
         """Global sample positions of every step over all ranks; the last attempt's count."""

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from kempner.config.errors import COLLECTOR, NAME, PORTS, SET_NAME
+from kempner.config.integrity import IntegritySection
 from kempner.config.model import (
     AdapterSection,
     ModelSection,
@@ -527,6 +528,7 @@ class Config(Section):
     eval: EvalSection = EvalSection()
     adapter: AdapterSection = AdapterSection()
     preferences: PreferencesSection = PreferencesSection()
+    integrity: IntegritySection = IntegritySection()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -550,6 +552,8 @@ class Config(Section):
         degree = self.parallelism.tensor_parallel_degree
         self.adapter.refuse_beside(self.model, self.optimizer.name, self.train.fp8, degree)
         self.preferences.refuse_beside(self.adapter, bool(self.train.same_on_any_world))
+        exact = bool(self.train.same_on_any_world)
+        self.integrity.refuse_beside(exact, self.parallelism.reduce_gradients)
         return self
 
     @model_validator(mode="after")

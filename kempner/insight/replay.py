@@ -21,12 +21,12 @@ from kempner.run.record.ledger import parse_lines
 from kempner.run.record.recorded_config import differences, recorded_config
 from kempner.run.record.run_dir import RunDirectory
 
-COMPARED = ("loss", "margin", "accuracy", "grad_norm", "lr")
+COMPARED = ("loss", "margin", "accuracy", "grad_norm", "lr", "fingerprint")
 """The values of a line of metrics.jsonl that belong to the step; the second and third are of
-preferences only."""
+preferences only, the last one is of weights and optimizer after it."""
 
 _OF_THE_RUN = ("run", "checkpoint", "supervise", "slurm", "hooks", "metrics", "profiling", "eval",
-               "distributed", "program", "resilience")  # fmt: skip
+               "distributed", "program", "resilience", "integrity")  # fmt: skip
 """Sections that do not affect what a step computes."""
 
 Line = Mapping[str, Any]

@@ -26,13 +26,14 @@ spikes."""
 @dataclass(frozen=True)
 class Numbers:
     """A step's loss, gradient norm and learning rate, and the train state after it; of preferences
-    also `PAIR_MEANS`, by name."""
+    also `PAIR_MEANS`, by name. `fingerprint` is that of the state after it, if it was taken."""
 
     train_state: TrainState
     loss: float
     norm: float
     rate: float
     of_pairs: Mapping[str, float] = field(default_factory=dict)
+    fingerprint: int | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,12 @@ def find_anomaly(losses: Sequence[float], step: Numbers, rule: ResilienceSection
         LossSpike,
         f"its loss of {step.loss:.4g} is {times:.1f} times the usual spread above {middle:.4g}",
     )
+
+
+def is_doubtful(health: Health, loss: float, rule: ResilienceSection) -> bool:
+    """Whether the loss of the next step, or those before, are suspicious."""
+    step = Numbers(TrainState(), loss, 0.0, 0.0)
+    return not health.sound or find_anomaly(health.losses, step, rule) is not None
 
 
 def observe(

@@ -8,7 +8,8 @@ order, and a single bit that flips always changes it: an odd factor makes no dif
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -17,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kempner.checkpoint.format.shard_plan import Chunk, chunk_of
+from kempner.checkpoint.format.shard_plan import chunk_of
 from kempner.checkpoint.tensors.file_buffer import tensor_specs
-from kempner.checkpoint.tensors.state import Binding, local_part
+from kempner.checkpoint.tensors.state import Binding, local_parts
 from kempner.run.control.heartbeat import Waiting, untimed
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -29,6 +30,10 @@ _WORD = 4
 _SLAB = {"cpu": 1 << 16, "cuda": 1 << 26}
 """Elements at once: what fits into the cache of a core, or a few per cent of a GPU's memory."""
 
+_SMALL = 1 << 12
+"""Words of a tensor that is not worth operations of its own."""
+
+_CPU = torch.device("cpu")
 _BELOW = (1 << 64) - 1
 
 
@@ -36,17 +41,28 @@ def fingerprint(tensor: Tensor, offsets: Sequence[int] | None = None) -> Tensor:
     """The fingerprint of a plain tensor, without a name's factor: an int64 scalar on its device, by
     operations that do not wait. `offsets` is where it begins in the tensor that it is a part of.
     """
+    return _sum(_bits(tensor), *_odd_numbers(tensor, offsets))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """As integers, [rows, words]; shares the memory of a tensor that is contiguous."""
     tensor = tensor.detach()
-    if not tensor.numel():
-        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    matrix = tensor.reshape(*tensor.shape[:1] or (1,), math.prod(tensor.shape[1:])).contiguous()
+    return matrix.view(_INTEGERS[min(tensor.element_size(), _WORD)])
+
+
+def _odd_numbers(tensor: Tensor, offsets: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+    """Those of rows and of columns of `_bits`."""
     shape = tuple(tensor.shape) or (1,)
     starts = tuple(offsets or ()) or (0,) * len(shape)
-    size = tensor.element_size()
+    words = max(1, tensor.element_size() // _WORD)
     rows = _keys(0, starts[0], shape[0], tensor.device)
-    columns = _columns(starts[1:], shape[1:], max(1, size // _WORD), tensor.device)
-    bits = tensor.reshape(shape[0], -1).contiguous().view(_INTEGERS[min(size, _WORD)])
-    slab = max(1, _SLAB.get(tensor.device.type, _SLAB["cpu"]) // len(columns))
-    if shape[0] <= slab:
+    return rows, _columns(starts[1:], shape[1:], words, tensor.device)
+
+
+def _sum(bits: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    slab = max(1, _SLAB.get(bits.device.type, _SLAB["cpu"]) // max(1, len(columns)))
+    if len(rows) <= slab:
         return _weighed(bits, rows, columns)
     pieces = zip(torch.split(bits, slab), torch.split(rows, slab), strict=True)
     return torch.stack([_weighed(piece, keys, columns) for piece, keys in pieces]).sum()
@@ -60,10 +76,6 @@ def _weighed(bits: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 def name_key(name: str) -> int:
     """The odd factor of a name: `model.<parameter>`, `optimizer.<parameter>.<entry>`, ..."""
     return _signed(int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") | 1)
-
-
-def name_keys(names: Iterable[str], device: torch.device) -> Tensor:
-    return torch.tensor([name_key(name) for name in names], dtype=torch.int64, device=device)
 
 
 def text_of(value: int) -> str:
@@ -81,29 +93,50 @@ def summed(parts: Tensor, waiting: Waiting = untimed) -> Tensor:
 
 class TableFingerprint:
     """Fingerprints of a table of tensors, by name, each counted once over the `world`: a replica by
-    the rank that would save it."""
+    the rank that would save it. The tensors are those whose memory the table has now."""
 
     def __init__(self, table: Mapping[str, Tensor], rank: int, world: int) -> None:
         """Raises `UsageError` for DTensors whose mesh is not the whole world."""
         self.names = list(table)
+        local = local_parts(table.values())
+        self._device = max((t.device for t in local), key=lambda d: d.type, default=_CPU)
         chunks = [chunk_of(spec, rank) for spec in tensor_specs(table, world)]
-        self._held = [
-            (number, chunk, table[name])
-            for number, (name, chunk) in enumerate(zip(table, chunks, strict=True))
-            if chunk is not None
-        ]
-        devices = {local_part(tensor).device for *_, tensor in self._held}
-        self._device = max(devices, key=lambda each: each.type, default=torch.device("cpu"))
-        self._keys = name_keys((self.names[n] for n, *_ in self._held), self._device)
-        self._places = torch.tensor([n for n, *_ in self._held], device=self._device)
+        self._large: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._small: list[Tensor] = []
+        numbers, keys, nothing = list[int](), list[int](), torch.empty(0, dtype=torch.int64)
+        small_keys, owners = [nothing], [nothing]
+        for number, (name, tensor, chunk) in enumerate(zip(table, local, chunks, strict=True)):
+            if chunk is None:
+                continue
+            rows, columns = _odd_numbers(tensor, chunk.offsets)
+            if len(rows) * len(columns) > _SMALL or not tensor.is_contiguous():
+                self._large.append((tensor, rows, columns))
+                numbers.append(number)
+                keys.append(name_key(name))
+                continue
+            # Small ones become one vector: operations cost more than their work on few elements.
+            self._small.append(_bits(tensor).view(-1))
+            products = (rows[:, None] * columns).flatten() * name_key(name)
+            small_keys.append(products.cpu())
+            owners.append(torch.full((len(products),), number))
+        self._large_keys, self._places = (
+            torch.tensor(each, dtype=torch.int64, device=self._device) for each in (keys, numbers)
+        )
+        self._small_keys, self._owners = (
+            torch.cat(each).to(self._device) for each in (small_keys, owners)
+        )
 
     def local(self) -> Tensor:
         """This rank's part of each tensor's fingerprint, [names], int64; without communication."""
         parts = torch.zeros(len(self.names), dtype=torch.int64, device=self._device)
-        if not self._held:
-            return parts
-        own = [_of_chunk(tensor, chunk).to(self._device) for _, chunk, tensor in self._held]
-        parts[self._places] = torch.stack(own).mul_(self._keys)
+        if self._small:
+            words = torch.cat([bits.to(self._device) for bits in self._small]).to(torch.int64)
+            parts.index_add_(0, self._owners, words.mul_(self._small_keys))
+        if self._large:
+            own = [
+                _sum(_bits(t), rows, columns).to(self._device) for t, rows, columns in self._large
+            ]
+            parts.index_add_(0, self._places, torch.stack(own).mul_(self._large_keys))
         return parts
 
 
@@ -131,10 +164,6 @@ class StateFingerprint:
             self._bind()
         self._binding.read_numbers()
         return self._of_table.local()
-
-
-def _of_chunk(tensor: Tensor, chunk: Chunk) -> Tensor:
-    return fingerprint(local_part(tensor), chunk.offsets)
 
 
 @lru_cache(1 << 12)

@@ -22,6 +22,7 @@ from kempner.run.output.logs import warn
 from kempner.run.output.writers import open_lines
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.anomalies import Numbers
+from kempner.training.compute.fingerprint import text_of
 from kempner.training.compute.preferences import PAIR_MEANS
 from kempner.training.observe.progress_bar import Display
 
@@ -50,37 +51,52 @@ class Scores:
 
 @dataclass(frozen=True)
 class _Pending:
+    """`numbers` has the bits of a fingerprint first, if there is one, as two of its elements."""
+
     train_state: TrainState
     rate: float
     numbers: Tensor
+    printed: bool
     arrived: torch.cuda.Event | None
 
     def read(self) -> Numbers:
         if self.arrived is not None:
             self.arrived.synchronize()
-        loss, *of_pairs, norm = self.numbers.tolist()
+        first = 2 if self.printed else 0
+        printed = int(self.numbers[:2].view(torch.int64)) if self.printed else None
+        loss, *of_pairs, norm = self.numbers[first:].tolist()
         named = dict(zip(PAIR_MEANS, of_pairs, strict=False))
-        return Numbers(self.train_state, loss, norm, self.rate, named)
+        return Numbers(self.train_state, loss, norm, self.rate, named, printed)
 
 
 class AsyncMetrics:
-    """Copies loss and gradient norm of each step to the host, and returns them in order. On a GPU a
-    step's values are returned one step later: while the host waits for them, the GPU already has
-    the next step to work on."""
+    """Copies loss, gradient norm and fingerprint of each step to the host, and returns them in
+    order. On a GPU a step's values are returned one step later: while the host waits for them, the
+    GPU already has the next step to work on."""
 
     def __init__(self) -> None:
         self._pending: deque[_Pending] = deque()
 
-    def send(self, train_state: TrainState, means: Tensor, norm: Tensor, rate: float) -> None:
+    def send(
+        self,
+        train_state: TrainState,
+        means: Tensor,
+        norm: Tensor,
+        rate: float,
+        printed: Tensor | None = None,
+    ) -> None:
         """Start the copy for the step that leads to `train_state`; `means` are those of
-        `StepGradient.add`."""
+        `StepGradient.add`, and `printed` is the fingerprint of the state after it."""
         numbers, arrived = torch.cat([means.float(), norm.float()[None]]), None
+        if printed is not None:
+            bits = printed.view(1).view(torch.int32)
+            numbers = torch.cat([bits, numbers.view(torch.int32)]).view(torch.float32)
         if numbers.is_cuda:
             numbers = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(
                 numbers, non_blocking=True
             )
             arrived = torch.cuda.current_stream().record_event()
-        self._pending.append(_Pending(train_state, rate, numbers, arrived))
+        self._pending.append(_Pending(train_state, rate, numbers, printed is not None, arrived))
 
     def arrivals(self, everything: bool) -> Iterator[Numbers]:
         """Yield the values of finished steps, each once; with `everything`, wait for the newest
@@ -159,6 +175,7 @@ class StepMetrics:
                 **{name: _finite(value) for name, value in made.of_pairs.items()},
                 "grad_norm": _finite(made.norm),
                 "lr": made.rate,
+                **({} if made.fingerprint is None else {"fingerprint": text_of(made.fingerprint)}),
                 "tokens": train_state.tokens,
                 "tokens_per_second": round(speed, 1),
                 "mfu": round(mfu, 4) if mfu is not None else None,

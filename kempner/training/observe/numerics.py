@@ -162,7 +162,8 @@ class Numerics:
                 label = name if len(tensors) == 1 else f"{name}[{number}]"
                 now.outputs.append((label, _Measured.of(tensor)))
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(_note_gradient, now, label))
+                    hook = partial(_note_gradient, now, label)
+                    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _micro_batches(
         self, batch: StepBatch, order: SampleOrder

@@ -123,7 +123,7 @@ def test_the_first_losses_are_those_of_trl(tmp_path: Path) -> None:
     steps = in_order(data, records, template)
     assert [len(step) for step in steps] == [2 * ROWS] * STEPS
     expected = losses_of_trl(folder, [each for step in steps for each in step], 2 * ROWS)
-    ours = [loss for loss, _ in run.steps().values()]
+    ours = [loss for loss, *_ in run.steps().values()]
     assert ours == pytest.approx(expected, rel=1e-4)
     assert ours[-1] < ours[0] - 0.1
 

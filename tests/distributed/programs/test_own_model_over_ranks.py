@@ -36,14 +36,14 @@ def test_a_stop_changes_nothing_and_no_world_the_beginning(run: Run, reference: 
     run.complete(2)
     assert run.steps() == reference.steps()
     assert run.weights() == reference.weights()
-    losses = [loss for loss, _ in run.steps().values()]
+    losses = [loss for loss, *_ in run.steps().values()]
     assert losses[-1] < losses[0] - 0.5
     assert "Warning" not in job.output()
 
     alone = run.train("--run.name=alone", "--train.max_steps=1", "--checkpoint.interval=1")
     assert alone.wait() == 0, alone.output()
     run.name = "alone"
-    (first,) = [loss for loss, _ in run.steps().values()]
+    (first,) = [loss for loss, *_ in run.steps().values()]
     assert first == pytest.approx(losses[0], rel=1e-6)
 
 

@@ -52,8 +52,8 @@ def test_training_goes_on_from_a_model_of_hugging_face_at_its_loss(
         assert warm.complete(*checkpoint, "import", *source, "--into", one.record.path)[0] == 0
         job = one.train("--train.max_steps=3")
         assert job.wait() == 0, job.output()
-    losses = [[loss for loss, _ in one.steps().values()] for one, _ in sources]
+    losses = [[loss for loss, *_ in one.steps().values()] for one, _ in sources]
     assert losses[0][0] == losses[1][0]
-    beginning, *_ = [loss for loss, _ in trained.steps().values()]
+    beginning, *_ = [loss for loss, *_ in trained.steps().values()]
     assert losses[0][0] < beginning - 0.5
     assert max(losses[0]) < beginning - 0.5

@@ -38,5 +38,5 @@ def test_a_stop_on_a_mesh_changes_nothing_and_another_mesh_goes_on(
     run.complete(2, *MODEL, f"--train.max_steps={LATER}")
     assert list(run.steps()) == list(range(1, LATER + 1))
     assert run.taken() == list(range(8 * LATER))
-    losses = [loss for loss, _ in run.steps().values()]
+    losses = [loss for loss, *_ in run.steps().values()]
     assert max(losses[STEPS:]) < min(losses[:4]), "it did not go on from what was trained"

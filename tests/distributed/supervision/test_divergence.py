@@ -70,7 +70,7 @@ def test_a_bad_batch_costs_that_batch_alone(run: Run, reference: Run) -> None:
     assert max(run.steps()) < 33
     complete(run, 2, faults=[f"{faults[1]} attempt 2"])
     assert run.steps() == reference.steps()
-    (loss, norm), (finite, gradient) = run.steps()[7], run.steps()[33]
+    (loss, norm, _), (finite, gradient, _) = run.steps()[7], run.steps()[33]
     assert (loss, norm, gradient) == (None, None, None)
     assert finite < run.steps()[1][0]
     assert [s for step in run.samples().values() for s in step] == list(range(8 * 40))

@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kempner.training.compute import fingerprint as prints
-from kempner.training.compute.fingerprint import TableFingerprint, fingerprint, text_of
+from kempner.training.compute.fingerprint import (
+    StateFingerprint,
+    TableFingerprint,
+    fingerprint,
+    text_of,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
           torch.int16, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64)  # fmt: skip
@@ -90,5 +95,39 @@ def test_it_belongs_to_a_place_and_a_name() -> None:
 def test_what_every_rank_has_counts_once(world: int, seed: int) -> None:
     table = {f"model.{n}": drawn((9, n + 40), torch.float32, seed) for n in range(4)}
     table["optimizer.a.step"] = torch.tensor(3.0)
+    table |= {"model.large": drawn((90, 80), torch.bfloat16, seed), "model.none": torch.empty(0, 3)}
+    table["model.turned"] = drawn((5, 6), torch.float64, seed).T
     parts = [TableFingerprint(table, rank, world).local() for rank in range(world)]
     assert torch.equal(torch.stack(parts).sum(0), TableFingerprint(table, 0, 1).local())
+
+
+def test_it_follows_what_happens_in_memory() -> None:
+    table = {"model.a": drawn((9, 5), torch.int32), "model.large": drawn((70, 80), torch.int32)}
+    table |= {f"{name}.turned": tensor.T for name, tensor in table.items()}
+    prints_of = TableFingerprint(table, 0, 1)
+    before = prints_of.local()
+    for name, tensor in table.items():
+        tensor[2, 3] ^= 1 << 30
+        here = prints_of.local()
+        assert torch.equal(here, TableFingerprint(table, 0, 1).local())
+        changed = [one for one, same in zip(table, here == before, strict=True) if not same]
+        assert changed == [one for one in table if one.split(".")[:2] == name.split(".")[:2]]
+        tensor[2, 3] ^= 1 << 30
+
+
+def test_names_of_state_are_those_of_a_checkpoint() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = StateFingerprint(model, optimizer, 0, 1)
+    assert len(state.local()) == len(state.names) == 2
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()  # its state is there from now on
+    first = state.local()
+    assert "optimizer.weight.exp_avg_sq" in state.names
+    assert len(first) == len(state.names) == 8
+    with torch.no_grad():
+        model.bias[1] += 1
+    changed = (state.local() != first).tolist()
+    assert [name for name, differs in zip(state.names, changed, strict=True) if differs] == [
+        "model.bias"
+    ]

@@ -29,6 +29,7 @@ from kempner.config.sections import (
 from kempner.config.site import DistributedSection
 from kempner.data.files.token_file import Corpus
 from kempner.model.sharding import build_model
+from kempner.model.spec.communication import EACH_MICRO_BATCH
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.transformer import Transformer
 from kempner.run.control.heartbeat import Progress
@@ -115,7 +116,7 @@ def run_loop(
         shutdown=StopListener(),
         checkpoints=checkpoints,
         tools=Tools(
-            data=Data(partial(_open_feed, config, corpus, ranks), state),
+            data=Data(partial(_open_feed, config, corpus, ranks, EACH_MICRO_BATCH), state),
             step_metrics=metrics,
             evaluation=Evaluation(config, {}),
             faults=FaultInjector(parse_faults(faults), rank, attempt=1),

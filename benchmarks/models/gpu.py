@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kempner.checkpoint.context import CheckpointContext
@@ -38,6 +38,7 @@ from kempner.model.spec.shape import Shape, flops_per_token
 from kempner.model.transformer import Transformer
 from kempner.run.record.attempts import Fence, begin_attempt
 from kempner.run.record.run_dir import RunDirectory
+from kempner.training.compute.any_shard import exact_norm
 from kempner.training.compute.forward_backward import StepGradient
 from kempner.training.compute.optimizer import build_optimizer, update
 from kempner.training.observe.metrics import AsyncMetrics, peak_flops
@@ -268,6 +269,48 @@ def bf16(bench: Bench) -> str:
     return f"loss {rounded:.3f}, in float32 {exact:.3f}"
 
 
+def any_world(bench: Bench) -> str:
+    """With train.same_on_any_world a slot's gradient does not depend on what was computed before
+    it, and neither a norm nor an update on where shards end."""
+    group = dist.group.WORLD
+    assert group is not None
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_deterministic_debug_mode("error")
+    try:
+        trained = bench.start()
+        orders = [{slot: _of_slot(trained, slot) for slot in order} for order in ([1, 2], [2, 1])]
+        for slot, first in orders[0].items():
+            for one, other in zip(first, orders[1][slot], strict=True):
+                assert torch.equal(one, other), f"slot {slot} has another gradient"
+        whole = orders[0][1]
+        pieces = [piece for each in whole for piece in each.tensor_split(3)]
+        assert torch.equal(exact_norm(whole, group), exact_norm(pieces, group)), "the norm differs"
+        updated = [_updated(bench, gradients) for gradients in (whole, pieces)]
+        assert torch.equal(*updated), "the update differs"
+    finally:
+        torch.set_deterministic_debug_mode("default")
+    return f"{len(whole)} tensors, equal to the bit"
+
+
+def _of_slot(trained: Trained, slot: int) -> list[Tensor]:
+    trained.optimizer.zero_grad()
+    trained.gradient(slot)
+    gradients = [parameter.grad for parameter in trained.model.parameters()]
+    return [gradient.clone() for gradient in gradients if gradient is not None]
+
+
+def _updated(bench: Bench, gradients: list[Tensor]) -> Tensor:
+    """All elements after three updates by these gradients."""
+    parameters = nn.ParameterList([nn.Parameter(each.clone()) for each in gradients])
+    optimizer = build_optimizer(parameters, bench.config.optimizer, any_shard=True)
+    optimizer.found_inf = torch.zeros((), device=bench.device)  # type: ignore[attr-defined]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    for _ in range(3):
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in parameters])
+
+
 CHECKS: list[Callable[[Bench], str]] = [
     staging,
     pinned,
@@ -277,6 +320,7 @@ CHECKS: list[Callable[[Bench], str]] = [
     speed,
     stop,
     bf16,
+    any_world,
 ]
 
 

@@ -44,7 +44,7 @@ from kempner.checkpoint.tensors.step_slots import StepMemory, Verdict
 from kempner.run.output.logs import logger
 from kempner.run.process.durable_io import fsync_directory, join_directory
 from kempner.run.process.exit_codes import DataError, UsageError
-from kempner.run.process.retry import StorageUnavailableError, describe
+from kempner.run.process.retry import StorageUnavailableError, describe, storage_waits
 from kempner.run.record.attempts import SupersededError
 from kempner.run.record.events import CheckpointFailed, Resumed, StorageWaited
 from kempner.run.record.save_times import Durations, SaveSeconds
@@ -171,7 +171,8 @@ class CheckpointEngine(Checkpoints):
     ) -> None:
         base = context.identity.base
         pinned = keep.pinned if base is None else keep.pinned | {base.step}
-        super().__init__(context, replace(keep, pinned=pinned), durations)
+        self._keep = replace(keep, pinned=pinned)
+        super().__init__(context, self._keep, durations)
         self._background = background
         self._restorer = StateRestorer(
             context,
@@ -222,6 +223,28 @@ class CheckpointEngine(Checkpoints):
                 "to after the loss diverged"
             )
         return train_state
+
+    def go_on_from(self, step: int) -> None:
+        """Make a committed `step` the newest of the live branch, for the next attempt to load; what
+        is newer is set aside. Raises as `StorageWaits.retry` on rank 0."""
+        if self._context.rank == 0:
+            self._pruner.settle()
+            fence, warn = self._context.fence, logger().warning
+            go_on = partial(commit.go_on_from, self._folder, step, fence, warn)
+            storage_waits().retry(go_on, worked=True, path=self._folder.path)
+
+    def forget_steps(self) -> None:
+        """Invalidate the steps that are kept in memory."""
+        self._saver.forget()
+
+    def pin_up_to(self, step: int) -> None:
+        """Keep the newest checkpoint up to `step`, instead of the one that was kept by this before.
+        On rank 0."""
+        try:
+            known = [s for s in self._folder.committed() if s <= step]
+        except OSError:
+            return  # the next call knows
+        self._pruner.keep = replace(self._keep, pinned=self._keep.pinned | {*known[-1:]})
 
     def save(self, train_state: TrainState, counted: int | None = None) -> None:
         """Start to save the state as of `train_state`, after the previous save has ended.

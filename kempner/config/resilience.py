@@ -48,6 +48,9 @@ class FailPoint(StrEnum):
 _BEFORE_STEPS = ("start", "load")
 _ANYWHERE = ("step", "start", "load", "eval", "save", *FailPoint)
 
+FLIPPED = ("weights", "moments", "inputs", "activations", "gradients")
+"""Where a bit can flip."""
+
 KINDS = {
     "kill": _ANYWHERE,
     "stop": _ANYWHERE,
@@ -62,6 +65,7 @@ KINDS = {
     "spike": ("step",),
     "slow": ("step",),
     "disk_full": ("save",),
+    "flip": FLIPPED,
 }
 """The kinds of faults, and the phases in which each is possible; the first is the default. The last
 phases are the points in a save, see `FailPoint`.
@@ -73,7 +77,8 @@ host's memory bit by bit until the kernel kills it. nan: the output of the rank'
 and so loss and gradients. nan_gradients: one gradient of the rank becomes NaN. spike: the output of
 the rank's model (its loss, or the logits of a model of your own) is `by` times as large. slow: the
 step takes `by` times as long. disk_full: the rank cannot write a file beyond 64 KiB until the save
-has failed.
+has failed. flip: bit number `by` of one element flips, in the memory of weights or moments, or
+while the rank computes: of its inputs, the activations of its first block, or their gradients.
 """
 
 _SENTENCE = re.compile(
@@ -134,7 +139,7 @@ def _parse(text: str) -> Fault:
         raise ValueError(
             f'"{text}": {phase} {"comes before any" if step else "needs a"} step; {remedy}'
         )
-    if found["factor"] and kind not in ("slow", "spike"):
+    if found["factor"] and kind not in ("slow", "spike", "flip"):
         raise ValueError(f'"{text}": `by` has no effect on {kind}; remove it')
     if kind == "slow" and float(found["factor"] or _DEFAULT_FACTOR) < 1:
         raise ValueError(f'"{text}": a step cannot take less time; `by` must be at least 1')

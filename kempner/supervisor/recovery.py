@@ -30,6 +30,7 @@ from kempner.run.record.events import (
     AttemptFailed,
     AttemptStarted,
     CheckpointCommitted,
+    CorruptionFound,
     NodeSuspected,
     ProgramAdvanced,
     Restarting,
@@ -77,6 +78,9 @@ def salvage(context: SupervisorContext, follower: AttemptFollower, decision: Dec
     wanted = context.program.ours and context.config.checkpoint.in_memory
     if not wanted or decision.code not in SALVAGEABLE:
         return
+    corrupted = context.history.entries(CorruptionFound)
+    if corrupted and corrupted[-1].attempt == follower.attempt.number:
+        return  # with bits that nothing vouches for
     try:
         attempt, history = follower.attempt, context.history
         patience = context.config.resilience.patience

@@ -82,6 +82,12 @@ def find_anomaly(losses: Sequence[float], step: Numbers, rule: ResilienceSection
     )
 
 
+def is_doubtful(health: Health, loss: float, rule: ResilienceSection) -> bool:
+    """Whether the loss of the next step, or those before, are suspicious."""
+    step = Numbers(TrainState(), loss, 0.0, 0.0)
+    return not health.sound or find_anomaly(health.losses, step, rule) is not None
+
+
 def observe(
     health: Health, step: Numbers, rule: ResilienceSection
 ) -> tuple[Health, Anomaly | None]:

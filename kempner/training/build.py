@@ -27,7 +27,7 @@ from kempner.config.sections import Config
 from kempner.data.files.index import check_held_out, check_samples, fingerprint, vocabulary
 from kempner.data.files.token_file import Corpus
 from kempner.data.order.batch_slices import Slicing
-from kempner.data.serve.loader import Feed
+from kempner.data.serve.loader import Feed, MicroBatch, read_step
 from kempner.model.factory import create, place
 from kempner.model.factory import digest as weights_digest
 from kempner.model.initial_weights import initialise
@@ -42,7 +42,12 @@ from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import DataError
 from kempner.run.process.retry import empty, storage_waits
 from kempner.run.record.attempts import Attempt, Fence
-from kempner.run.record.events import CheckpointCommitted, FaultsPlanned, StartedAnew
+from kempner.run.record.events import (
+    CheckpointCommitted,
+    CheckpointsCertified,
+    FaultsPlanned,
+    StartedAnew,
+)
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import EventRecorder
 from kempner.run.record.recorded_config import changes_since, describe_changes, used_before
@@ -50,6 +55,7 @@ from kempner.run.record.run_dir import RunDirectory
 from kempner.training.anomalies import Health, remembered
 from kempner.training.compute.forward_backward import choose_communication
 from kempner.training.compute.optimizer import build_optimizer
+from kempner.training.corruption import certified_step
 from kempner.training.evaluation import Evaluation
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks
@@ -80,9 +86,8 @@ def build(
     gc.enable()  # disabled since the start of the process
     record = partial(rank_link.record, attempt)
     history = read_history(run, attempt) if ranks.world.rank == 0 else RunHistory()
-    checkpoints = _open_checkpoints(
-        config, rank_link, ranks, attempt, corpus, history, model, optimizer
-    )
+    trained = model, optimizer
+    checkpoints = _open_checkpoints(config, rank_link, ranks, attempt, corpus, history, *trained)
     if ranks.world.rank == 0:  # last: all that it names exists
         storage_waits().retry(partial(_snapshot_config, config, run, attempt), worked=True)
     if faults.planned:
@@ -100,7 +105,39 @@ def build(
         choice,
     )
     health = Health(state.losses)
-    return Training(config, ranks, model, optimizer, shutdown, checkpoints, tools, state, health)
+    loop = Training(config, ranks, model, optimizer, shutdown, checkpoints, tools, state, health)
+    return _with_checks(loop, corpus, history)
+
+
+def _with_checks(run: Training, corpus: Corpus, history: RunHistory) -> Training:
+    """The same with checks of its steps, if any are asked for."""
+    if (interval := run.config.integrity.recompute_interval) is None:
+        return run
+    # Imports FSDP, which a rank that is alone is spared otherwise.
+    from kempner.training.compute.slot_gradient import SlotGradient
+    from kempner.training.step_checks import StepChecks
+
+    assert isinstance(run.gradient, SlotGradient)
+    known = certified_step(history)
+    certified = min(known, run.train_state.step)
+    if run.ranks.world.rank == 0 and known:
+        run.checkpoints.pin_up_to(certified)
+        if certified < known:  # what is made again is not
+            run.record(CheckpointsCertified(certified))
+    read = partial(_read_step, run.config, corpus.reopened(), run.ranks.degrees.data_world)
+    run.checks = StepChecks(
+        run.gradient, run.model, run.optimizer, run.ranks, interval, read, certified
+    )
+    return run
+
+
+def _read_step(
+    config: Config, corpus: Corpus, world: int, before: TrainState, rank: int
+) -> list[MicroBatch]:
+    """The micro batches of a rank in the step that follows a train state."""
+    slicing = _slicing(config, rank, world, before)
+    seq_len, seed = config.train.seq_len, config.train.seed
+    return read_step(corpus, slicing, seq_len=seq_len, seed=seed, cursor=before.cursor)
 
 
 def _open_checkpoints(
@@ -273,24 +310,30 @@ def _snapshot_config(config: Config, run: RunDirectory, attempt: Attempt) -> Non
 def _open_feed(
     config: Config, corpus: Corpus, ranks: Ranks, choice: Choice, train_state: TrainState
 ) -> Feed:
-    slicing = Slicing(
-        config.train.global_batch_size,
-        config.train.micro_batch_size,
-        ranks.data_rank,
-        ranks.degrees.data_world,
-        skips=tuple((rollback.start, rollback.end) for rollback in train_state.rollbacks),
-        whole_slots=bool(config.train.same_on_any_world),
-        turns=choice.turns(ranks.degrees.shard),
-    )
+    turns = choice.turns(ranks.degrees.shard)
     return Feed(
         corpus,
-        slicing,
+        _slicing(config, ranks.data_rank, ranks.degrees.data_world, train_state, turns),
         seq_len=config.train.seq_len,
         seed=config.train.seed,
         cursor=train_state.cursor,
         workers=config.data.num_dataloader_workers,
         shards_open=config.data.num_shards_per_rank,
         pin_memory=ranks.device.type == "cuda",
+    )
+
+
+def _slicing(
+    config: Config, rank: int, world: int, train_state: TrainState, turns: int = 1
+) -> Slicing:
+    return Slicing(
+        config.train.global_batch_size,
+        config.train.micro_batch_size,
+        rank,
+        world,
+        skips=tuple((rollback.start, rollback.end) for rollback in train_state.rollbacks),
+        whole_slots=bool(config.train.same_on_any_world),
+        turns=turns,
     )
 
 

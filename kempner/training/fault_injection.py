@@ -16,15 +16,17 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from kempner.checkpoint.tensors.state import local_part
-from kempner.config.resilience import FailPoint, Fault, parse_faults
+from kempner.config.resilience import FLIPPED, FailPoint, Fault, parse_faults
 from kempner.config.sections import Config
 from kempner.run.control.protocol import Phase
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.process.fail_points import set_fail_point
 from kempner.run.record.attempts import read_current
+from kempner.training.bit_flips import BitFlip
 from kempner.training.rank_link.rank_link import RankLink
 
 VARIABLE = "KEMPNER_FAULTS"
@@ -63,6 +65,7 @@ class FaultInjector:
         """The faults of all ranks."""
         self.armed = [f for f in planned if f.rank == rank and f.attempt == attempt]
         self._lock = threading.Lock()
+        self._flips: dict[str, BitFlip] = {}
 
     def set_fail_points(self) -> None:
         """Set the fail points of saves for which a fault is planned."""
@@ -96,9 +99,13 @@ class FaultInjector:
                     _take_all()
 
     @contextmanager
-    def during_step(self, step: int, model: nn.Module) -> Iterator[None]:
+    def during_step(self, step: int, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
         """Inject faults around a step's forward and backward pass, the block."""
         self.maybe_inject(Phase.STEP, step)
+        for where in FLIPPED:
+            for fault in self._due(("flip",), where, step):
+                planted = BitFlip(where, round(fault.factor), fault.lasting)
+                self._flips.setdefault(fault.text, planted).plant(model, optimizer)
         started, hooks = time.monotonic(), []
         for fault in self._due(("nan", "spike"), Phase.STEP, step):
             factor = math.nan if fault.kind == "nan" else fault.factor

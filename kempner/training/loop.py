@@ -23,7 +23,7 @@ from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import DivergedError, ExitCode, PeersLostError, RunError
 from kempner.run.record.events import Diverged, Evaluated, LedgerEvent, RolledBack
 from kempner.run.record.ledger import EventRecorder
-from kempner.training.anomalies import Health, RollbackPlan, observe, plan_rollback
+from kempner.training.anomalies import Health, RollbackPlan, is_doubtful, observe, plan_rollback
 from kempner.training.compute.fingerprint import StateFingerprint, summed
 from kempner.training.compute.forward_backward import (
     StepGradient,
@@ -48,6 +48,7 @@ from kempner.training.vote import (
 
 if TYPE_CHECKING:
     from kempner.training.compute.slot_gradient import SlotGradient
+    from kempner.training.step_checks import StepChecks
 
 
 class Data:
@@ -103,6 +104,8 @@ class Training:
     train_state: TrainState
     health: Health
     save_postponed: bool = False
+    checks: StepChecks | None = field(init=False, default=None)
+    """Checks steps for silent corruption, if that is asked for."""
     numerics: Numerics | None = field(init=False, default=None)
     """Records what steps compute, if that is asked for."""
 
@@ -186,8 +189,7 @@ def train(run: Training) -> ExitCode:
         ballot = run.vote_group.open(run.vote(void=batch is None))
         if batch is None and (agreed := ballot.close()).all_void:
             break  # no rank waits for another in the step: a stop need not wait for its end
-        with tools.faults.during_step(step, run.model) if tools.faults.armed else nullcontext():
-            means = run.gradient.add(run.no_data() if batch is None else batch.micro, step)
+        means = compute_gradient(run, batch, step)
         with progress.held_up_by("saves"):
             run.checkpoints.release_staging()
         with progress.waiting("the vote"):
@@ -198,7 +200,7 @@ def train(run: Training) -> ExitCode:
             roll_back(run)
             continue
         assert batch is not None  # a rank without one has made the vote void
-        advance(run, batch, means)
+        advance_checked(run, batch, means)
         due = save_is_due(run, agreed)
         take_note(run, everything=due or bool(agreed.stop) or step == last)
         if due:
@@ -208,6 +210,14 @@ def train(run: Training) -> ExitCode:
         if every and not agreed.stop and (step % every == 0 or step == last):
             agreed = evaluate(run)
     return finish_run(run, agreed)
+
+
+def compute_gradient(run: Training, batch: StepBatch | None, step: int) -> Tensor:
+    """The means of a step on `batch`, or on no data, as those of `StepGradient.add`."""
+    faults = run.tools.faults
+    add = run.gradient.add if run.checks is None else run.checks.gradient
+    with faults.during_step(step, run.model, run.optimizer) if faults.armed else nullcontext():
+        return add(run.no_data() if batch is None else batch.micro, step)
 
 
 def advance(run: Training, batch: StepBatch, means: Tensor) -> None:
@@ -239,6 +249,29 @@ def advance(run: Training, batch: StepBatch, means: Tensor) -> None:
     tools.step_metrics.recent.send(run.train_state, means, norm, rate, printed)
     if tools.step_metrics.log_samples:
         tools.step_metrics.record_samples(run.train_state, batch.positions)
+
+
+def advance_checked(run: Training, batch: StepBatch, means: Tensor) -> None:
+    """As `advance`; where silent corruption is found, raises as `StepChecks.leave`."""
+    checks, before = run.checks, run.train_state
+    if checks is None:
+        advance(run, batch, means)
+        return
+    step, rule = before.step + 1, run.config.resilience
+    with run.tools.progress.waiting("the check of memory"):
+        verdict, check = checks.agree(step, is_doubtful(run.health, means[0].item(), rule))
+    if verdict is None and check:
+        verdict, check = checks.check_gradient(before)
+    if verdict is None:
+        checks.certify(run)
+        advance(run, batch, means)
+        if check:
+            verdict = checks.check_update(step, means[0], run.config.train.clip_grad_norm)
+        checks.remember()
+    if verdict is not None:
+        checks.leave(run, verdict)
+    if check:
+        run.train_state = replace(run.train_state, checked=step)
 
 
 def print_state(run: Training) -> Tensor | None:
@@ -318,6 +351,8 @@ def roll_back(run: Training) -> None:
         run.health, run.save_postponed = Health(good.losses), False
         run.tools.progress.made(good.step, before=True)
         run.tools.data.reopen(run.train_state)
+        if run.checks is not None:
+            run.checks.begin_again(good.step)
         run.tools.step_metrics.start(run.train_state)
     run.record(RolledBack(**asdict(rollback)))
     if run.ranks.world.rank == 0:
@@ -370,6 +405,8 @@ def finish_run(run: Training, agreed: VoteResult) -> ExitCode:
         secure_last_step(run)
         raise run.tools.data.failure or PeersLostError("another rank has no data to go on with")
     code, words = finish(run, agreed)
+    if run.checks is not None:
+        run.checks.certify_last(run)
     run.tools.step_metrics.end(words, completed=code is ExitCode.COMPLETED)
     run.tools.step_metrics.close()
     run.tools.progress.phase = Phase.EXIT

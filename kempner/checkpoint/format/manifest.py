@@ -42,13 +42,14 @@ class TrainState:
     """The state of a run outside of tensors: `step` completed steps, `cursor`, the next position in
     the endless order of samples, and `tokens` trained on. `losses` are those of the last normal
     steps, the newest last, with which new ones are compared; `rollbacks` lists all rollbacks so
-    far."""
+    far. `checked` is the last step that other ranks have computed again, with the same bits."""
 
     step: int = 0
     cursor: int = 0
     tokens: int = 0
     losses: tuple[float, ...] = ()
     rollbacks: tuple[Rollback, ...] = ()
+    checked: int | None = None
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
@@ -60,7 +61,13 @@ class TrainState:
             tokens=fields["tokens"],
             losses=tuple(fields.get("losses", ())),
             rollbacks=tuple(Rollback(**rollback) for rollback in fields.get("rollbacks", ())),
+            checked=fields.get("checked"),
         )
+
+    def to_fields(self) -> dict[str, Any]:
+        """Plain JSON; `checked` only where it is known."""
+        absent = {"checked"} if self.checked is None else set[str]()
+        return {name: value for name, value in asdict(self).items() if name not in absent}
 
 
 FORMAT: Final = 1
@@ -163,7 +170,7 @@ def encode(manifest: Manifest) -> bytes:
     }
     fields: dict[str, Any] = {
         "format": FORMAT,
-        **asdict(manifest.train_state),
+        **manifest.train_state.to_fields(),
         "identity": manifest.identity.to_fields(),
         "attempt": manifest.attempt,
         "created": manifest.created,

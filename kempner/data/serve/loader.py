@@ -346,6 +346,28 @@ def eval_batches(
         yield batch
 
 
+def read_step(
+    corpus: Corpus, slicing: Slicing, *, seq_len: int, seed: int, cursor: int
+) -> list[MicroBatch]:
+    """What `Feed` serves first at a cursor, read in the calling thread. Raises as `Corpus.read`."""
+    order = SampleOrder(corpus.samples(seq_len), seed)
+    no_tokens = np.zeros(seq_len + 1, corpus.dtype)
+    flagged = corpus.index.kind != "text"
+    return [
+        _to_micro_batch(
+            np.stack(
+                [
+                    no_tokens if r == PADDING else corpus.sample(order.locate(r)[1], seq_len)
+                    for r in rows
+                ]
+            ),
+            rows,
+            flagged=flagged,
+        )
+        for rows in slicing.rows(slicing.first(cursor))
+    ]
+
+
 def _to_micro_batch(
     tokens: NDArray[Any], rows: Sequence[int], *, flagged: bool, pin_memory: bool = False
 ) -> MicroBatch:

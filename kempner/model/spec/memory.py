@@ -390,6 +390,9 @@ def _allowed(config: Config, situation: Situation) -> Iterator[Choice]:
     whole = situation.gpu_memory is None or situation.mesh.shard == 1
     if config.train.same_on_any_world and reduced == "auto" and whole:
         reduced = "step"  # slots that are taken in turn send more, for the memory of a GPU
+    compared = config.integrity.recompute_interval is not None
+    if compared:
+        reduced = "step"  # of slots that are taken in turn no rank has the whole gradient
     for keep in (False, True):
         for once in (False, True):
             # With one micro batch there is nothing to keep gradients for.
@@ -397,4 +400,4 @@ def _allowed(config: Config, situation: Situation) -> Iterator[Choice]:
                 continue
             if section.reshard_after_forward == ("always" if keep else "never"):
                 continue
-            yield Choice(once and situation.micro_batches > 1, keep)
+            yield Choice(once and (compared or situation.micro_batches > 1), keep)

@@ -97,6 +97,10 @@ class DivergedError(RunError):
     code = ExitCode.DIVERGED
 
 
+class CorruptionError(RunError):
+    """This rank computes or remembers wrong bits, or one of two ranks does."""
+
+
 _WRONG_PATH = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP),
     *(errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENXIO),

@@ -534,6 +534,28 @@ class Diverged(LedgerEvent, name="diverged"):
     reason: Sentence
 
 
+@dataclass(frozen=True)
+class CorruptionFound(LedgerEvent, name="corruption_found"):
+    """By rank 0: when ranks that computed the same part of a step differ, or a rank's memory has
+    changed, before the attempt ends. The next one begins at the checkpoint."""
+
+    step: Step
+    part: Annotated[str, "what differed first"]
+    ranks: Annotated[tuple[int, ...], "ranks that lied, or of which one did"]
+    nodes: Annotated[tuple[str, ...], "their nodes"]
+    sure: Annotated[bool, "whether it is known which"]
+    to: Annotated[int | None, "step of the checkpoint, null if there is none yet"]
+    reason: Sentence
+
+
+@dataclass(frozen=True)
+class CheckpointsCertified(LedgerEvent, name="checkpoints_certified"):
+    """By rank 0: when a step that was computed again was equal, no memory has changed since, and
+    there are checkpoints that were not certified before; or when it resumes from an earlier one."""
+
+    step: Annotated[int, "step up to which checkpoints are certified"]
+
+
 SUBJECTS: Mapping[str, tuple[type[LedgerEvent], ...]] = {
     "Attempts": (AttemptStarted, RankReady, AttemptEnded, ProgramAdvanced, AttemptFailed,
                  Restarting, RunGivenUp, FaultsPlanned),
@@ -546,7 +568,8 @@ SUBJECTS: Mapping[str, tuple[type[LedgerEvent], ...]] = {
                                          StorageWaited, PhaseDurationsLearned),
     "Checkpoints": (StartedAnew, Resumed, CheckpointCommitted, CheckpointFailed, CheckpointDamaged,
                     StepSalvaged, SalvageDismissed),
-    "Training": (Evaluated, StepSkipped, LossSpike, RolledBack, Diverged),
+    "Training": (Evaluated, StepSkipped, LossSpike, RolledBack, Diverged, CorruptionFound,
+                 CheckpointsCertified),
 }  # fmt: skip
 """All events, by subject: `parse_event` and docs/events.md are made from this list."""
 

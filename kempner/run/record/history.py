@@ -19,6 +19,8 @@ from kempner.run.record.events import (
     AttemptFailed,
     AttemptStarted,
     CheckpointCommitted,
+    CheckpointsCertified,
+    CorruptionFound,
     LedgerEvent,
     NodesLeft,
     NodesTakenBack,
@@ -317,15 +319,19 @@ _PLACE = re.compile(rb'"place": "([^"]*)"')
 
 
 def needed_to_resume(lines: list[bytes]) -> list[bytes]:
-    """The lines that `RunHistory.to_resume` keeps: starts at step 0, rollbacks, and for each place
-    the last commits and the resume since. Later lines of a place make earlier ones obsolete."""
-    kept, commits = list[bytes](), Counter[bytes]()
+    """The lines that `RunHistory.to_resume` keeps: starts at step 0, rollbacks, silent corruption,
+    the last certificate, and for each place the last commits and the resume since. Later lines of a
+    place make earlier ones obsolete."""
+    kept, commits, certified = list[bytes](), Counter[bytes](), False
     for line in reversed(lines):
         found = _KIND.search(line)
         kind = "" if found is None else found[1].decode()
         committed = kind == CheckpointCommitted.name
-        if kind in (StartedAnew.name, RolledBack.name):
+        if kind in (StartedAnew.name, RolledBack.name, CorruptionFound.name):
             kept.append(line)
+        elif kind == CheckpointsCertified.name and not certified:
+            kept.append(line)
+            certified = True
         elif committed or kind == Resumed.name:
             named = _PLACE.search(line)
             place = b"" if named is None else named[1]

@@ -87,20 +87,34 @@ class GuardedAdamW(UncompiledOptimizer, AdamW):
             raise ValueError("GuardedAdamW takes no closure")
         for group in self.param_groups:
             moved = [p for p in group["params"] if p.grad is not None]
-            states = [self.state[p] or self._begin_state(p) for p in moved]
-            steps = [state["step"] for state in states]
-            tensors = (
-                local_parts(moved),
-                local_parts(parameter.grad for parameter in moved),
-                local_parts(state["exp_avg"] for state in states),
-                local_parts(state["exp_avg_sq"] for state in states),
-            )
-            if not self.any_shard:
-                self._move(group, tensors, steps)
-                continue
-            with whole_vectors(*tensors) as filled:
-                more = [steps[0].clone() for _ in filled[0][len(steps) :]]
-                self._move(group, filled, [*steps, *more])
+            gradients = local_parts(parameter.grad for parameter in moved)
+            parameters, averages, squares, steps = self.columns(moved)
+            self.move(group, gradients, [parameters, averages, squares, steps])
+
+    def columns(self, moved: Sequence[Tensor]) -> list[list[Tensor]]:
+        """What a step changes of some parameters: this rank's parts of them and of both moments,
+        and the numbers of their steps."""
+        states = [self.state[p] or self._begin_state(p) for p in moved]
+        return [
+            local_parts(moved),
+            local_parts(state["exp_avg"] for state in states),
+            local_parts(state["exp_avg_sq"] for state in states),
+            [state["step"] for state in states],
+        ]
+
+    @torch.no_grad()
+    def move(
+        self, group: Mapping[str, Any], gradients: list[Tensor], columns: Sequence[list[Tensor]]
+    ) -> None:
+        """Make a step of what `columns` gives, or of copies."""
+        parameters, averages, squares, steps = columns
+        tensors = parameters, gradients, averages, squares
+        if not self.any_shard:
+            self._move(group, tensors, steps)
+            return
+        with whole_vectors(*tensors) as filled:
+            more = [steps[0].clone() for _ in filled[0][len(steps) :]]
+            self._move(group, filled, [*steps, *more])
 
     def _move(
         self, group: Mapping[str, Any], tensors: Sequence[list[Tensor]], steps: list[Tensor]
@@ -282,14 +296,28 @@ class GuardedSGD(UncompiledOptimizer, SGD):
         for group in self.param_groups:
             moved = [p for p in group["params"] if p.grad is not None]
             gradients = local_parts(parameter.grad for parameter in moved)
-            tensors = [local_parts(moved), gradients]
-            if group["momentum"] != 0:
-                tensors.append([self._momentum(parameter) for parameter in moved])
-            if not self.any_shard:
-                self._move(group, tensors)
-                continue
-            with whole_vectors(*tensors) as filled:
-                self._move(group, filled)
+            self.move(group, gradients, self.columns(moved))
+
+    def columns(self, moved: Sequence[Tensor]) -> list[list[Tensor]]:
+        """What a step changes of some parameters: this rank's parts of them, and of the momentum if
+        there is any."""
+        found = [local_parts(moved)]
+        if any(group["momentum"] for group in self.param_groups):
+            found.append([self._momentum(parameter) for parameter in moved])
+        return found
+
+    @torch.no_grad()
+    def move(
+        self, group: Mapping[str, Any], gradients: list[Tensor], columns: Sequence[list[Tensor]]
+    ) -> None:
+        """Make a step of what `columns` gives, or of copies."""
+        parameters, *momentum = columns
+        tensors = [parameters, gradients, *momentum]
+        if not self.any_shard:
+            self._move(group, tensors)
+            return
+        with whole_vectors(*tensors) as filled:
+            self._move(group, filled)
 
     def _move(self, group: Mapping[str, Any], tensors: Sequence[list[Tensor]]) -> None:
         """Update tensors of parameters, given their gradients and, if there is any, momentum."""
@@ -421,9 +449,14 @@ def clip_gradients(
         norm = squared.sqrt_()
     else:
         norm = nn.utils.get_total_norm(own)
-    if max_norm > 0:
-        torch._foreach_mul_(own, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    clip_to(own, norm, max_norm)
     return norm
+
+
+def clip_to(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients, in place, so that their `norm` is at most `max_norm` (0: leave them)."""
+    if max_norm > 0:
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
 def update(

@@ -12,7 +12,7 @@ gets an equal part, adds it up, and hands it to the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -20,21 +20,31 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from kempner.data.serve.loader import IGNORE, MicroBatch
 from kempner.model.spec.communication import EACH_MICRO_BATCH, Choice
-from kempner.model.spec.slot_tree import SubtreeSums, slots_of, subtrees
+from kempner.model.spec.slot_tree import SubtreeSums, slots_of
 from kempner.run.control.heartbeat import Waiting, untimed
 from kempner.training.compute.forward_backward import set_rng, summed_loss
+from kempner.training.compute.slot_exchange import exchanged, sum_of_slots, summed_over_replicas
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+
+@dataclass(frozen=True)
+class Witness:
+    """What a step's parts are shown to: of each slot its micro batch, loss and whole gradient; of
+    all slots of a rank the number of valid tokens, and the sums that it sends."""
+
+    slot: Callable[[MicroBatch, Tensor, Sequence[Tensor]], None]
+    tokens: Callable[[Tensor], None]
+    sums: Callable[[Sequence[Sequence[Tensor]]], None]
 
 
 @dataclass(frozen=True)
@@ -51,11 +61,62 @@ class SlotGradient:
     choice: Choice = EACH_MICRO_BATCH
     waiting: Waiting = untimed
 
-    def add(self, micro_batches: Sequence[MicroBatch], step: int) -> Tensor:
+    def add(
+        self, micro_batches: Sequence[MicroBatch], step: int, witness: Witness | None = None
+    ) -> Tensor:
         """The loss of the step whose gradient becomes that of the parameters; as
-        `StepGradient.add`."""
-        own, (turn, turns) = self._slots_of(dist.get_rank()), self._turn
-        valid = self._count_tokens(micro_batches)
+        `StepGradient.add`. Slots that are taken in turn have no `witness`."""
+        losses, valid, sums = self._sum_slots(micro_batches, step, dist.get_rank(), witness)
+        with self.waiting("the exchange of gradients"):
+            self._exchange(sums.values)
+        with self.waiting("the sum of losses"):
+            dist.all_reduce(losses)  # of one rank each, and zero on all others
+        return (sum_of_slots(losses) / valid)[None]
+
+    def again(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        step: int,
+        parts: Sequence[int],
+        witness: Witness | None,
+    ) -> list[Tensor]:
+        """The gradient again, where rank r takes the part of rank `parts[r]`, whose `micro_batches`
+        it passes: that rank's shards, in the order of `trained`. Nothing else changes. The shards
+        are exchanged between all ranks at once, whatever the mesh; not for slots that are taken in
+        turn."""
+        assert self._turn[1] == 1
+        _, _, sums = self._sum_slots(micro_batches, step, parts[dist.get_rank()], witness)
+        shards = dist.get_world_size(self.mesh.get_group("shard"))
+        own = parts[dist.get_rank()] % shards
+        owned = [self._slots_of(part) for part in parts]
+        found, values = list[Tensor](), sums.values
+        for group in map(trained, self._groups):
+            whole = [each.pop(0) for each in values for _ in group]
+            shapes = [shard_shape(p.sharded_param.shape, own, shards) for p in group]
+            sizes = [shape.numel() for shape in shapes]
+            pieces = [[_rows(tensor, part % shards, shards) for tensor in whole] for part in parts]
+            with self.waiting("the exchange of gradients"):
+                total = exchanged(pieces, owned, sum(sizes), None, self.device)
+            split = torch.split(total.whole(), sizes)
+            found += [flat.view(shape) for flat, shape in zip(split, shapes, strict=True)]
+        return found
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The parameters that have a gradient."""
+        return [parameter.sharded_param for parameter in chain(*map(trained, self._groups))]
+
+    def _sum_slots(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        step: int,
+        part: int,
+        witness: Witness | None,
+    ) -> tuple[Tensor, Tensor, SubtreeSums[list[Tensor]]]:
+        """Forward and backward of the slots of one rank: the loss of each, the number of valid
+        tokens of all ranks, and the sums of this rank's gradients."""
+        own, (turn, turns) = self._slots_of(part), self._turn
+        valid = self._count_tokens(micro_batches, witness)
         losses = torch.zeros(self.slots, device=self.device)
         sums = SubtreeSums[list[Tensor]](_add_each)
         sharded, in_turn = self._sharded, self._in_turn
@@ -70,22 +131,26 @@ class SlotGradient:
             sharded.set_reshard_after_backward(last or not self.choice.keep_parameters)
             loss = summed_loss(self.model, micro_batch, self.device)
             (loss / valid).backward()  # type: ignore[no-untyped-call]
-            if slot in own:
-                losses[slot] = loss.detach()
+            gradients = [] if turns > 1 else self._taken()
+            if slot not in own:
+                continue
+            losses[slot] = loss.detach()
+            if witness is not None:
+                witness.slot(micro_batch, loss.detach(), gradients)
             if turns == 1:
-                parameters = chain(*map(trained, self._groups))
-                gradients = [taken(parameter) for parameter in parameters]
-                if slot in own:
-                    sums.push(range(slot, slot + 1), gradients)
-        with self.waiting("the exchange of gradients"):
-            self._exchange(sums.values)
-        with self.waiting("the sum of losses"):
-            dist.all_reduce(losses)  # of one rank each, and zero on all others
-        return (sum_of_slots(losses) / valid)[None]
+                sums.push(range(slot, slot + 1), gradients)
+        if witness is not None:
+            witness.sums(sums.values)
+        return losses, valid, sums
 
-    def _count_tokens(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    def _taken(self) -> list[Tensor]:
+        return [taken(parameter) for parameter in chain(*map(trained, self._groups))]
+
+    def _count_tokens(self, micro_batches: Sequence[MicroBatch], witness: Witness | None) -> Tensor:
         targets = [batch.targets.to(self.device, non_blocking=True) for batch in micro_batches]
         valid = torch.stack([(each != IGNORE).sum() for each in targets]).sum()
+        if witness is not None:
+            witness.tokens(valid.clone())
         with self.waiting("the count of tokens"):
             dist.all_reduce(valid)  # an integer: in any order
         return valid.clamp(min=1).float()
@@ -150,7 +215,7 @@ class SlotGradient:
         owned = [self._slots_of(first + shard) for shard in range(shards)]
         whole = [*chain(*mine)]
         parts = [[_rows(tensor, shard, shards) for tensor in whole] for shard in range(shards)]
-        return _exchanged(parts, owned, size, ranks, self.device)
+        return exchanged(parts, owned, size, ranks, self.device)
 
     def _over_replicas(self, sums: SubtreeSums[Tensor], size: int) -> Tensor:
         """The sum of all slots, from those of each replica."""
@@ -159,13 +224,7 @@ class SlotGradient:
         ranks = self.mesh.get_group("replicate")
         replicas = dist.get_world_size(ranks)
         owned = [slots_of(self.slots, replica, replicas) for replica in range(replicas)]
-        part = -(-size // replicas)
-        filled = [F.pad(value, (0, part * replicas - size)) for value in sums.values]
-        parts = [[value[n * part :][:part] for value in filled] for n in range(replicas)]
-        own = _exchanged(parts, owned, part, ranks, self.device).whole()
-        whole = own.new_empty(part * replicas)
-        dist.all_gather_into_tensor(whole, own, group=ranks)
-        return whole[:size]
+        return summed_over_replicas(sums.values, owned, size, ranks, self.device)
 
     def _slots_of(self, rank: int) -> range:
         """The slots of a rank, or of those with which it takes them in turn."""
@@ -230,46 +289,16 @@ def taken(parameter: FSDPParam) -> Tensor:
     return gradient
 
 
-def sum_of_slots(values: Tensor) -> Tensor:
-    """The sum of a vector, one element for each slot, along the tree."""
-    values = F.pad(values, (0, (1 << (len(values) - 1).bit_length()) - len(values)))
-    while len(values) > 1:
-        values = values[0::2] + values[1::2]
-    return values[0]
-
-
-def _exchanged(
-    parts: Sequence[Sequence[Tensor]],
-    owned: Sequence[range],
-    size: int,
-    ranks: dist.ProcessGroup,
-    device: torch.device,
-) -> SubtreeSums[Tensor]:
-    """What this rank of a group gets of all its ranks' subtrees, `size` elements of each, added up.
-
-    Args:
-        parts: for each rank of the group, what it gets of this one's subtrees, one after the other,
-            in any number of pieces.
-        owned: the slots of each rank of the group, which follow each other.
-    """
-    known = [subtrees(slots) for slots in owned]
-    given = [sum(piece.numel() for piece in part) for part in parts]
-    nothing = torch.empty(0, device=device)  # all that a rank without slots has
-    received = torch.cat([nothing, *(piece.flatten() for part in parts for piece in part)])
-    if len(owned) > 1:
-        taken_of = [size * len(each) for each in known]
-        sent, received = received, received.new_empty(sum(taken_of))
-        dist.all_to_all_single(received, sent, taken_of, given, group=ranks)
-    sums = _nothing()
-    for number, subtree in enumerate(chain(*known)):
-        sums.push(subtree, received[number * size :][:size])
-    return sums
-
-
 def _rows(tensor: Tensor, shard: int, shards: int) -> Tensor:
     """The rows that `fully_shard` gives to one of several shards: as `torch.chunk`."""
     rows = -(-len(tensor) // shards)
     return tensor[shard * rows : (shard + 1) * rows]
+
+
+def shard_shape(shape: Sequence[int], shard: int, shards: int) -> torch.Size:
+    """The shape that `fully_shard` gives to a shard of a tensor of this shape."""
+    rows = -(-shape[0] // shards)
+    return torch.Size((max(0, min(rows, shape[0] - shard * rows)), *shape[1:]))
 
 
 def _add_each(earlier: list[Tensor], later: list[Tensor]) -> list[Tensor]:

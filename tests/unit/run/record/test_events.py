@@ -129,6 +129,7 @@ EXAMPLES: Mapping[object, object] = {
     str: "words | with `all` sorts of € signs",
     str | None: "words",
     tuple[str, ...]: ["one", "two"],
+    tuple[int, ...]: [1, 2],
     tuple[tuple[str, str], ...]: [["10.0.0.1:1", "10.0.0.2:2"]],
     Mapping[str, str]: {"rank 0": "no space left"},
     Mapping[str, float]: {"load": 1.5},

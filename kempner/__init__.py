@@ -5,10 +5,10 @@ The public names are imported on first use, so `import kempner` stays fast and n
     from kempner import CheckpointManager, ShutdownHandler, survive
 
 `survive` makes a training loop of your own stop, save and resume; with the two classes the loop
-itself asks when to stop, and saves. `ResumableBatchSampler`, `ResumableSampler` and
-`ResumableDataLoader` resume at the right sample. `submit` starts a run, on a Slurm cluster or here,
-and returns its `Job`. What a user can correct is a `RunError`, or its `UsageError`, with an
-`ExitCode`.
+itself asks when to stop, and saves; `Slots` makes its steps the same bits on any number of ranks.
+`ResumableBatchSampler`, `ResumableSampler` and `ResumableDataLoader` resume at the right sample.
+`submit` starts a run, on a Slurm cluster or here, and returns its `Job`. What a user can correct is
+a `RunError`, or its `UsageError`, with an `ExitCode`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ __all__ = [
     "ResumableSampler",
     "RunError",
     "ShutdownHandler",
+    "Slots",
     "UsageError",
     "__version__",
     "submit",
@@ -42,6 +43,7 @@ if TYPE_CHECKING:  # for type checkers and editors; __getattr__ imports them at 
     from kempner.jobs.submit import submit
     from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
     from kempner.training.by_hand import CheckpointManager, ShutdownHandler
+    from kempner.training.slots import Slots
     from kempner.training.survive import survive
 else:
     _HOMES = {
@@ -53,6 +55,7 @@ else:
         "ResumableSampler": "kempner.data.serve.sampler",
         "RunError": "kempner.run.process.exit_codes",
         "ShutdownHandler": "kempner.training.by_hand",
+        "Slots": "kempner.training.slots",
         "UsageError": "kempner.run.process.exit_codes",
         "submit": "kempner.jobs.submit",
         "survive": "kempner.training.survive",

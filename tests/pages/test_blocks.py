@@ -114,7 +114,8 @@ def test_the_quickstart_holds(reader: Reader) -> None:
 
 
 def test_the_page_on_own_loops_holds(reader: Reader) -> None:
-    shutil.copy(ROOT / "docs/examples/surviving.py", reader.folder)
+    for name in ("surviving.py", "any_world.py"):
+        shutil.copy(ROOT / "docs/examples" / name, reader.folder)
     assert type_page("docs/own_loop.md", reader) >= 2
     assert (reader.folder / "curve.pt").exists()
 

@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from kempner.data.serve.loader import IGNORE, MicroBatch
 from kempner.model.spec.communication import EACH_MICRO_BATCH, Choice
-from kempner.model.spec.slot_tree import SubtreeSums, slots_of, subtrees
+from kempner.model.spec.slot_tree import SubtreeSums, slots_of
 from kempner.run.control.heartbeat import Waiting, untimed
 from kempner.training.compute.forward_backward import set_rng, summed_loss
+from kempner.training.compute.slot_exchange import exchanged, sum_of_slots, summed_over_replicas
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -96,7 +96,7 @@ class SlotGradient:
             sizes = [shape.numel() for shape in shapes]
             pieces = [[_rows(tensor, part % shards, shards) for tensor in whole] for part in parts]
             with self.waiting("the exchange of gradients"):
-                total = _exchanged(pieces, owned, sum(sizes), None, self.device)
+                total = exchanged(pieces, owned, sum(sizes), None, self.device)
             split = torch.split(total.whole(), sizes)
             found += [flat.view(shape) for flat, shape in zip(split, shapes, strict=True)]
         return found
@@ -215,7 +215,7 @@ class SlotGradient:
         owned = [self._slots_of(first + shard) for shard in range(shards)]
         whole = [*chain(*mine)]
         parts = [[_rows(tensor, shard, shards) for tensor in whole] for shard in range(shards)]
-        return _exchanged(parts, owned, size, ranks, self.device)
+        return exchanged(parts, owned, size, ranks, self.device)
 
     def _over_replicas(self, sums: SubtreeSums[Tensor], size: int) -> Tensor:
         """The sum of all slots, from those of each replica."""
@@ -224,13 +224,7 @@ class SlotGradient:
         ranks = self.mesh.get_group("replicate")
         replicas = dist.get_world_size(ranks)
         owned = [slots_of(self.slots, replica, replicas) for replica in range(replicas)]
-        part = -(-size // replicas)
-        filled = [F.pad(value, (0, part * replicas - size)) for value in sums.values]
-        parts = [[value[n * part :][:part] for value in filled] for n in range(replicas)]
-        own = _exchanged(parts, owned, part, ranks, self.device).whole()
-        whole = own.new_empty(part * replicas)
-        dist.all_gather_into_tensor(whole, own, group=ranks)
-        return whole[:size]
+        return summed_over_replicas(sums.values, owned, size, ranks, self.device)
 
     def _slots_of(self, rank: int) -> range:
         """The slots of a rank, or of those with which it takes them in turn."""
@@ -293,44 +287,6 @@ def taken(parameter: FSDPParam) -> Tensor:
     if gradient is None:
         return torch.zeros_like(parameter._unsharded_param, dtype=torch.float32)
     return gradient
-
-
-def sum_of_slots(values: Tensor) -> Tensor:
-    """The sum of a vector, one element for each slot, along the tree."""
-    values = F.pad(values, (0, (1 << (len(values) - 1).bit_length()) - len(values)))
-    while len(values) > 1:
-        values = values[0::2] + values[1::2]
-    return values[0]
-
-
-def _exchanged(
-    parts: Sequence[Sequence[Tensor]],
-    owned: Sequence[range],
-    size: int,
-    ranks: dist.ProcessGroup | None,
-    device: torch.device,
-) -> SubtreeSums[Tensor]:
-    """What this rank of a group gets of all its ranks' subtrees, `size` elements of each, added up.
-
-    Args:
-        parts: for each rank of the group, what it gets of this one's subtrees, one after the other,
-            in any number of pieces.
-        owned: the slots of each rank of the group.
-        ranks: the group; None for all.
-    """
-    known = [subtrees(slots) for slots in owned]
-    given = [sum(piece.numel() for piece in part) for part in parts]
-    nothing = torch.empty(0, device=device)  # all that a rank without slots has
-    received = torch.cat([nothing, *(piece.flatten() for part in parts for piece in part)])
-    if len(owned) > 1:
-        taken_of = [size * len(each) for each in known]
-        sent, received = received, received.new_empty(sum(taken_of))
-        dist.all_to_all_single(received, sent, taken_of, given, group=ranks)
-    sums = _nothing()
-    numbered = enumerate(chain(*known))
-    for number, subtree in sorted(numbered, key=lambda each: each[1].start):
-        sums.push(subtree, received[number * size :][:size])
-    return sums
 
 
 def _rows(tensor: Tensor, shard: int, shards: int) -> Tensor:

@@ -124,6 +124,34 @@ def test_the_example_survives_a_stop_and_a_kill_to_the_last_bit(own: Own, tmp_pa
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_with_slots_a_loop_is_the_same_on_any_number_of_ranks(own: Own, tmp_path: Path) -> None:
+    """Three ranks, of which one is killed, then one, then two: six slots are shared evenly, but are
+    no power of two."""
+    program = sys.executable, EXAMPLES / "any_world.py"
+    alone = Own(tmp_path / "alone")
+    assert alone.supervise(*program, nproc=1).wait(200) == 0, alone.jobs[0].output()
+
+    job = own.supervise(*program, nproc=3)
+    own.reach(60, job)
+    log = own.run("any_world").log(1, 1)
+    (victim,) = [e["pid"] for e in read_lines(log) if e["event"] == "ready"]
+    os.kill(victim, signal.SIGKILL)
+    own.reach(120, job)
+    job.signal()
+    assert job.wait() == 75, job.output()
+    job = own.supervise(*program, nproc=1)
+    own.reach(max(own.losses()) + 40, job)
+    job.signal()
+    assert job.wait() == 75, job.output()
+    assert own.supervise(*program).wait(200) == 0, own.jobs[-1].output()
+    assert len(own.events("any_world", "restarting")) == 1
+
+    assert sorted(own.losses()) == list(range(1, 401))
+    assert own.losses() == alone.losses()
+    ours, theirs = (torch.load(each.folder / "curve.pt") for each in (own, alone))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 @pytest.mark.drill
 def test_a_program_that_always_dies_at_step_30_is_given_up(own: Own) -> None:
     program = Path(__file__).with_name("dies_at_step_30.py")

@@ -1,14 +1,16 @@
 """What a step costs with `train.same_on_any_world`, beside the two reductions of other runs.
 
-    python benchmarks/any_world.py [--ranks 1 2 3] [--size small] [--rounds 30] [--steps 4]
+    python benchmarks/any_world.py [--ranks 1 2 3] [--size small] [--rounds 30] [--steps 4] [--cpu]
 
 The ranks of one world train copies of a model, one after the other, some steps of each: gradients
 reduced after every micro batch, once a step, and along the tree, sent once a step or, `in turn`,
 slot by slot. The order changes from round to round. `tree` and `in turn` are medians of the ratios,
 round by round, to the one of the first two that is faster in this world; `again` is that one's
 second copy, as a control. `printed` is `tree` with the fingerprint of weights and moments after
-each step, and `fingerprint` its ratio to `tree`. `sums` is the number of sums that a rank sends at
-most in a step, where a reduction sends one.
+each step, and `fingerprint` its ratio to `tree`. `watched` is `tree` where each step looks whether
+memory is as it was left, `checked` where other ranks compute each step again; `integrity` is the
+ratio to `tree` of steps of which one in a hundred is checked. `sums` is the number of sums that a
+rank sends at most in a step, where a reduction sends one.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
 
 from kempner.cluster.network.ports import free_port
 from kempner.config.sections import Config
@@ -38,6 +41,7 @@ from kempner.model.spec.slot_tree import most_kept, slots_of, subtrees
 from kempner.training.compute.fingerprint import StateFingerprint, summed
 from kempner.training.compute.forward_backward import StepGradient
 from kempner.training.compute.optimizer import build_optimizer, update
+from kempner.training.compute.recomputation import Recomputation, StateChain
 from kempner.training.compute.slot_gradient import SlotGradient
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -53,7 +57,9 @@ SIZES = {
 TRAIN = {"global_batch_size": ROWS, "micro_batch_size": MICRO, "threads": 1}
 WARM_UP = 2
 ONCE = Choice(reduce_once=True)
-WAYS = ("micro batch", "step", "again", "tree", "in turn", "printed")
+WAYS = ("micro batch", "step", "again", "tree", "in turn", "printed", "watched", "checked")
+
+CPU = "ANY_WORLD_CPU_SECONDS"
 
 Turn = Callable[[], None]
 
@@ -83,6 +89,9 @@ def turn_of(way: str, mesh: DeviceMesh, choice: Choice, size: str) -> Turn:
     batches = batches_of(size, choice.turns(mesh.size()) if tree else 1)
 
     prints = StateFingerprint(model, optimizer, dist.get_rank(), dist.get_world_size())
+    if way in WAYS[-2:]:
+        assert isinstance(gradient, SlotGradient)
+        return checked_turn(gradient, optimizer, batches, every_step=way == WAYS[-1])
 
     def turn() -> None:
         loss = gradient.add(batches, 1)
@@ -94,13 +103,43 @@ def turn_of(way: str, mesh: DeviceMesh, choice: Choice, size: str) -> Turn:
     return turn
 
 
+def checked_turn(
+    gradient: SlotGradient, optimizer: Optimizer, batches: list[MicroBatch], every_step: bool
+) -> Turn:
+    """A step that watches memory, and with `every_step` is computed again by another rank."""
+    chain = StateChain(gradient.model, optimizer)
+    assert dist.group.WORLD is not None
+    again = Recomputation(gradient, optimizer, dist.group.WORLD, hop=1)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    told = [torch.zeros(2, dtype=torch.bool) for _ in range(world)]
+    everyone: list[list[MicroBatch]] = [[] for _ in range(world)]
+    dist.all_gather_object(everyone, batches)
+    of_partner = everyone[(rank - 1) % world]
+
+    def turn() -> None:
+        loss = gradient.add(batches, 1, again.watch() if every_step else None)
+        dist.all_gather(told, torch.tensor([chain.broken, every_step]))
+        assert not any(one[0] for one in told)
+        assert not every_step or again.check_gradient(1, lambda _: of_partner) is None
+        norm = update(gradient.model, optimizer, loss, 1e-3, 1.0, any_shard=True)
+        assert not every_step or again.check_update(loss, 1.0) is None
+        chain.remember()
+        norm.item()
+
+    return turn
+
+
 def seconds(turn: Turn, steps: int) -> float:
     dist.barrier()
-    began = time.perf_counter()
+    began = clock()
     for _ in range(steps):
         turn()
     dist.barrier()
-    return (time.perf_counter() - began) / steps
+    return (clock() - began) / steps
+
+
+def clock() -> float:
+    return time.process_time() if os.environ.get(CPU) else time.perf_counter()
 
 
 def be_rank(size: str, rounds: int, steps: int) -> None:
@@ -110,7 +149,7 @@ def be_rank(size: str, rounds: int, steps: int) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
     each = Choice()
-    choices = dict(zip(WAYS, (each, ONCE, each, ONCE, each, ONCE), strict=True))
+    choices = dict(zip(WAYS, (each, ONCE, each, ONCE, each, ONCE, ONCE, ONCE), strict=True))
     turns = {way: turn_of(way, mesh, choices[way], size) for way in WAYS[:2]}
     for turn in turns.values():
         seconds(turn, WARM_UP)
@@ -130,10 +169,12 @@ def be_rank(size: str, rounds: int, steps: int) -> None:
     os._exit(0)
 
 
-def measure(world: int, size: str, rounds: int, steps: int) -> dict[str, list[float]]:
+def measure(world: int, size: str, rounds: int, steps: int, cpu: bool) -> dict[str, list[float]]:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1", "any world"))}
     command = [sys.executable, __file__, "--rank", "--size", size]
     command += ["--rounds", str(rounds), "--steps", str(steps)]
+    if cpu:
+        place[CPU] = "1"
     ranks = [
         subprocess.Popen(
             command,
@@ -162,6 +203,9 @@ def row_of(world: int, size: str, took: dict[str, list[float]]) -> dict[str, obj
             row[f"{way}, quartiles"] = [low, high]
     pairs = zip(took["printed"], took["tree"], strict=True)
     row["fingerprint"] = statistics.median(one / other for one, other in pairs)
+    threes = zip(took["watched"], took["checked"], took["tree"], strict=True)
+    shares = [(0.99 * watched + 0.01 * checked) / tree for watched, checked, tree in threes]
+    row["integrity"] = statistics.median(shares)
     slots = ROWS // MICRO
     row["sums"] = max(len(subtrees(slots_of(slots, rank, world))) for rank in range(world))
     row["kept"] = most_kept(slots, world)
@@ -174,14 +218,18 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=4, help="of a copy in a round")
+    parser.add_argument(
+        "--cpu", action="store_true", help="CPU seconds, for a machine with other work"
+    )
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     records.add_option(parser)
     arguments = parser.parse_args()
     if arguments.rank:
         be_rank(arguments.size, arguments.rounds, arguments.steps)
     for world in arguments.ranks:
-        took = measure(world, arguments.size, arguments.rounds, arguments.steps)
+        took = measure(world, arguments.size, arguments.rounds, arguments.steps, arguments.cpu)
         found = row_of(world, arguments.size, took)
+        found |= {"counts": "CPU seconds"} if arguments.cpu else {}
         records.result(arguments.record, "same on any world", PROVES, [found], "ranks", "size")
 
 

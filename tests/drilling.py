@@ -25,6 +25,7 @@ SMALLEST_MODEL = (
 
 PROVES = {
     "tests/distributed": ("kempner/data", "kempner/model", "kempner/training"),
+    "tests/drills/corruption": ("kempner/model", "kempner/training"),
     "tests/drills/rehearsals": ("kempner/rehearse", "kempner/training"),
     "tests/drills/saves": ("kempner/checkpoint", "kempner/training"),
     "tests/drills": ("kempner/checkpoint", "kempner/run", "kempner/supervisor", "kempner/training"),

@@ -44,6 +44,7 @@ _NOW_AND_THEN: dict[str, tuple[str, ...]] = {
     "metrics": ("insight.metrics",),
     "profile": ("insight.profile",),
     "replay": ("insight.replay",),
+    "compare": ("insight.compare",),
     "config": ("config",),
     "download": ("checkpoint.download",),
     "prune": ("checkpoint.inspect",),

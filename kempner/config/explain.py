@@ -3,11 +3,13 @@ output of `kempner config explain`, and the source of docs/configuration_keys.md
 
 from __future__ import annotations
 
+import ast
 import inspect
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -104,15 +106,27 @@ def toml_value(value: object) -> str:
 def _table(name: str, kind: type[Section], about: str = "") -> Table:
     prefix = f"{name}." if name else ""
     inner = {key: found for key, f in kind.model_fields.items() if (found := _section_of(f))}
+    keys, said = (k for k in kind.model_fields if k not in inner), _docstrings(kind)
     return Table(
         name,
         _one_line(f"{kind.__doc__} {about}"),
-        [_key(f"{prefix}{k}", f) for k, f in kind.model_fields.items() if k not in inner],
-        [
-            _table(f"{prefix}{key}", found, kind.model_fields[key].description or "")
-            for key, found in inner.items()
-        ],
+        [_key(f"{prefix}{k}", kind.model_fields[k], said.get(k, "")) for k in keys],
+        [_table(f"{prefix}{k}", found, said.get(k, "")) for k, found in inner.items()],
     )
+
+
+def _docstrings(kind: type[Section]) -> dict[str, str]:
+    """The docstrings below a section's keys. Pydantic reads them as well (its setting
+    `use_attribute_docstrings`), but for all sections, at each start of a process."""
+    found = dict[str, str]()
+    for base in (each for each in reversed(kind.__mro__) if issubclass(each, Section)):
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(tree, ast.ClassDef)
+        for key, below in pairwise(tree.body):
+            if isinstance(key, ast.AnnAssign) and isinstance(below, ast.Expr):
+                name, said = ast.unparse(key.target), ast.literal_eval(below.value)
+                found[name] = inspect.cleandoc(said)
+    return found
 
 
 def _section_of(given: FieldInfo) -> type[Section] | None:
@@ -120,7 +134,7 @@ def _section_of(given: FieldInfo) -> type[Section] | None:
     return kind if inspect.isclass(kind) and issubclass(kind, Section) else None
 
 
-def _key(name: str, given: FieldInfo) -> KeyExplanation:
+def _key(name: str, given: FieldInfo, meaning: str) -> KeyExplanation:
     said = next((data for data in given.metadata if isinstance(data, Key)), Key())
     spelled = _Type.of(given.annotation, given.metadata)
     default = given.get_default(call_default_factory=True)
@@ -136,7 +150,7 @@ def _key(name: str, given: FieldInfo) -> KeyExplanation:
         {**dict.fromkeys(spelled.choices, ""), **said.values},
         "" if default is None else toml_value(default),
         example,
-        _one_line(given.description or ""),
+        _one_line(meaning),
     )
 
 

@@ -51,6 +51,4 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class Section(BaseModel):
     """A frozen table that refuses unknown keys, and does not convert types."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

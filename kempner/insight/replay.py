@@ -171,9 +171,7 @@ def _refuse_what_cannot_be_the_same(
             )
     attempts = list(dict.fromkeys(line["attempt"] for line in run.lines.values()))
     for number in attempts[:-1]:
-        changed = differences(
-            _computing(run.configs[number]), _computing(run.configs[attempts[-1]])
-        )
+        changed = differences(computing(run.configs[number]), computing(run.configs[attempts[-1]]))
         if changed:
             until = max(step for step, line in run.lines.items() if line["attempt"] == number)
             raise UsageError(
@@ -182,7 +180,8 @@ def _refuse_what_cannot_be_the_same(
             )
 
 
-def _computing(config: Mapping[str, Any]) -> dict[str, Any]:
+def computing(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sections of a configuration that affect what a step computes."""
     return {name: table for name, table in config.items() if name not in _OF_THE_RUN}
 
 
@@ -199,16 +198,18 @@ def _duration(lines: Mapping[int, Line], config: Mapping[str, Any]) -> float | N
 
 def replay_config(plan: ReplayPlan, folder: Path) -> dict[str, Any]:
     """The configuration of the replay in `folder`: computes as the run does, and nothing else."""
-    tables = _computing(plan.config)
+    tables = computing(plan.config)
     train, scheduler = dict(tables["train"]), dict(tables.get("scheduler", {}))
     scheduler.setdefault("total_steps", train["max_steps"])
     rules = {k: v for k, v in plan.config.get("resilience", {}).items() if k != "faults"}
+    kept = plan.config.get("checkpoint", {})
+    accepted = {k: v for k, v in kept.items() if k == "accept_changes"}
     return {
         **tables,
         "train": train | {"max_steps": plan.last},
         "scheduler": scheduler,
         "run": {"dir": str(folder.parent), "name": folder.name},
-        "checkpoint": {"interval": plan.steps},
+        "checkpoint": {"interval": plan.steps} | accepted,
         "distributed": plan.config.get("distributed", {}),
         "resilience": rules,
         "metrics": {"log_interval": 1},
@@ -239,6 +240,16 @@ def copy_trace(replay: Path, target: Path) -> list[int]:
     return sorted(places)
 
 
+def traced_steps(trace: Path) -> dict[int, list[Line]]:
+    """The lines of the last whole record of each step, by step. Raises `OSError`."""
+    found: dict[int, list[Line]] = {}
+    with trace.open("rb") as file:
+        for step, (start, end) in _records(trace).items():
+            file.seek(start)
+            found[step] = list(chain.from_iterable(map(parse_lines, [file.read(end - start)])))
+    return found
+
+
 def _records(trace: Path) -> dict[int, tuple[int, int]]:
     """The first and the last byte of the last whole record of each step, which begins with a line
     of the step itself, and has as many more as that says."""
@@ -251,7 +262,7 @@ def _records(trace: Path) -> dict[int, tuple[int, int]]:
             entry = next(parse_lines(line), None)
             if entry is None:  # torn, or between two records
                 step = None
-            elif entry["kind"] == "step":
+            elif entry.get("kind") == "step":
                 step, start, left = entry["step"], end - len(line), entry["lines"]
             if step is not None and left == 0:
                 found[step] = start, end
@@ -266,9 +277,9 @@ class ReplayedStep:
     step: int
     differing: Mapping[str, tuple[object, object]]
 
-    @property
-    def sentence(self) -> str:
-        said = [f"{name} {theirs} in the run, {here} here" for name, (theirs, here) in
+    def between(self, theirs: str, here: str) -> str:
+        """A sentence; where the two were computed, in words."""
+        said = [f"{name} {one} {theirs}, {other} {here}" for name, (one, other) in
                 self.differing.items()]  # fmt: skip
         return f"step {self.step} differs: {'; '.join(said)}"
 

@@ -26,7 +26,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
-from pydantic import TypeAdapter
 
 from kempner.cluster.machine import SHARED_WITHIN, run_shell
 from kempner.cluster.network.interfaces import (
@@ -47,7 +46,7 @@ from kempner.probe.details import (
     survey_gpus,
     write_test,
 )
-from kempner.run.process.durable_io import as_names, as_text, comes_to_hold
+from kempner.run.process.durable_io import adapter_of, as_names, as_text, comes_to_hold
 from kempner.run.process.worker_process import SAFE_MODULE
 
 _PACKAGE = Path(__file__).parents[1]
@@ -207,12 +206,8 @@ class ProbeResult:
     details: ProbeDetails = ProbeDetails()
 
 
-_QUESTION = TypeAdapter(ProbeQuestion)
-_RESULT = TypeAdapter(ProbeResult)
-
-
 def question_text(question: ProbeQuestion) -> str:
-    return _QUESTION.dump_json(as_text(question)).decode()
+    return adapter_of(ProbeQuestion).dump_json(as_text(question)).decode()
 
 
 def command(question: ProbeQuestion) -> list[str]:
@@ -221,7 +216,7 @@ def command(question: ProbeQuestion) -> list[str]:
 
 def read_result(text: str | bytes) -> ProbeResult | None:
     try:
-        return as_names(_RESULT.validate_json(text))
+        return as_names(adapter_of(ProbeResult).validate_json(text))
     except ValueError:
         return None
 
@@ -235,12 +230,12 @@ def answer_text(question: str) -> str:
     """The answer to a question, both as text; empty for an empty question."""
     if not question:
         return ""
-    asked = as_names(_QUESTION.validate_json(question))
-    return _RESULT.dump_json(as_text(measure(asked))).decode()
+    asked = as_names(adapter_of(ProbeQuestion).validate_json(question))
+    return adapter_of(ProbeResult).dump_json(as_text(measure(asked))).decode()
 
 
 def answer_lines(result: ProbeResult) -> str:
-    return in_lines(result.node, _RESULT.dump_json(as_text(result)))
+    return in_lines(result.node, adapter_of(ProbeResult).dump_json(as_text(result)))
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def judge(claims: Iterable[Claim]) -> CorruptionVerdict | None:
 
     The value that most claims have is taken for the right one, if at least two have it and no other
     has as many; a rank that claims another one lies. A part that a rank alone has computed several
-    times names that rank. It is not sure if half of all ranks would lie: then what they received
+    times names that rank. It is not sure if all ranks would lie: then what they received
     was wrong.
     """
     by_part: defaultdict[StepPart, defaultdict[tuple[int, int | None], list[Claim]]]
@@ -96,7 +96,7 @@ def _judge_part(
         candidates |= {claim.by for claim in claims}
     slots = {slot for _, slot in differing}
     slot = slots.pop() if len(slots) == 1 else None
-    sure = sure and (2 * len(liars) < world or world == 1)
+    sure = sure and (len(liars) < world or world == 1)
     return CorruptionVerdict(part, tuple(sorted(liars if sure else candidates)), sure, slot)
 
 

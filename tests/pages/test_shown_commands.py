@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(600)
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 ELSEWHERE = {
+    "kempner compare runs/one runs/other": "tests/distributed/insight/test_replay_of_a_run.py",
     "pip install 'kempner[hf]'": "pyproject.toml",
     'kempner download meta-llama/Llama-3.2-1B --output-dir models/Llama-3.2-1B --ignore-patterns "'
     'original/*"': "tests/unit/cli/test_download_command.py",

@@ -10,11 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from pydantic import TypeAdapter
-
 from kempner.checkpoint.slots.memory import Board, CopyHolder, SlotHolder
 from kempner.checkpoint.slots.pour import Offer, Poured, offers, pour
-from kempner.run.process.durable_io import as_names, as_text
+from kempner.run.process.durable_io import adapter_of, as_names, as_text
 
 Ask: TypeAlias = Callable[[Mapping[str, str]], Mapping[str, str]]
 """Sends request texts, by node, and returns the texts of the replies."""
@@ -46,9 +44,6 @@ class SlotReply:
     since: int = 0
     error: int = 0
     why: str = ""
-
-
-_REQUEST, _REPLY = TypeAdapter(SlotRequest), TypeAdapter(SlotReply)
 
 
 @dataclass(frozen=True)
@@ -126,8 +121,8 @@ def reply_text(keeper: SlotKeeper, request: str) -> str:
     """The text of the reply to a request's text; empty for an empty one."""
     if not request:
         return ""
-    asked = as_names(_REQUEST.validate_json(request))
-    return _REPLY.dump_json(as_text(_reply(keeper, asked))).decode()
+    asked = as_names(adapter_of(SlotRequest).validate_json(request))
+    return adapter_of(SlotReply).dump_json(as_text(_reply(keeper, asked))).decode()
 
 
 def _replies(ask: Ask, requests: Mapping[str, SlotRequest]) -> dict[str, SlotReply]:
@@ -140,9 +135,12 @@ def _replies(ask: Ask, requests: Mapping[str, SlotRequest]) -> dict[str, SlotRep
 
 def _ask_all(ask: Ask, requests: Mapping[str, SlotRequest]) -> dict[str, SlotReply]:
     texts = ask(
-        {node: _REQUEST.dump_json(as_text(request)).decode() for node, request in requests.items()}
+        {
+            node: adapter_of(SlotRequest).dump_json(as_text(request)).decode()
+            for node, request in requests.items()
+        }
     )
-    return {node: _REPLY.validate_json(text) for node, text in texts.items() if text}
+    return {node: adapter_of(SlotReply).validate_json(text) for node, text in texts.items() if text}
 
 
 def _error(reply: SlotReply | None) -> OSError:

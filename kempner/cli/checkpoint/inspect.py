@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from kempner.checkpoint.format.manifest import Manifest, rank_of, read
-from kempner.checkpoint.format.names import MANIFEST, CheckpointFolder
+from kempner.checkpoint.format.names import MANIFEST, CheckpointFolder, parse_aside
 from kempner.checkpoint.io.verify import Damage, record
 from kempner.checkpoint.io.verify import verify as find_damage
 from kempner.checkpoint.store.retention import (
@@ -41,7 +41,9 @@ from kempner.run.record.attempts import (
     needed_attempts,
     survey_attempts,
 )
+from kempner.run.record.history import RunHistory
 from kempner.run.record.run_dir import RunDirectory
+from kempner.training.corruption import certified_step
 
 Folder = Annotated[
     Path,
@@ -63,11 +65,11 @@ app.add_typer(commands, name="checkpoint")
 def list_(directory: Folder) -> None:
     """List step, age, size, world size and verification of every checkpoint."""
     folder, only = locate(directory)
-    now = time.time()
+    now, certified = time.time(), _certified(RunDirectory(directory))
     typer.echo(f"{'step':>10}  {'age':>7}  {'size':>10}  {'world':>5}  {'verified':<10}  note")
     for item in survey(folder):
         if only in (None, item.path):
-            typer.echo(_row(item, now).rstrip())
+            typer.echo(_row(item, now, certified).rstrip())
     if sentence := _latest_is_missing(folder):
         typer.echo(sentence)
 
@@ -161,8 +163,21 @@ def _latest_is_missing(folder: CheckpointFolder) -> str:
     return f"`latest` names step {latest}, which is not committed: it has no {MANIFEST}"
 
 
-def _row(item: Item, now: float) -> str:
-    notes = "; ".join(filter(None, (item.note, item.problem)))
+def _certified(run: RunDirectory) -> int:
+    """The step up to which the checkpoints of a run are certified; 0 where no ledger says so."""
+    try:
+        return certified_step(RunHistory.read(run.ledger))
+    except OSError:
+        return 0
+
+
+def _row(item: Item, now: float, certified: int) -> str:
+    proof = ""
+    if item.manifest is not None and parse_aside(item.path.name) is None:
+        checked = item.manifest.train_state.checked
+        proof = "" if checked is None else f"checked up to step {checked}"
+        proof = "certified" if item.step <= certified else proof
+    notes = "; ".join(filter(None, (item.note, proof, item.problem)))
     if item.manifest is None:
         return f"{item.step:>10}  {'-':>7}  {'-':>10}  {'-':>5}  {'-':<10}  {notes}"
     age, size = since(now - item.manifest.created), size_text(_bytes(item.manifest))

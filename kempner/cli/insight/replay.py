@@ -163,7 +163,7 @@ def _compare_steps(theirs: Mapping[int, Line], place: RunDirectory, first: int) 
     compared = compare_steps(theirs, logged_steps(place.metrics, first - 1, max(theirs)))
     differing = [one for one in compared if one.differing]
     same = f"{count(len(compared), 'step')}: equal to the bit"
-    typer.echo(differing[0].sentence if differing else same)
+    typer.echo(differing[0].between("in the run", "here") if differing else same)
     return not differing
 
 

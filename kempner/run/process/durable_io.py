@@ -12,7 +12,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 LATE = 60.0
 """Seconds for which a host may not see what another has made: NFS's default acdirmax, nfs(5)."""
@@ -157,6 +160,19 @@ _TO_TEXT = dict(zip(_BYTES, _CHARACTERS, strict=True))
 _TO_NAMES = dict(zip(_CHARACTERS, _BYTES, strict=True))
 
 T = TypeVar("T")
+
+
+def adapter_of(kind: type[T]) -> TypeAdapter[T]:
+    """Pydantic's adapter of a type, made at its first use: a process does not use all types of the
+    modules that it imports."""
+    from pydantic import TypeAdapter
+
+    if kind not in _adapters:
+        _adapters[kind] = TypeAdapter(kind)
+    return _adapters[kind]
+
+
+_adapters: dict[Any, TypeAdapter[Any]] = {}
 
 
 def as_text(value: T) -> T:

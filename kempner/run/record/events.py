@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Annotated, Any, ClassVar, Self, TypeAlias
 
-from pydantic import TypeAdapter
-
+from kempner.run.process.durable_io import adapter_of
 from kempner.run.record.save_times import SaveSeconds
 
 # The text after a type says what the field holds, with its unit: docs/events.md is made from it.
@@ -43,12 +42,8 @@ class LedgerEvent:
     def from_fields(cls, found: Mapping[str, Any]) -> Self:
         """The event with these fields; unknown ones are ignored. Raises `ValueError` if one is
         missing or of another type."""
-        adapter = _ADAPTERS.get(cls) or _ADAPTERS.setdefault(cls, TypeAdapter(cls))
-        event: Self = adapter.validate_python(dict(found))
+        event: Self = adapter_of(cls).validate_python(dict(found))
         return event
-
-
-_ADAPTERS: dict[type[LedgerEvent], TypeAdapter[Any]] = {}
 
 
 @dataclass(frozen=True)

@@ -478,8 +478,13 @@ def update(
     norm = clip_gradients(model, max_norm, waiting, any_shard).detach()
     for group in optimizer.param_groups:
         group["lr"] = rate
-    finite = torch.isfinite(loss) & torch.isfinite(norm)
-    optimizer.found_inf = 1 - finite.all().float()  # type: ignore[attr-defined]  # fused steps obey it
+    optimizer.found_inf = found_inf(loss, norm)  # type: ignore[attr-defined]  # fused steps obey it
     optimizer.step()
     optimizer.zero_grad()
     return norm
+
+
+def found_inf(loss: Tensor, norm: Tensor) -> Tensor:
+    """1 where a step is to change nothing, else 0."""
+    finite = torch.isfinite(loss) & torch.isfinite(norm)
+    return 1 - finite.all().float()

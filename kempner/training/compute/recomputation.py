@@ -24,7 +24,7 @@ from kempner.data.serve.loader import MicroBatch
 from kempner.model.spec.slot_tree import slots_of
 from kempner.training.compute.any_shard import exact_norm
 from kempner.training.compute.fingerprint import fingerprint, name_key
-from kempner.training.compute.optimizer import GuardedAdamW, GuardedSGD, clip_to
+from kempner.training.compute.optimizer import GuardedAdamW, GuardedSGD, clip_to, found_inf
 from kempner.training.compute.slot_gradient import SlotGradient, Witness, shard_shape
 from kempner.training.corruption import Claim, CorruptionVerdict, StepPart, judge
 
@@ -286,8 +286,7 @@ class Recomputation:
         scaled = [gradient.clone() for gradient in gradients]
         norm = exact_norm(scaled, self._gradient.mesh.get_group("shard"))
         clip_to(scaled, norm, max_norm)
-        finite = torch.isfinite(loss) & torch.isfinite(norm)
-        self._optimizer.found_inf = 1 - finite.all().float()
+        self._optimizer.found_inf = found_inf(loss, norm)
         by_parameter = dict(zip(map(id, self._gradient.trained), scaled, strict=True))
         made = []
         for (group, moved), columns in zip(self._groups, before, strict=True):

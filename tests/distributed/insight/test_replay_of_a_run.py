@@ -36,7 +36,7 @@ def test_steps_of_a_run_with_faults_are_computed_again(run: Run) -> None:
     assert "weights and optimizer: equal to the bit" in done.stdout, "also while it is traced"
     traced = [line for line in read_lines(trace) if line["kind"] == "step"]
     shown = {line["step"]: (line["loss"], line["grad_norm"]) for line in traced}
-    assert shown == {n: values for n, values in run.steps().items() if step <= n <= 30}
+    assert shown == {n: run.steps()[n][:2] for n in range(step, 31)}
     taken = [n for line in read_lines(trace) for n in line.get("positions", ())]
     assert taken == run.taken()[8 * (step - 1) : 8 * 30], "the samples of each micro batch"
     assert files == {path: path.stat().st_mtime_ns for path in run.checkpoints.rglob("*")}
@@ -55,3 +55,21 @@ def test_steps_of_a_run_with_faults_are_computed_again(run: Run) -> None:
     done = replay(run, "--step", 32, "--to", 34)
     assert done.returncode == 1
     assert "step 33 differs: loss" in done.stdout
+
+
+def test_two_runs_part_in_an_operation_that_is_named(run: Run, reference: Run) -> None:
+    """On one rank and on two, with other positions."""
+    options = ("--train.same_on_any_world=true", "--train.max_steps=3")
+    reference.complete(1, *options)
+    run.complete(2, *options, "--model.rope_theta=20000.0")
+    pair = [str(reference.record.path), str(run.record.path)]
+    command = [sys.executable, "-m", "kempner", "compare", *pair]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, (done.stdout, done.stderr)
+    assert "step 1 differs: loss" in done.stdout
+    assert "configuration: model.rope_theta 10000.0 -> 20000.0" in done.stdout
+    assert done.stdout.count("1 step: equal to the bit") == 2, "each is what it was"
+    assert "operation: the output of layers.0.attention.wo in micro batch 0 differs" in done.stdout
+    assert "equal up to the output of layers.0.attention.wv" in done.stdout
+    done = subprocess.run([*command, "--quick"], capture_output=True, text=True, check=False)
+    assert (done.returncode, "operation" in done.stdout) == (1, False)

@@ -48,8 +48,8 @@ class PlantedFault:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The step in which a fault was found, None if it was not, what was said, and whether the
-    weights or moments after the last step would have been others."""
+    """The step in which a fault was found, None if it was not, what was said, and whether a bit of
+    a result was another one."""
 
     fault: PlantedFault | None
     found: int | None
@@ -132,10 +132,11 @@ class Training:
         if flips is not None:
             flips.remove()
         self.put_back()
-        return Outcome(fault, found, verdict, changed=self._changes(fault, last, element, mine))
+        changed = found is not None or self._changes(fault, last, element, mine)
+        return Outcome(fault, found, verdict, changed)
 
     def _changes(self, fault: PlantedFault, last: int, element: int, mine: bool) -> bool:
-        """Whether the last state differs without any check: then the fault has an effect."""
+        """Whether the last state differs from a sound one: then the fault has had an effect."""
         chain, self.chain = self.chain, StateChain(self.model, self.optimizer)
         flips = BitFlip(fault.where, fault.bit, fault.sticking, element) if mine else None
         for step in range(2, last + 1):
@@ -166,16 +167,19 @@ class Training:
 
 
 def outcomes(per_node: int, faults: Sequence[PlantedFault], last: int) -> list[Outcome]:
-    training = Training(per_node, {}, "adamw")
+    sizes = {"dim": 24, "n_layers": 2, "n_heads": 3, "ffn_dim": 20}
+    training = Training(per_node, sizes, "adamw")
     training.sound(last)  # on all ranks together
     return [training.outcome(fault, last) for fault in faults]
 
 
-def sound_steps(per_node: int, steps: int) -> list[Outcome]:
-    """Steps without a fault, each checked; what was found all the same."""
+def sound_steps(per_node: int, part: int, steps: int) -> list[Outcome]:
+    """Steps without a fault, each checked, with samples that follow from the part; what was found
+    all the same."""
     training = Training(per_node, {"dim": 8, "n_layers": 1, "n_heads": 1, "ffn_dim": 8}, "adamw")
     found = []
-    for step in range(2, steps + 2):
+    first = 2 + part * steps
+    for step in range(first, first + steps):
         if verdict := training._step(step, None, check=True):
             found.append(Outcome(None, step, verdict, changed=False))
     return found
@@ -185,7 +189,7 @@ def main(out: Path, per_node: int, asked: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if "steps" in asked:
-        found = sound_steps(per_node, asked["steps"])
+        found = sound_steps(per_node, asked["first"], asked["steps"])
     else:
         faults = [PlantedFault(**{**f, "ranks": tuple(f["ranks"])}) for f in asked["faults"]]
         found = outcomes(per_node, faults, asked["last"])

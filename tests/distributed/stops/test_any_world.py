@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 from drilling import SEED, note
-from harness import Job, Run, drills, launch
+from harness import KEMPNER, Job, Run, drills, launch
 
 from kempner.checkpoint.compare import open_kempner, pairs
+from kempner.run.record.ledger import read_lines
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -75,6 +77,17 @@ def test_stops_a_kill_and_other_worlds_change_no_bit(run: Run, reference: Run) -
         {e["step"]: e["loss"] for e in each.events("evaluated")} for each in (run, reference)
     )
     assert ours == theirs
+    assert traced(reference, 1) == traced(reference, 3), "and what every module computed"
+
+
+def traced(run: Run, world: int) -> list[dict[str, object]]:
+    """What two steps of a run computed, as a replay on other ranks has it."""
+    trace = run.folder / f"on-{world}.jsonl"
+    options = ["--step", "27", "--to", "28", "--ranks", str(world), "--trace", str(trace)]
+    subprocess.run([*KEMPNER, "replay", str(run.record.path), *options], check=True)
+    lines = [line for line in read_lines(trace) if line.pop("rank", 0) is not None]
+    assert len([line for line in lines if line["kind"] == "gradient"]) > 100
+    return lines
 
 
 def assert_equal(run: Run, reference: Run, steps: int) -> None:

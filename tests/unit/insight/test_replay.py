@@ -116,7 +116,7 @@ def test_values_that_both_have_are_compared() -> None:
     first, second = compare_steps(theirs, here)
     assert (first.step, dict(first.differing)) == (3, {})
     assert dict(second.differing) == {"margin": (0.25, 0.5)}
-    assert second.sentence == "step 4 differs: margin 0.25 in the run, 0.5 here"
+    assert second.between("in A", "in B") == "step 4 differs: margin 0.25 in A, 0.5 in B"
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.booleans()), max_size=12))

@@ -15,10 +15,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import get_args
 
-from pydantic import TypeAdapter
-
 from kempner.cluster.slurm.hostlist import node_name
 from kempner.cluster.slurm.node_step import in_lines, whole_answers
+from kempner.run.process.durable_io import adapter_of
 from kempner.supervisor.launchers.agents.messages import Devices, TaskBinding
 
 _BINDINGS = ("SLURM_CPU_BIND", "SLURM_GPU_BIND", "SLURM_MEM_BIND", "SLURM_TRES_BIND")
@@ -29,9 +28,6 @@ class _BoundTask:
     node: str
     task: int
     binding: TaskBinding
-
-
-_TASK = TypeAdapter(_BoundTask)
 
 
 def binding_asked_for(environ: Mapping[str, str]) -> str:
@@ -48,7 +44,7 @@ def bindings_by_node(lines: Iterable[str]) -> dict[str, tuple[TaskBinding, ...]]
     """The bindings of each node's tasks, by node, from their output."""
     tasks = defaultdict[str, dict[int, TaskBinding]](dict)
     for answer in whole_answers(lines):
-        bound = _TASK.validate_json(answer)
+        bound = adapter_of(_BoundTask).validate_json(answer)
         tasks[bound.node][bound.task] = bound.binding
     return {node: tuple(bound[task] for task in sorted(bound)) for node, bound in tasks.items()}
 
@@ -94,7 +90,7 @@ def _own_binding(environ: Mapping[str, str]) -> str:
     devices = {name: environ[name] for name in get_args(Devices) if name in environ}
     binding = TaskBinding(tuple(sorted(os.sched_getaffinity(0))), devices)
     bound = _BoundTask(node_name(environ), int(environ["SLURM_LOCALID"]), binding)
-    return in_lines(f"{bound.node}:{bound.task}", _TASK.dump_json(bound))
+    return in_lines(f"{bound.node}:{bound.task}", adapter_of(_BoundTask).dump_json(bound))
 
 
 if __name__ == "__main__":

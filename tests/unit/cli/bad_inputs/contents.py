@@ -125,6 +125,13 @@ CHECKPOINTS = [
         65,
         {"r/model.safetensors": "short"},
     ),
+    Row("compare x.toml file", "x.toml and file have no step in common; name two files of"),
+    Row(
+        "compare r/a r/a",
+        "r/a is no file of `kempner replay --trace`",
+        65,
+        {"r/a": '{"kind": "step"}\n'},
+    ),
     Row("checkpoint import missing --into out", "missing/.metadata cannot be read: No such file"),
     Row(
         "checkpoint import folder --into out", "folder/.metadata cannot be read ... name the folder"

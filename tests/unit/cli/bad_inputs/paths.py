@@ -16,6 +16,7 @@ CHECKPOINT_COMMANDS = (
     "checkpoint prune {} --keep-last 1",
     "checkpoint export {} --format dcp --out out",
     "checkpoint compare run {}",
+    "compare run {}",
 )
 CHECKPOINT_PLACES = {
     "missing": f"missing {NO_CHECKPOINT}",

@@ -20,7 +20,7 @@ COMMANDS = [
     Row("ps", "did you mean kempner status?"),
     Row("verify run", "did you mean kempner checkpoint verify?"),
     Row("export run", "did you mean kempner checkpoint export?"),
-    Row("compare run run", "did you mean kempner checkpoint compare?"),
+    Row("comprae run run", "did you mean kempner compare?"),
     Row("import run", "did you mean kempner checkpoint import?"),
     Row("check x.toml", "did you mean kempner config check?"),
     Row("explain", "did you mean kempner config explain?"),

@@ -108,6 +108,21 @@ def first_operation(
     return None
 
 
+def first_parameter(a: Sequence[Line], b: Sequence[Line]) -> str | None:
+    """A sentence on the parameters that differ between the lines of a step in two traces: by their
+    gradients, or if those are equal by their updates or new values."""
+    ours, theirs = (
+        {line["parameter"]: line for line in lines if line["kind"] == "parameter"}
+        for lines in (a, b)
+    )
+    both = [name for name in ours if name in theirs]
+    for key in ("gradient", "update", "weight"):
+        if differing := [n for n in both if ours[n][key] != theirs[n][key]]:
+            told = f"the {key} of {differing[0]} differs, the first of {len(differing)}"
+            return f"parameter: {told} among {len(both)}"
+    return None
+
+
 def _scale(step: Line, clip: float) -> float:
     """The factor of gradients."""
     norm = step.get("grad_norm")

@@ -16,7 +16,7 @@ from kempner.checkpoint.store.retention import reading
 from kempner.cli.checkpoint.compare import compare as compare_checkpoints
 from kempner.cli.insight.replay import replay
 from kempner.cli.progress import busy
-from kempner.insight.compare import FirstOperation, first_operation, first_step
+from kempner.insight.compare import FirstOperation, first_operation, first_parameter, first_step
 from kempner.insight.replay import (
     Line,
     ReplayedStep,
@@ -153,6 +153,8 @@ def _say_operation(
                 typer.echo(f"operation: unknown, since {name} was not computed again")
                 return
             traces.append(traced[step])
+    if parameter := first_parameter(traces[0], traces[1]):
+        typer.echo(parameter)
     found = first_operation(traces[0], traces[1], (_clip(config_a), _clip(config_b)))
     typer.echo(_verdict(found, same))
 

@@ -28,6 +28,7 @@ from kempner.insight.compare import (
     SAMPLES,
     UPDATE,
     first_operation,
+    first_parameter,
 )
 from kempner.insight.replay import traced_steps
 from kempner.model.sharding import build_model
@@ -193,6 +194,11 @@ def test_the_first_operation_is_named(
         place = None if found is None else found.place[:2]
         if place != (planted.operation, planted.name):
             missed.append(f"{name}: {found}")
+        parameter = first_parameter(before, after)
+        assert parameter is not None
+        if planted.operation in (GRADIENT, UPDATE):
+            kind = "gradient" if planted.operation == GRADIENT else "update"
+            assert f"the {kind} of {planted.name} differs, the first of" in parameter
         assert compared(tmp_path / "as it is", tmp_path / name) == 1
         assert planted.name in capsys.readouterr().out
     assert not missed, missed

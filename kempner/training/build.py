@@ -106,6 +106,12 @@ def build(
     )
     health = Health(state.losses)
     loop = Training(config, ranks, model, optimizer, shutdown, checkpoints, tools, state, health)
+    if (every := config.integrity.parts_interval) is not None:
+        from kempner.training.compute.slot_gradient import SlotGradient
+        from kempner.training.observe.parts import StepParts
+
+        assert isinstance(loop.gradient, SlotGradient)
+        loop.parts = StepParts(run, attempt.number, every, loop.gradient)
     return _with_checks(loop, corpus, history)
 
 

@@ -27,6 +27,7 @@ from kempner.insight.replay import (
     ReplayPlan,
     compare_steps,
     copy_trace,
+    first_part,
     logged_steps,
     plan_replay,
     read_recorded,
@@ -75,6 +76,7 @@ def replay(
         return code if code > 0 else ExitCode.CRASHED
     same = [
         _compare_steps(recorded.lines, place, step),
+        _compare_parts(run, place, range(step, last + 1)),
         _compare_states(theirs, CheckpointFolder(place.checkpoints), last),
         trace is None or _hand_over(place, trace, step, last),
     ]
@@ -165,6 +167,17 @@ def _compare_steps(theirs: Mapping[int, Line], place: RunDirectory, first: int) 
     same = f"{count(len(compared), 'step')}: equal to the bit"
     typer.echo(differing[0].between("in the run", "here") if differing else same)
     return not differing
+
+
+def _compare_parts(run: RunDirectory, place: RunDirectory, steps: range) -> bool:
+    """Say which part of a step differs first, if any is known that does."""
+    try:
+        found = first_part(run.parts, place.parts, steps)
+    except OSError as error:
+        raise cannot_read(run.parts, error) from error
+    if found is not None:
+        typer.echo(found)
+    return found is None
 
 
 def _compare_states(theirs: CheckpointFolder, here: CheckpointFolder, step: int) -> bool:

@@ -34,6 +34,8 @@ ELSEWHERE = {
     "test_own_program.py",
     'docs/own_loop.md: """The same loop, and it survives: kempner supervise --nproc 2 -- python '
     'surviving.py"""': "parts of docs/examples/surviving.py: tests/distributed/programs",
+    "docs/own_loop.md:     slots = Slots(model, SLOTS, seed=2)  # the global batch has 6 slots on "
+    "any number of ranks": "parts of docs/examples/any_world.py: tests/distributed/programs",
 }
 """Snippets that are not run here, by their page and first line, and why, or where instead."""
 

@@ -91,6 +91,8 @@ def test_the_page_shows_what_the_example_needs() -> None:
     page = (ROOT / "docs" / "own_loop.md").read_text()
     blocks = re.findall(r"```diff\n(.*?)```", page, re.S)
     assert [block.splitlines() for block in blocks] == [shown]
+    (of_slots,) = re.findall(r"```python\n(    slots = .*?)```", page, re.S)
+    assert of_slots in (EXAMPLES / "any_world.py").read_text()
     assert 50 < len(plain.splitlines()) < 75
     assert sum(line.startswith("+") for line in shown) <= 10
 

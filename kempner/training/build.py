@@ -106,13 +106,17 @@ def build(
     )
     health = Health(state.losses)
     loop = Training(config, ranks, model, optimizer, shutdown, checkpoints, tools, state, health)
-    if (every := config.integrity.parts_interval) is not None:
+    _write_parts(loop, run, attempt)
+    return _with_checks(loop, corpus, history)
+
+
+def _write_parts(loop: Training, run: RunDirectory, attempt: Attempt) -> None:
+    if (interval := loop.config.integrity.parts_interval) is not None:
         from kempner.training.compute.slot_gradient import SlotGradient
         from kempner.training.observe.parts import StepParts
 
         assert isinstance(loop.gradient, SlotGradient)
-        loop.parts = StepParts(run, attempt.number, every, loop.gradient)
-    return _with_checks(loop, corpus, history)
+        loop.parts = StepParts(run, attempt.number, interval, loop.gradient)
 
 
 def _with_checks(run: Training, corpus: Corpus, history: RunHistory) -> Training:

@@ -202,7 +202,7 @@ def replay_config(plan: ReplayPlan, folder: Path) -> dict[str, Any]:
     train, scheduler = dict(tables["train"]), dict(tables.get("scheduler", {}))
     scheduler.setdefault("total_steps", train["max_steps"])
     rules = {k: v for k, v in plan.config.get("resilience", {}).items() if k != "faults"}
-    kept = plan.config.get("checkpoint", {})
+    kept, integrity = plan.config.get("checkpoint", {}), plan.config.get("integrity", {})
     accepted = {k: v for k, v in kept.items() if k == "accept_changes"}
     return {
         **tables,
@@ -213,6 +213,7 @@ def replay_config(plan: ReplayPlan, folder: Path) -> dict[str, Any]:
         "distributed": plan.config.get("distributed", {}),
         "resilience": rules,
         "metrics": {"log_interval": 1},
+        "integrity": {k: v for k, v in integrity.items() if k == "parts_interval"},
         "profiling": _numerics(plan, folder) if plan.traced else {},
     }
 
@@ -224,6 +225,30 @@ def _numerics(plan: ReplayPlan, folder: Path) -> dict[str, Any]:
 def trace_of(replay: Path) -> Path:
     """Where the ranks of a replay record what its steps compute."""
     return replay.absolute() / "trace.jsonl"
+
+
+def first_part(theirs: Path, here: Path, steps: range) -> str | None:
+    """A sentence on the first part that differs in these steps between two parts.jsonl: a slot, the
+    gradient of a parameter, a tensor of the state; None if none does. Of a repeated step the last
+    line counts. Raises `OSError`."""
+    one, other = _parts(theirs, steps), _parts(here, steps)
+    for step in sorted(one.keys() & other.keys()):
+        for kind, word in (("slots", "slot"), ("gradient", "the gradient of"), ("state", "")):
+            ours, them = one[step].get(kind, {}), other[step].get(kind, {})
+            if differing := [n for n in ours if n in them and ours[n] != them[n]]:
+                named = f"{word} {differing[0]}".strip()
+                more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
+                of = f" of {len(ours)}, on {one[step]['ranks']} ranks," if kind == "slots" else ""
+                return f"parts of step {step}: {named}{of} differs first{more}"
+    return None
+
+
+def _parts(file: Path, steps: range) -> dict[int, Line]:
+    if not file.exists():
+        return {}
+    with file.open("rb") as lines:
+        found = chain.from_iterable(map(parse_lines, lines))
+        return {line["step"]: line for line in found if line.get("step") in steps}
 
 
 def copy_trace(replay: Path, target: Path) -> list[int]:

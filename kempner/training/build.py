@@ -106,7 +106,18 @@ def build(
     )
     health = Health(state.losses)
     loop = Training(config, ranks, model, optimizer, shutdown, checkpoints, tools, state, health)
-    return _with_checks(loop, corpus, history)
+    return _with_checks(_with_parts(loop, run, attempt), corpus, history)
+
+
+def _with_parts(loop: Training, run: RunDirectory, attempt: Attempt) -> Training:
+    """The same with fingerprints of the parts of its steps, if any are asked for."""
+    if (interval := loop.config.integrity.parts_interval) is not None:
+        from kempner.training.compute.slot_gradient import SlotGradient
+        from kempner.training.observe.parts import StepParts
+
+        assert isinstance(loop.gradient, SlotGradient)
+        loop.parts = StepParts(run, attempt.number, interval, loop.gradient)
+    return loop
 
 
 def _with_checks(run: Training, corpus: Corpus, history: RunHistory) -> Training:

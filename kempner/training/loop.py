@@ -48,6 +48,7 @@ from kempner.training.vote import (
 
 if TYPE_CHECKING:
     from kempner.training.compute.slot_gradient import SlotGradient
+    from kempner.training.observe.parts import StepParts
     from kempner.training.step_checks import StepChecks
 
 
@@ -106,6 +107,8 @@ class Training:
     save_postponed: bool = False
     checks: StepChecks | None = field(init=False, default=None)
     """Checks steps for silent corruption, if that is asked for."""
+    parts: StepParts | None = field(init=False, default=None)
+    """Writes fingerprints of the parts of steps, if that is asked for."""
     numerics: Numerics | None = field(init=False, default=None)
     """Records what steps compute, if that is asked for."""
 
@@ -216,6 +219,8 @@ def compute_gradient(run: Training, batch: StepBatch | None, step: int) -> Tenso
     """The means of a step on `batch`, or on no data, as those of `StepGradient.add`."""
     faults = run.tools.faults
     add = run.gradient.add if run.checks is None else run.checks.gradient
+    if run.parts is not None:
+        add = run.parts.add
     with faults.during_step(step, run.model, run.optimizer) if faults.armed else nullcontext():
         return add(run.no_data() if batch is None else batch.micro, step)
 
@@ -232,7 +237,12 @@ def advance(run: Training, batch: StepBatch, means: Tensor) -> None:
     clip, loss = train.clip_grad_norm, means[0]
     if run.numerics is not None:
         run.numerics.before_update()
+    parts = run.parts if run.parts is not None and run.parts.due(step) else None
+    if parts is not None:
+        parts.before_update(run.model)
     norm = update(run.model, run.optimizer, loss, rate, clip, waiting, any_shard)
+    if parts is not None:
+        parts.after_update(step, run.state_fingerprint)
     if run.numerics is not None:
         numbers: dict[str, Tensor | float] = {"loss": loss, "grad_norm": norm, "lr": rate}
         run.numerics.after_update(step, batch, tools.data.feed.order, numbers)

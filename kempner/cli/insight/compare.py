@@ -22,6 +22,7 @@ from kempner.insight.replay import (
     ReplayedStep,
     compare_steps,
     computing,
+    first_part,
     logged_steps,
     traced_steps,
 )
@@ -102,6 +103,8 @@ def _compare_runs(a: RunDirectory, b: RunDirectory, quick: bool) -> ExitCode:
     configs = [recorded_config(run, attempt) for run, attempt in zip((a, b), attempts, strict=True)]
     for said in differences(*map(computing, configs)):
         typer.echo(f"configuration: {said}")
+    if part := first_part(a.parts, b.parts, range(differing.step, differing.step + 1)):
+        typer.echo(part)
     _say_parameter(a, b, differing.step)
     if not quick:
         _say_operation(a, b, differing, *configs)

@@ -27,6 +27,7 @@ from kempner.insight.replay import (
     ReplayPlan,
     compare_steps,
     copy_trace,
+    first_part,
     logged_steps,
     plan_replay,
     read_recorded,
@@ -74,7 +75,7 @@ def replay(
         typer.echo("kempner: the replay has stopped; the same command continues it", err=True)
         return code if code > 0 else ExitCode.CRASHED
     same = [
-        _compare_steps(recorded.lines, place, step),
+        _compare_steps(run, recorded.lines, place, step),
         _compare_states(theirs, CheckpointFolder(place.checkpoints), last),
         trace is None or _hand_over(place, trace, step, last),
     ]
@@ -158,13 +159,26 @@ def _prepare(plan: ReplayPlan, place: RunDirectory, theirs: CheckpointFolder) ->
         here.point_latest(plan.start, "replay")
 
 
-def _compare_steps(theirs: Mapping[int, Line], place: RunDirectory, first: int) -> bool:
-    """Say which step is the first that differs, if any does."""
+def _compare_steps(
+    run: RunDirectory, theirs: Mapping[int, Line], place: RunDirectory, first: int
+) -> bool:
+    """Say which step is the first that differs, if any does, and which of its parts."""
     compared = compare_steps(theirs, logged_steps(place.metrics, first - 1, max(theirs)))
     differing = [one for one in compared if one.differing]
     same = f"{count(len(compared), 'step')}: equal to the bit"
     typer.echo(differing[0].between("in the run", "here") if differing else same)
-    return not differing
+    return _compare_parts(run, place, range(first, max(theirs) + 1)) and not differing
+
+
+def _compare_parts(run: RunDirectory, place: RunDirectory, steps: range) -> bool:
+    """Say which part of a step differs first, if any is known that does."""
+    try:
+        found = first_part(run.parts, place.parts, steps)
+    except OSError as error:
+        raise cannot_read(run.parts, error) from error
+    if found is not None:
+        typer.echo(found)
+    return found is None
 
 
 def _compare_states(theirs: CheckpointFolder, here: CheckpointFolder, step: int) -> bool:

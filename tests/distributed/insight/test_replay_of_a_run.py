@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 
 from harness import Run
 
+from kempner.model.spec.slot_tree import slots_of
 from kempner.run.record.ledger import read_lines
 
 
@@ -73,3 +75,18 @@ def test_two_runs_part_in_an_operation_that_is_named(run: Run, reference: Run) -
     assert "equal up to the output of layers.0.attention.wv" in done.stdout
     done = subprocess.run([*command, "--quick"], capture_output=True, text=True, check=False)
     assert (done.returncode, "operation" in done.stdout) == (1, False)
+
+
+def test_a_replay_on_other_ranks_names_the_slot_that_was_wrong(run: Run) -> None:
+    options = ("--train.same_on_any_world=true", "--integrity.parts_interval=1")
+    fault = "flip rank 1 by 20 at step 3 in gradients"
+    job = run.supervise(
+        2, *options, "--train.max_steps=4", "--checkpoint.interval=2", KEMPNER_FAULTS=fault
+    )
+    assert job.wait() == 0, job.output()
+    done = replay(run, "--step", 3, "--ranks", 1)
+    assert done.returncode == 1, (done.stdout, done.stderr)
+    found = re.search(r"parts of step 3: slot (\d+) of (\d+), on 2 ranks, differs", done.stdout)
+    assert found is not None, done.stdout
+    slot, slots = map(int, found.groups())
+    assert slot in slots_of(slots, 1, 2)

@@ -26,6 +26,7 @@ NEEDED = {
     "train.activation_checkpointing_every": ["--train.activation_checkpointing=full"],
     "train.fp8": ["--train.compile=true"],
     "train.same_on_any_world": ["--train.threads=1"],
+    "integrity.parts_interval": ["--train.same_on_any_world=true", "--train.threads=1"],
     "integrity.recompute_interval": ["--train.same_on_any_world=true", "--train.threads=1"],
     "optimizer.momentum": ["--optimizer.name=sgd"],
     "optimizer.nesterov": ["--optimizer.name=sgd"],

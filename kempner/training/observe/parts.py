@@ -1,0 +1,79 @@
+"""Writes fingerprints of what a step is made of: each slot's loss and gradient, the sum of
+gradients, weights and moments. None depends on the world, with `train.same_on_any_world`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kempner.data.serve.loader import MicroBatch
+from kempner.model.spec.slot_tree import slots_of
+from kempner.run.output.logs import warn
+from kempner.run.output.writers import open_lines
+from kempner.run.record.run_dir import RunDirectory
+from kempner.training.compute.fingerprint import (
+    StateFingerprint,
+    TableFingerprint,
+    fingerprint,
+    name_key,
+    summed,
+    text_of,
+)
+from kempner.training.compute.slot_gradient import SlotGradient, Witness
+
+
+class StepParts:
+    """Those of every `interval`-th step. Every method is called on every rank."""
+
+    def __init__(
+        self, run: RunDirectory, attempt: int, interval: int, gradient: SlotGradient
+    ) -> None:
+        self._interval, self._gradient, self._attempt = interval, gradient, attempt
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._lines = open_lines(run.parts, warn) if self._rank == 0 else None
+        shards = dist.get_world_size(gradient.mesh.get_group("shard"))
+        self._whole = gradient.choice.turns(shards) == 1  # otherwise no rank has all of a slot's
+        self._slots: list[Tensor] = []
+        self._sums: dict[str, str] = {}
+
+    def due(self, step: int) -> bool:
+        return step % self._interval == 0
+
+    def add(self, micro_batches: Sequence[MicroBatch], step: int) -> Tensor:
+        """As `SlotGradient.add`."""
+        self._slots = []
+        watch = Witness(self._see_slot, lambda _: None, lambda _: None)
+        watched = self._whole and self.due(step)
+        return self._gradient.add(micro_batches, step, watch if watched else None)
+
+    def _see_slot(self, _: MicroBatch, loss: Tensor, gradients: Sequence[Tensor]) -> None:
+        seen = enumerate([loss, *gradients])
+        parts = [fingerprint(tensor) * name_key(str(number)) for number, tensor in seen]
+        self._slots.append(torch.stack(parts).sum())
+
+    def before_update(self, model: nn.Module) -> None:
+        """Call before gradients are clipped."""
+        found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        table = TableFingerprint(found, self._rank, self._world)
+        self._sums = _told(table.names, table.local())
+
+    def after_update(self, step: int, state: StateFingerprint) -> None:
+        local = state.local()
+        made = _told(state.names, local)
+        count = self._gradient.slots if self._whole else 0
+        slots = torch.zeros(count, dtype=torch.int64, device=local.device)
+        own = slots_of(self._gradient.slots, self._rank, self._world)
+        if self._slots:
+            slots[own.start : own.stop] = torch.stack(self._slots)
+        by_slot = _told(map(str, range(len(slots))), slots)
+        if self._lines is not None:
+            place = {"step": step, "attempt": self._attempt, "ranks": self._world}
+            self._lines.append({**place, "slots": by_slot, "gradient": self._sums, "state": made})
+
+
+def _told(names: Iterable[str], parts: Tensor) -> dict[str, str]:
+    """The sums over all ranks, by name."""
+    return dict(zip(names, map(text_of, summed(parts).tolist()), strict=True))

@@ -163,7 +163,9 @@ class Metrics:
     def start(self, train_state: TrainState) -> None:
         self._pending.clear()
 
-    def send(self, train_state: TrainState, loss: Tensor, norm: Tensor, rate: float) -> None:
+    def send(
+        self, train_state: TrainState, loss: Tensor, norm: Tensor, rate: float, printed: None
+    ) -> None:
         self._pending.append(Numbers(train_state, loss.item(), norm.item(), rate))
 
     def arrivals(self, everything: bool) -> Iterator[Numbers]:

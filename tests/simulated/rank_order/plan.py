@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
+from kempner.config.integrity import IntegritySection
 from kempner.config.resilience import FailPoint, ResilienceSection
 from kempner.config.sections import CheckpointSection, Config, EvalSection, TrainSection
 from kempner.run.process.exit_codes import StopReason
@@ -218,4 +219,5 @@ def configuration(
         resilience=ResilienceSection(
             rollback_after=rollback_after, max_rollbacks=rollbacks, patience=patience
         ),
+        integrity=IntegritySection(fingerprints=False),
     )

@@ -28,6 +28,7 @@ from kempner.config.loading import load
 from kempner.config.sections import Config
 from kempner.data.files.token_file import Corpus
 from kempner.model.sharding import build_model
+from kempner.model.spec.communication import EACH_MICRO_BATCH
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.signals import inbox
 from kempner.run.record.run_dir import RunDirectory
@@ -145,7 +146,7 @@ class Plain:
         corpus = Corpus.open(str(config.data.dataset_path))
         self._model = build_model(config, corpus.index.vocab_size, ranks.device, ranks.mesh)
         self._optimizer = build_optimizer(self._model, config.optimizer)
-        self._feed = build._open_feed(config, corpus, ranks, TrainState())
+        self._feed = build._open_feed(config, corpus, ranks, EACH_MICRO_BATCH, TrainState())
         self._step = 0
 
     def work(self, turn: Turn) -> None:

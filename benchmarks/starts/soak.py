@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import sub
 from pathlib import Path
@@ -125,11 +125,11 @@ def _without_forks(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [process for process in processes if process.ppid() not in pids]
 
 
-def processor(processes: list[psutil.Process]) -> float:
+def processor(processes: Sequence[psutil.Process]) -> float:
     return max(sum(process.cpu_times()[:2]) for process in processes)
 
 
-def look(found: dict[str, list[psutil.Process]], run: Path) -> dict[str, Any]:
+def look(found: Mapping[str, Sequence[psutil.Process]], run: Path) -> dict[str, Any]:
     """What the processes hold: of each kind the most."""
     row: dict[str, Any] = {}
     for kind, processes in found.items():

@@ -65,5 +65,5 @@ def test_kernels_compute_what_they_were_compiled_from(undisturbed: Callable[...,
     compiled = undisturbed(2, *options, "--train.compile=true")
     assert kernels(compiled)
     steps = compiled.steps()
-    for step, numbers in undisturbed(2, *options).steps().items():
-        assert steps[step] == pytest.approx(numbers, rel=3e-6)
+    for step, (*numbers, _) in undisturbed(2, *options).steps().items():
+        assert [*steps[step][:2]] == pytest.approx(numbers, rel=3e-6)

@@ -52,7 +52,6 @@ COMMANDS = (
     "starts/restart_on_nodes.py --rounds 2 --kills 3",
     "starts/job_start.py --rounds 5",
     "starts/soak.py",
-    "starts/soak.py --alone",
     "stops.py --stops 20",
     "asked_of_slurm.py --minutes 5",
     "ways.py",

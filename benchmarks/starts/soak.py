@@ -1,17 +1,13 @@
 """Restarts of ranks under one supervisor and its agents: what is left of each?
 
-    python benchmarks/starts/soak.py [--restarts 2000] [--at 10 100 500 1000 2000] [--alone]
+    python benchmarks/starts/soak.py [--restarts 2000] [--at 10 100 500 1000 2000]
 
-Needs what `tests/slurm/lab.py` needs, except with `--alone`. On two nodes of the tests' cluster,
-one rank each, a rank is killed as soon as its attempt has committed a step, again and again. At
-some of the restarts the processes that outlive the ranks are looked at, in training again: memory
-of their own, descriptors, threads, of each kind the most; and the files of the run. Since the look
-before: the median seconds from a kill to the next commit, and the processor time that a restart
-costs the supervisor, an agent, and the new first rank until then.
-
-With `--alone` a supervisor restarts a program of one process on this machine, which reports a step
-and kills itself at once: what is looked at is the supervisor alone, its agent a thread of it, and
-the median seconds are from one start to the next.
+Needs what `tests/slurm/lab.py` needs. On two nodes of the tests' cluster, one rank each, a rank is
+killed as soon as its attempt has committed a step, again and again. At some of the restarts the
+processes that outlive the ranks are looked at, in training again: memory of their own, descriptors,
+threads, of each kind the most; and the files of the run. Since the look before: the median seconds
+from a kill to the next commit, and the processor time that a restart costs the supervisor, an
+agent, and the new first rank until then.
 """
 
 from __future__ import annotations
@@ -23,11 +19,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from operator import sub
 from pathlib import Path
-from subprocess import DEVNULL
 from typing import Any
 
 import psutil
@@ -42,25 +36,6 @@ from restart import CONFIG, PROVES  # noqa: E402
 
 WITHIN = 300.0
 """Seconds for a restart, however busy the machine is."""
-
-COMMITTED, STARTED = "checkpoint_committed", "attempt_started"
-
-ALONE = """
-from pathlib import Path
-from kempner.config.sections import Config
-from kempner.run.process.signals import inbox
-from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.daemon import supervise
-from kempner.supervisor.launchers.base import Program
-from kempner.supervisor.launchers.launcher import Launcher
-from kempner.supervisor.launchers.local import this_machine
-run, config = RunDirectory(Path("runs/soak")), Config.model_validate({"run": {"name": "soak"}})
-fails = 'n=$(($(cat n)+1)); echo $n >n; echo $n >"$KEMPNER_HEARTBEAT_FILE"; kill -KILL $$'
-inbox().install()
-launcher = Launcher(*this_machine(run, 1))
-supervise(run, launcher, Program(("sh", "-c", fails), ours=False), config, inbox())
-"""
-"""A supervisor whose program, a shell, makes one more step in each attempt."""
 
 KINDS = {
     "supervisor": ("kempner", "supervise"),
@@ -78,15 +53,15 @@ class Follower:
     read: int = 0
     lines: list[dict[str, Any]] = field(default_factory=list)
 
-    def first(self, event: str, attempt: int) -> dict[str, Any]:
-        """The first such event of that attempt or a later one."""
+    def commit(self, attempt: int) -> dict[str, Any]:
+        """The first commit of that attempt or a later one."""
         end = time.monotonic() + WITHIN
         while time.monotonic() < end:
             for line in self._new():
-                if line["event"] == event and line["attempt"] >= attempt:
+                if line["event"] == "checkpoint_committed" and line["attempt"] >= attempt:
                     return line
             time.sleep(0.02)
-        raise TimeoutError(f"no {event} of attempt {attempt}")
+        raise TimeoutError(f"no commit of attempt {attempt}")
 
     def _new(self) -> Iterator[dict[str, Any]]:
         if not self.path.exists():
@@ -125,11 +100,11 @@ def _without_forks(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [process for process in processes if process.ppid() not in pids]
 
 
-def processor(processes: Sequence[psutil.Process]) -> float:
+def processor(processes: list[psutil.Process]) -> float:
     return max(sum(process.cpu_times()[:2]) for process in processes)
 
 
-def look(found: Mapping[str, Sequence[psutil.Process]], run: Path) -> dict[str, Any]:
+def look(found: dict[str, list[psutil.Process]], run: Path) -> dict[str, Any]:
     """What the processes hold: of each kind the most."""
     row: dict[str, Any] = {}
     for kind, processes in found.items():
@@ -151,7 +126,7 @@ def soak(cluster: Cluster, folder: Path, restarts: int, at: set[int]) -> Iterato
         OMP_NUM_THREADS="1",
     )
     ledger = Follower(run / "ledger.jsonl")
-    ledger.first(COMMITTED, 1)
+    ledger.commit(1)
     found = lasting(cluster, ["node1", "node2"])
     took: list[float] = []
     used, since = {kind: processor(found[kind]) for kind in KINDS}, 0
@@ -161,7 +136,7 @@ def soak(cluster: Cluster, folder: Path, restarts: int, at: set[int]) -> Iterato
         killed = time.time()
         for pid in victims:
             os.kill(pid, 9)
-        took.append(ledger.first(COMMITTED, number + 1)["time"] - killed)
+        took.append(ledger.commit(number + 1)["time"] - killed)
         first += [sum(psutil.Process(pid).cpu_times()[:2]) for pid in ranks(cluster, "node1")]
         if number not in at:
             continue
@@ -176,44 +151,14 @@ def soak(cluster: Cluster, folder: Path, restarts: int, at: set[int]) -> Iterato
         yield row
 
 
-def soak_alone(folder: Path, restarts: int, at: set[int]) -> Iterator[dict[str, Any]]:
-    """As `soak`, of a supervisor without a cluster."""
-    (folder / "n").write_text("0")
-    command = [sys.executable, "-c", ALONE]
-    process = psutil.Popen(command, cwd=folder, stdout=DEVNULL, stderr=DEVNULL)
-    run, found = folder / "runs" / "soak", {"supervisor": [process]}
-    ledger = Follower(run / "ledger.jsonl")
-    began = [ledger.first(STARTED, 1)["time"]]
-    used, since = processor([process]), 0
-    try:
-        for number in range(1, restarts + 1):
-            began.append(ledger.first(STARTED, number + 1)["time"])
-            if number not in at:
-                continue
-            took, now = statistics.median(map(sub, began[1:], began)), processor([process])
-            row = {"restarts": number, **look(found, run), "s to the next start": took}
-            row["supervisor, processor ms a restart"] = 1000 * (now - used) / (number - since)
-            began, used, since = began[-1:], now, number
-            print(row, os.getloadavg()[0], flush=True)
-            yield row
-    finally:
-        process.terminate()
-        process.wait()
-
-
 def main() -> None:
     """Print what was found."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--restarts", type=int, default=2000)
     parser.add_argument("--at", type=int, nargs="+", default=[10, 100, 500, 1000, 1500, 2000])
-    parser.add_argument("--alone", action="store_true", help="a supervisor without a cluster")
     records.add_option(parser)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="lab-"))
-    if options.alone:
-        rows = list(soak_alone(folder, options.restarts, set(options.at)))
-        records.result(options.record, "soak alone", PROVES, rows)
-        return
     cluster = Cluster(folder / "cluster")
     try:
         cluster.up()

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -349,23 +350,13 @@ def eval_batches(
 def read_step(
     corpus: Corpus, slicing: Slicing, *, seq_len: int, seed: int, cursor: int
 ) -> list[MicroBatch]:
-    """What `Feed` serves first at a cursor, read in the calling thread. Raises as `Corpus.read`."""
-    order = SampleOrder(corpus.samples(seq_len), seed)
-    no_tokens = np.zeros(seq_len + 1, corpus.dtype)
+    """What `Feed` serves first at a cursor, read in the calling thread; of tokens that were read
+    before, so that storage which fails is waited for. Raises as `Corpus.read`."""
+    dataset = TokenDataset(corpus, SampleOrder(corpus.samples(seq_len), seed), seq_len)
     flagged = corpus.index.kind != "text"
-    return [
-        _to_micro_batch(
-            np.stack(
-                [
-                    no_tokens if r == PADDING else corpus.sample(order.locate(r)[1], seq_len)
-                    for r in rows
-                ]
-            ),
-            rows,
-            flagged=flagged,
-        )
-        for rows in slicing.rows(slicing.first(cursor))
-    ]
+    parts = islice(slicing.slices_from(cursor), slicing.micro_steps)
+    found = (dataset.wait_for(UnreadBatch(part, worked=True), lambda: False) for part in parts)
+    return [_to_micro_batch(each.tokens, each.part.positions, flagged=flagged) for each in found]
 
 
 def _to_micro_batch(

@@ -21,12 +21,11 @@ from kempner.checkpoint.convert.import_dcp import StockCheckpoint
 from kempner.checkpoint.convert.import_safetensors import find_tensors
 from kempner.checkpoint.convert.tensor_copy import Merged, Source, dtype_of, length
 from kempner.checkpoint.format.contents import Saved
+from kempner.checkpoint.tensors.state import INTEGERS
 from kempner.run.process.exit_codes import DataError
 
 _SLAB_ELEMENTS = 1 << 22
 """Elements compared at once; needs at most some 200 MB besides the tensors."""
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def _with_slab(
 def _differs(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype == torch.complex128:  # wider than any integer dtype
         return _differs(torch.view_as_real(a), torch.view_as_real(b)).any(-1)
-    bits = _BITS[a.element_size()]
+    bits = INTEGERS[a.element_size()]
     return a.view(bits) != b.view(bits)
 
 

@@ -551,8 +551,8 @@ class Config(Section):
             )
         degree = self.parallelism.tensor_parallel_degree
         self.adapter.refuse_beside(self.model, self.optimizer.name, self.train.fp8, degree)
-        self.preferences.refuse_beside(self.adapter, bool(self.train.same_on_any_world))
         exact = bool(self.train.same_on_any_world)
+        self.preferences.refuse_beside(self.adapter, exact)
         self.integrity.refuse_beside(exact, self.parallelism.reduce_gradients)
         return self
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from kempner.run.output.units import count
 from kempner.run.process.exit_codes import UsageError
@@ -255,24 +255,27 @@ def copy_trace(replay: Path, target: Path) -> list[int]:
     """Copy the last whole record of each step of a replay; returns the steps, in order. An
     interrupted replay may have recorded some twice. Raises `OSError`."""
     source = trace_of(replay)
-    places = _records(source) if source.exists() else {}
-    with target.open("wb") as copy:
+    if not source.exists():
+        target.write_bytes(b"")
+        return []
+    places = _records(source)
+    with source.open("rb") as file, target.open("wb") as copy:
         for step in sorted(places):
-            start, end = places[step]
-            with source.open("rb") as file:
-                file.seek(start)
-                copy.write(file.read(end - start))
+            copy.write(_read(file, places[step]))
     return sorted(places)
 
 
 def traced_steps(trace: Path) -> dict[int, list[Line]]:
     """The lines of the last whole record of each step, by step. Raises `OSError`."""
-    found: dict[int, list[Line]] = {}
+    places = _records(trace)
     with trace.open("rb") as file:
-        for step, (start, end) in _records(trace).items():
-            file.seek(start)
-            found[step] = list(chain.from_iterable(map(parse_lines, [file.read(end - start)])))
-    return found
+        return {step: list(parse_lines(_read(file, place))) for step, place in places.items()}
+
+
+def _read(file: BinaryIO, place: tuple[int, int]) -> bytes:
+    start, end = place
+    file.seek(start)
+    return file.read(end - start)
 
 
 def _records(trace: Path) -> dict[int, tuple[int, int]]:

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from kempner.checkpoint.tensors.state import local_part
-
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+from kempner.checkpoint.tensors.state import INTEGERS, local_part
 
 
 def flip(tensor: Tensor, bit: int, element: int = 0) -> None:
@@ -23,7 +21,7 @@ def flip(tensor: Tensor, bit: int, element: int = 0) -> None:
 
 
 def _bits(tensor: Tensor, element: int) -> Tensor:
-    flat = tensor.detach().view(-1).view(_INTEGERS[tensor.element_size()])
+    flat = tensor.detach().view(-1).view(INTEGERS[tensor.element_size()])
     return flat[element % tensor.numel()]
 
 

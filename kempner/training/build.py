@@ -9,6 +9,7 @@ import platform
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -66,6 +67,10 @@ from kempner.training.observe.progress_bar import open_display
 from kempner.training.rank_link.rank_link import RankLink
 from kempner.training.rank_link.shutdown import StopListener
 
+if TYPE_CHECKING:
+    from kempner.training.observe.parts import StepParts
+    from kempner.training.step_checks import StepChecks
+
 
 def build(
     config: Config,
@@ -106,24 +111,25 @@ def build(
     )
     health = Health(state.losses)
     loop = Training(config, ranks, model, optimizer, shutdown, checkpoints, tools, state, health)
-    return _with_checks(_with_parts(loop, run, attempt), corpus, history)
-
-
-def _with_parts(loop: Training, run: RunDirectory, attempt: Attempt) -> Training:
-    """The same with fingerprints of the parts of its steps, if any are asked for."""
-    if (interval := loop.config.integrity.parts_interval) is not None:
-        from kempner.training.compute.slot_gradient import SlotGradient
-        from kempner.training.observe.parts import StepParts
-
-        assert isinstance(loop.gradient, SlotGradient)
-        loop.parts = StepParts(run, attempt.number, interval, loop.gradient)
+    loop.parts = _open_parts(loop, run, attempt)
+    loop.checks = _open_checks(loop, corpus, history)
     return loop
 
 
-def _with_checks(run: Training, corpus: Corpus, history: RunHistory) -> Training:
-    """The same with checks of its steps, if any are asked for."""
+def _open_parts(loop: Training, run: RunDirectory, attempt: Attempt) -> StepParts | None:
+    if (interval := loop.config.integrity.parts_interval) is None:
+        return None
+    # Imports FSDP, which a rank that is alone is spared otherwise.
+    from kempner.training.compute.slot_gradient import SlotGradient
+    from kempner.training.observe.parts import StepParts
+
+    assert isinstance(loop.gradient, SlotGradient)
+    return StepParts(run, attempt.number, interval, loop.gradient)
+
+
+def _open_checks(run: Training, corpus: Corpus, history: RunHistory) -> StepChecks | None:
     if (interval := run.config.integrity.recompute_interval) is None:
-        return run
+        return None
     # Imports FSDP, which a rank that is alone is spared otherwise.
     from kempner.training.compute.slot_gradient import SlotGradient
     from kempner.training.step_checks import StepChecks
@@ -136,10 +142,8 @@ def _with_checks(run: Training, corpus: Corpus, history: RunHistory) -> Training
         if certified < known:  # what is made again is not
             run.record(CheckpointsCertified(certified))
     read = partial(_read_step, run.config, corpus.reopened(), run.ranks.degrees.data_world)
-    run.checks = StepChecks(
-        run.gradient, run.model, run.optimizer, run.ranks, interval, read, certified
-    )
-    return run
+    trained = run.gradient, run.model, run.optimizer
+    return StepChecks(*trained, run.ranks, interval, read, certified)
 
 
 def _read_step(

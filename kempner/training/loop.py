@@ -237,12 +237,11 @@ def advance(run: Training, batch: StepBatch, means: Tensor) -> None:
     clip, loss = train.clip_grad_norm, means[0]
     if run.numerics is not None:
         run.numerics.before_update()
-    parts = run.parts if run.parts is not None and run.parts.due(step) else None
-    if parts is not None:
-        parts.before_update(run.model)
+    if run.parts is not None:
+        run.parts.before_update(step, run.model)
     norm = update(run.model, run.optimizer, loss, rate, clip, waiting, any_shard)
-    if parts is not None:
-        parts.after_update(step, run.state_fingerprint)
+    if run.parts is not None:
+        run.parts.after_update(step, run.state_fingerprint)
     if run.numerics is not None:
         numbers: dict[str, Tensor | float] = {"loss": loss, "grad_norm": norm, "lr": rate}
         run.numerics.after_update(step, batch, tools.data.feed.order, numbers)

@@ -125,6 +125,10 @@ def _storages(tensors: Iterable[Tensor]) -> set[int]:
     return {m.untyped_storage().data_ptr() for m in memories if m.numel()}
 
 
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of an element: the type as which its bits are read."""
+
+
 def local_part(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
 

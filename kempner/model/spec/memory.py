@@ -46,11 +46,10 @@ class Estimate:
     autocast's copies unless c = 4. Gradients that are reduced once a step take 4 P / t, and weights
     that are kept c (P + block) / t. `train.same_on_any_world` keeps several sums (`sums_kept`) of
     4 P, and twice as many of an output or a block are on their way; or of 4 P / W, if slots are
-    taken in turn. An adapter's numbers
-    are part of P, and then gradients and moments are of those alone. Activations and logits as
-    their own functions say; of preferences 4 T more for the reference's log probabilities, whose
-    forward keeps nothing else and is over before the other begins. Shards of a matrix whose rows W
-    does not divide are up to one row larger on some ranks.
+    taken in turn. An adapter's numbers are part of P, and then gradients and moments are of those
+    alone. Activations and logits as their own functions say; of preferences 4 T more for the
+    reference's log probabilities, whose forward keeps nothing else and is over before the other
+    begins. Shards of a matrix whose rows W does not divide are up to one row larger on some ranks.
     """
 
     parameters: int

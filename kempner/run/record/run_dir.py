@@ -57,8 +57,9 @@ class RunDirectory:
     submissions = _Below("submissions")
     """One numbered folder per `kempner.submit`: batch script, printed output, job id."""
     metrics = _Below("metrics.jsonl")
-    parts = _Below("parts.jsonl")
     """One JSON object per logged step or evaluation."""
+    parts = _Below("parts.jsonl")
+    """One JSON object per step with fingerprints of its parts, if any are asked for."""
     attempts = _Below("attempts")
     """One numbered folder per attempt, and CURRENT, which names the live one."""
     checkpoints = _Below("checkpoints")

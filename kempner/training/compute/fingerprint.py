@@ -20,10 +20,9 @@ from torch.optim import Optimizer
 
 from kempner.checkpoint.format.shard_plan import chunk_of
 from kempner.checkpoint.tensors.file_buffer import tensor_specs
-from kempner.checkpoint.tensors.state import Binding, local_parts
+from kempner.checkpoint.tensors.state import INTEGERS, Binding, local_parts
 from kempner.run.control.heartbeat import Waiting, untimed
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _WORD = 4
 """Bytes: a longer element is taken as several, so that every bit is multiplied by 32 of a key."""
 
@@ -48,7 +47,7 @@ def _bits(tensor: Tensor) -> Tensor:
     """As integers, [rows, words]; shares the memory of a tensor that is contiguous."""
     tensor = tensor.detach()
     matrix = tensor.reshape(*tensor.shape[:1] or (1,), math.prod(tensor.shape[1:])).contiguous()
-    return matrix.view(_INTEGERS[min(tensor.element_size(), _WORD)])
+    return matrix.view(INTEGERS[min(tensor.element_size(), _WORD)])
 
 
 def _odd_numbers(tensor: Tensor, offsets: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:

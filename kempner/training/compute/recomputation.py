@@ -19,7 +19,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kempner.checkpoint.tensors.state import local_part
+from kempner.checkpoint.tensors.state import INTEGERS, local_part
 from kempner.data.serve.loader import MicroBatch
 from kempner.model.spec.slot_tree import slots_of
 from kempner.training.compute.any_shard import exact_norm
@@ -30,8 +30,6 @@ from kempner.training.corruption import Claim, CorruptionVerdict, StepPart, judg
 
 ReadPart = Callable[[int], Sequence[MicroBatch]]
 """The micro batches of the step of a rank, read anew."""
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Columns = list[list[Tensor]]
 """As `GuardedAdamW.columns`: several tensors of each parameter of a group."""
@@ -71,7 +69,7 @@ class StateChain:
         states = (s for state in self._optimizer.state.values() for s in state.values())
         held = [*self._model.parameters(), *(s for s in states if isinstance(s, Tensor))]
         flat = (local_part(tensor).reshape(-1) for tensor in held)
-        self._tensors = [tensor.view(_INTEGERS[tensor.element_size()]) for tensor in flat]
+        self._tensors = [tensor.view(INTEGERS[tensor.element_size()]) for tensor in flat]
         self._count = len(self._optimizer.state)
 
     def _digest(self) -> int | Tensor:

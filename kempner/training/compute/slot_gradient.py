@@ -232,6 +232,10 @@ class SlotGradient:
         return slots_of(self.slots, rank // turns, dist.get_world_size() // turns)
 
 
+def _nothing() -> SubtreeSums[Tensor]:
+    return SubtreeSums(Tensor.add_)
+
+
 @dataclass
 class SumsInTurn:
     """In place of the reduce-scatter of a group of parameters, with the signature that FSDP calls:
@@ -240,7 +244,7 @@ class SumsInTurn:
     waiting: Waiting
     slots: range = range(0)
     """The newest ones: the first is that of the first rank."""
-    sums: SubtreeSums[Tensor] = field(default_factory=lambda: _nothing())
+    sums: SubtreeSums[Tensor] = field(default_factory=_nothing)
 
     def take(self) -> SubtreeSums[Tensor]:
         """The sums of a step, which begins anew."""
@@ -267,10 +271,6 @@ class SumsInTurn:
         for subtree, value in newest.kept:
             self.sums.push(subtree, value.clone())  # or all that was received would stay
         output_tensor.zero_()  # what the parameters have until the step's last exchange
-
-
-def _nothing() -> SubtreeSums[Tensor]:
-    return SubtreeSums(Tensor.add_)
 
 
 def trained(group: FSDPParamGroup) -> list[FSDPParam]:

@@ -44,9 +44,17 @@ class Scores:
     def known(self) -> dict[str, float | None]:
         """The scores by their names in metrics.jsonl; None for NaN and infinity."""
         if self.accuracy is not None:
-            return {"loss": _finite(self.loss), "accuracy": _finite(self.accuracy)}
-        bits = {} if self.bits_per_byte is None else {"bits_per_byte": _finite(self.bits_per_byte)}
-        return {"loss": _finite(self.loss), "perplexity": _finite(self.perplexity), **bits}
+            return {"loss": finite_or_none(self.loss), "accuracy": finite_or_none(self.accuracy)}
+        bits = (
+            {}
+            if self.bits_per_byte is None
+            else {"bits_per_byte": finite_or_none(self.bits_per_byte)}
+        )
+        return {
+            "loss": finite_or_none(self.loss),
+            "perplexity": finite_or_none(self.perplexity),
+            **bits,
+        }
 
 
 @dataclass(frozen=True)
@@ -171,9 +179,9 @@ class StepMetrics:
             {
                 "step": train_state.step,
                 "attempt": self._attempt,
-                "loss": _finite(made.loss),
-                **{name: _finite(value) for name, value in made.of_pairs.items()},
-                "grad_norm": _finite(made.norm),
+                "loss": finite_or_none(made.loss),
+                **{name: finite_or_none(value) for name, value in made.of_pairs.items()},
+                "grad_norm": finite_or_none(made.norm),
                 "lr": made.rate,
                 **({} if made.fingerprint is None else {"fingerprint": text_of(made.fingerprint)}),
                 "tokens": train_state.tokens,
@@ -212,7 +220,7 @@ class StepMetrics:
         self._display.close()
 
 
-def _finite(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None  # JSON has no NaN or infinity
 
 

@@ -31,6 +31,7 @@ from kempner.data.serve.loader import StepBatch
 from kempner.run.output.logs import logger
 from kempner.training.compute.fingerprint import fingerprint, text_of
 from kempner.training.groups.process_groups import Ranks
+from kempner.training.observe.metrics import finite_or_none
 
 ROOT = "model"
 """The name of the model itself; its output is the loss, or the logits of a model of the user's."""
@@ -140,7 +141,9 @@ class Numerics:
                 gathered = [None] * self._ranks.world.size
             dist.gather_object(told, gathered, group=self._ranks.votes, group_dst=0)
             if gathered is not None:
-                self._write(step, {k: _finite(float(v)) for k, v in numbers.items()}, gathered)
+                self._write(
+                    step, {k: finite_or_none(float(v)) for k, v in numbers.items()}, gathered
+                )
         self._moved, self._next = {}, step + 1
         self._seen.clear()
 
@@ -246,7 +249,3 @@ def _is_training() -> bool:
 
 def _note_gradient(seen: _MicroBatch, name: str, gradient: Tensor) -> None:
     seen.gradients.append((name, _Measured.of(gradient)))
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

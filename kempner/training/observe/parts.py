@@ -39,14 +39,14 @@ class StepParts:
         self._slots: list[Tensor] = []
         self._sums: dict[str, str] = {}
 
-    def due(self, step: int) -> bool:
+    def _due(self, step: int) -> bool:
         return step % self._interval == 0
 
     def add(self, micro_batches: Sequence[MicroBatch], step: int) -> Tensor:
         """As `SlotGradient.add`."""
         self._slots = []
         watch = Witness(self._see_slot, lambda _: None, lambda _: None)
-        watched = self._whole and self.due(step)
+        watched = self._whole and self._due(step)
         return self._gradient.add(micro_batches, step, watch if watched else None)
 
     def _see_slot(self, _: MicroBatch, loss: Tensor, gradients: Sequence[Tensor]) -> None:
@@ -54,13 +54,18 @@ class StepParts:
         parts = [fingerprint(tensor) * name_key(str(number)) for number, tensor in seen]
         self._slots.append(torch.stack(parts).sum())
 
-    def before_update(self, model: nn.Module) -> None:
+    def before_update(self, step: int, model: nn.Module) -> None:
         """Call before gradients are clipped."""
+        if not self._due(step):
+            return
         found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         table = TableFingerprint(found, self._rank, self._world)
         self._sums = _told(table.names, table.local())
 
     def after_update(self, step: int, state: StateFingerprint) -> None:
+        """Call after each update; writes the line of the step."""
+        if not self._due(step):
+            return
         local = state.local()
         made = _told(state.names, local)
         count = self._gradient.slots if self._whole else 0

@@ -86,12 +86,11 @@ def build(
     vocab_size = vocabulary(config, corpus.index)
     choice = choose_communication(config, vocab_size, ranks)
     model = _build_model(config, corpus, ranks, rank_link, choice)
-    optimizer = build_optimizer(model, config.optimizer, bool(config.train.same_on_any_world))
+    trained = model, build_optimizer(model, config.optimizer, bool(config.train.same_on_any_world))
     gc.freeze()  # the imports' million objects: no later collection scans them
     gc.enable()  # disabled since the start of the process
     record = partial(rank_link.record, attempt)
     history = read_history(run, attempt) if ranks.world.rank == 0 else RunHistory()
-    trained = model, optimizer
     checkpoints = _open_checkpoints(config, rank_link, ranks, attempt, corpus, history, *trained)
     if ranks.world.rank == 0:  # last: all that it names exists
         storage_waits().retry(partial(_snapshot_config, config, run, attempt), worked=True)
@@ -110,9 +109,8 @@ def build(
         choice,
     )
     health = Health(state.losses)
-    loop = Training(config, ranks, model, optimizer, shutdown, checkpoints, tools, state, health)
-    loop.parts = _open_parts(loop, run, attempt)
-    loop.checks = _open_checks(loop, corpus, history)
+    loop = Training(config, ranks, *trained, shutdown, checkpoints, tools, state, health)
+    loop.parts, loop.checks = _open_parts(loop, run, attempt), _open_checks(loop, corpus, history)
     return loop
 
 

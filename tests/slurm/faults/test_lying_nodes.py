@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from drilling import note
-from harness import Run
+from harness import Run, drills
 from lab import Cluster
 from submitting import Project, assert_like
 
@@ -30,10 +30,14 @@ LIE = f"flip on node2 by 12 from step {LIES_FROM} in activations"
 
 
 @pytest.mark.parametrize(
-    ("least", "restarts"), [("2", "0"), pytest.param("3", "1", marks=pytest.mark.drill)]
+    ("least", "restarts", "says"),
+    [
+        ("2", "0", "restarting from step 10"),
+        *drills(("3", "1", "requeueing the job without node2")),
+    ],
 )
 def test_a_node_that_lies_is_named_and_left_out_and_no_bit_of_its_lies_is_left(
-    cluster: Cluster, project: Project, tmp_path: Path, least: str, restarts: str
+    cluster: Cluster, project: Project, tmp_path: Path, least: str, restarts: str, says: str
 ) -> None:
     """The run goes on smaller where it may, else the job goes on elsewhere."""
     alone = Run(tmp_path / "alone", project.run.data)
@@ -50,7 +54,7 @@ def test_a_node_that_lies_is_named_and_left_out_and_no_bit_of_its_lies_is_left(
     assert ("node2" in hosts(project, 1), "node2" in hosts(project, 2)) == (True, False)
     assert (len(hosts(project, 2)), cluster.job(job)["Restarts"]) == (2 + int(restarts), restarts)
     assert project.events("nodes_taken_back") == []
-    assert f"restarting from step {found['to']}" in project.log(job)
+    assert says in project.log(job)
     assert_like(project.run, alone)
     last = [open_kempner(run.checkpoints / f"step-{STEPS:08}") for run in (project.run, alone)]
     assert [pair.name for pair in pairs(*last, on_bytes=lambda _: None) if not pair.equal] == []

@@ -42,9 +42,9 @@ def whole_vectors(*columns: list[Tensor]) -> Iterator[list[list[Tensor]]]:
         torch._foreach_copy_(tails, [row[: len(x)] for row, x in zip(rows, tails, strict=True)])
 
 
-def exact_norm(shards: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """The norm of all elements of tensors that the ranks of a group share by rows, a float32
-    scalar; not finite if one of their squares is not.
+def exact_norm(shards: Sequence[Tensor], group: dist.ProcessGroup | None) -> Tensor:
+    """The norm of all elements of tensors that the ranks of a group share by rows, or that this
+    rank has whole, a float32 scalar; not finite if one of their squares is not.
 
     The squares of a row are added in the fixed order of `fold`, rows as integers: mantissas of 24
     bits, one sum of 63 bits for each exponent. Those are exact, up to 2^39 rows.
@@ -58,7 +58,8 @@ def exact_norm(shards: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
         numbers = (mantissas * 2.0**_MANTISSA).to(torch.int64)
         sums.index_add_(0, exponents.to(torch.int64).flatten() - _LOWEST, numbers.flatten())
         sums[-1] += finite.logical_not().sum()
-    dist.all_reduce(sums, group=group)
+    if group is not None:
+        dist.all_reduce(sums, group=group)
     units = torch.arange(_LOWEST, _LOWEST + _EXPONENTS, dtype=torch.float64, device=sums.device)
     terms = torch.ldexp(sums[:-1].double(), units - _MANTISSA)
     norm = fold(terms[None])[0].sqrt().float()

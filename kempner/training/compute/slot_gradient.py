@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from kempner.checkpoint.tensors.state import is_sharded
 from kempner.data.serve.loader import IGNORE, MicroBatch
 from kempner.model.spec.communication import EACH_MICRO_BATCH, Choice
 from kempner.model.spec.slot_tree import SubtreeSums, slots_of
@@ -49,9 +50,10 @@ class Witness:
 
 @dataclass(frozen=True)
 class SlotGradient:
-    """As `StepGradient`, of a model that `fully_shard` has sharded over `mesh`, also where that has
-    one rank only; `slots` is their number in the global batch. What dropout draws follows from the
-    slot. Every rank passes as many micro batches; those behind its last slot do not count."""
+    """As `StepGradient`, of a model that `fully_shard` has sharded over `mesh`, or of a plain one
+    where that has one rank only; `slots` is their number in the global batch. What dropout draws
+    follows from the slot. Every rank passes as many micro batches; those behind its last slot do
+    not count."""
 
     model: nn.Module
     device: torch.device
@@ -68,7 +70,7 @@ class SlotGradient:
         `StepGradient.add`. Slots that are taken in turn have no `witness`."""
         losses, valid, sums = self._sum_slots(micro_batches, step, dist.get_rank(), witness)
         with self.waiting("the exchange of gradients"):
-            self._exchange(sums.values)
+            self._exchange(sums)
         with self.waiting("the sum of losses"):
             dist.all_reduce(losses)  # of one rank each, and zero on all others
         return (sum_of_slots(losses) / valid)[None]
@@ -104,6 +106,8 @@ class SlotGradient:
     @property
     def trained(self) -> list[Tensor]:
         """The parameters that have a gradient."""
+        if self._sharded is None:
+            return [each for each in self.model.parameters() if each.requires_grad]
         return [parameter.sharded_param for parameter in chain(*map(trained, self._groups))]
 
     def _sum_slots(
@@ -120,15 +124,17 @@ class SlotGradient:
         losses = torch.zeros(self.slots, device=self.device)
         sums = SubtreeSums[list[Tensor]](_add_each)
         sharded, in_turn = self._sharded, self._in_turn
-        sharded.set_requires_gradient_sync(turns > 1)
-        sharded.set_requires_all_reduce(False)
+        if sharded is not None:
+            sharded.set_requires_gradient_sync(turns > 1)
+            sharded.set_requires_all_reduce(False)
         for number, micro_batch in enumerate(micro_batches):
             slot = own.start + number * turns + turn
             for exchange in in_turn:
                 exchange.slots = own[number * turns :][:turns]
             set_rng(self.seed, step, slot, 0)
             last = number == len(micro_batches) - 1
-            sharded.set_reshard_after_backward(last or not self.choice.keep_parameters)
+            if sharded is not None:
+                sharded.set_reshard_after_backward(last or not self.choice.keep_parameters)
             loss = summed_loss(self.model, micro_batch, self.device)
             (loss / valid).backward()  # type: ignore[no-untyped-call]
             gradients = [] if turns > 1 else self._taken()
@@ -144,6 +150,8 @@ class SlotGradient:
         return losses, valid, sums
 
     def _taken(self) -> list[Tensor]:
+        if self._sharded is None:
+            return [taken_from(parameter) for parameter in self.trained]
         return [taken(parameter) for parameter in chain(*map(trained, self._groups))]
 
     def _count_tokens(self, micro_batches: Sequence[MicroBatch], witness: Witness | None) -> Tensor:
@@ -156,8 +164,11 @@ class SlotGradient:
         return valid.clamp(min=1).float()
 
     @cached_property
-    def _sharded(self) -> FSDPModule:
-        from torch.distributed.fsdp import FSDPModule
+    def _sharded(self) -> FSDPModule | None:
+        """None where a rank is alone and has plain parameters."""
+        if not any(map(is_sharded, self.model.parameters())):
+            return None
+        from torch.distributed.fsdp import FSDPModule  # a rank that is alone is spared it
 
         assert isinstance(self.model, FSDPModule)
         return self.model
@@ -188,9 +199,14 @@ class SlotGradient:
             group._reduce_scatter_comm = cast("ReduceScatter", exchange)
         return exchanges
 
-    def _exchange(self, kept: list[list[Tensor]]) -> None:
-        """Give the parameters this rank's shard of the whole sum. `kept` are the whole tensors of
+    def _exchange(self, own: SubtreeSums[list[Tensor]]) -> None:
+        """Give the parameters this rank's shard of the whole sum. `own` has the whole tensors of
         this rank's sums, unless slots were taken in turn; they are emptied on the way."""
+        if self._sharded is None:
+            for plain, gradient in zip(self.trained, own.whole(), strict=True):
+                plain.grad = gradient
+            return
+        kept = own.values
         for number, group in enumerate(self._groups):
             parameters = trained(group)
             if self._in_turn:
@@ -287,6 +303,12 @@ def taken(parameter: FSDPParam) -> Tensor:
     if gradient is None:
         return torch.zeros_like(parameter._unsharded_param, dtype=torch.float32)
     return gradient
+
+
+def taken_from(parameter: Tensor) -> Tensor:
+    """The gradient of a plain parameter, which it has no more; zeros where it took no part."""
+    gradient, parameter.grad = parameter.grad, None
+    return torch.zeros_like(parameter, requires_grad=False) if gradient is None else gradient
 
 
 def _rows(tensor: Tensor, shard: int, shards: int) -> Tensor:

@@ -71,6 +71,12 @@ def summed_over_replicas(
     return whole[:size]
 
 
+def add_each(earlier: list[Tensor], later: list[Tensor]) -> list[Tensor]:
+    """The sums of tensors and others, in the memory of the first."""
+    torch._foreach_add_(earlier, later)
+    return earlier
+
+
 def sum_of_slots(values: Tensor) -> Tensor:
     """The sum of a vector, one element for each slot, along the tree."""
     values = F.pad(values, (0, (1 << (len(values) - 1).bit_length()) - len(values)))

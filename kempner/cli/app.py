@@ -25,12 +25,7 @@ _EVERY_DAY: dict[str, tuple[str, ...]] = {
     "stop": ("program.stop",),
     "report": ("insight.report",),
     "triage": ("insight.triage",),
-    "checkpoint": (
-        "checkpoint.inspect",
-        "checkpoint.convert",
-        "checkpoint.push",
-        "checkpoint.compare",
-    ),
+    "checkpoint": ("checkpoint.inspect", "checkpoint.convert", "checkpoint.push"),
     "eval": ("checkpoint.trained_on",),
     "sample": ("checkpoint.trained_on",),
 }

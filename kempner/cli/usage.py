@@ -35,7 +35,10 @@ _MEANT = {
 }
 """Commands of other tools, and kempner's equivalent."""
 
-_MOVED = {"experts": "kempner plan MODEL --world N"}
+_MOVED = {
+    "kempner experts": "kempner plan MODEL --world N",
+    "kempner checkpoint compare": "kempner compare A B",
+}
 """Commands of earlier versions, and their replacement."""
 
 _BELOW = {"schema keys describe": "explain"}
@@ -108,8 +111,8 @@ def _bad_value(error: Any) -> str:
 def _no_such_command(context: Any, arguments: Sequence[str]) -> str:
     path, typed = context.command_path, _words_given(context, arguments)[0]
     names = list(context.command.list_commands(context))
-    if typed in _MOVED and " " not in path:
-        return f"{path} {typed} is part of another command now: {_MOVED[typed]}"
+    if (moved := _MOVED.get(f"{path} {typed}")) is not None:
+        return f"{path} {typed} is part of another command now: {moved}"
     below = {
         inner: f"{name} {inner}"
         for name in names

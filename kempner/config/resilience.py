@@ -6,9 +6,10 @@ on demand: what fails, on which rank, and when.
     slow rank 1 by 4 from step 10
     nan rank 1 at step 7 attempt 2
     crash rank 0 in load
+    flip on node7 from step 20 in activations
 
-`at` is once, `from` is that step and every later one. Without `attempt` the first attempt is meant,
-so that a restart heals.
+`at` is once, `from` is that step and every later one. Without `attempt` a fault of a rank is in the
+first attempt, so that a restart heals, and one on a node in all of them: it has each rank there.
 """
 
 from __future__ import annotations
@@ -82,26 +83,33 @@ while the rank computes: of its inputs, the activations of its first block, or t
 """
 
 _SENTENCE = re.compile(
-    r"(?P<kind>\w+) rank (?P<rank>\d+)(?: by (?P<factor>\d+(?:\.\d+)?))?"
+    r"(?P<kind>\w+) (?:rank (?P<rank>\d+)|on (?P<node>[\w.-]+))(?: by (?P<factor>\d+(?:\.\d+)?))?"
     r"(?: (?P<when>at|from) step (?P<step>\d+))?(?: in (?P<phase>\w+))?"
     r"(?: attempt (?P<attempt>\d+))?"
 )
-_FORM = "KIND rank R [by F] at|from step N [in PHASE] [attempt K]"
+_FORM = "KIND rank R|on NODE [by F] at|from step N [in PHASE] [attempt K]"
 _DEFAULT_FACTOR = 3.0
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault. `step` is None in phases before the first step; `lasting` means `from`, not `at`."""
+    """A fault of a `rank`, or of each rank on a `node`. `step` is None in phases before the first
+    step; `lasting` means `from`, not `at`; `attempt` is None if every one is meant."""
 
     text: str
     kind: str
-    rank: int
+    rank: int | None
     phase: str
     step: int | None
     lasting: bool
     factor: float
-    attempt: int
+    attempt: int | None
+    node: str | None = None
+
+    def is_of(self, rank: int, node: str, attempt: int) -> bool:
+        if self.attempt not in (None, attempt):
+            return False
+        return rank == self.rank if self.node is None else self.node == node
 
     def covers(self, phase: str, step: int | None) -> bool:
         if phase != self.phase or step is None or self.step is None:
@@ -112,7 +120,7 @@ class Fault:
 def refuse_absent_ranks(texts: Iterable[str], world: int) -> None:
     """Raise `ConfigError` for a fault (valid text) on a rank that does not exist in this world."""
     for fault in parse_faults(texts):
-        if fault.rank >= world:
+        if fault.rank is not None and fault.rank >= world:
             raise ConfigError(
                 f'resilience.faults: "{fault.text}": there is no rank {fault.rank}; '
                 f"the {world} rank{'s are' if world > 1 else ' is'} numbered from 0"
@@ -146,12 +154,13 @@ def _parse(text: str) -> Fault:
     return Fault(
         text=text,
         kind=kind,
-        rank=int(found["rank"]),
+        rank=None if found["node"] else int(found["rank"]),
         phase=phase,
         step=None if step is None else int(step),
         lasting=found["when"] == "from",
         factor=float(found["factor"] or _DEFAULT_FACTOR),
-        attempt=int(found["attempt"] or 1),
+        attempt=None if found["node"] and not found["attempt"] else int(found["attempt"] or 1),
+        node=found["node"],
     )
 
 

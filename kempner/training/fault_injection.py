@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kempner.checkpoint.tensors.state import local_part
+from kempner.cluster.slurm.hostlist import node_name
 from kempner.config.resilience import FLIPPED, FailPoint, Fault, parse_faults
 from kempner.config.sections import Config
 from kempner.run.control.protocol import Phase
@@ -52,7 +53,7 @@ def arm(config: Config, rank_link: RankLink) -> FaultInjector:
         attempt = 1 + (current.number if current else 0)
     if planned and rank_link.world.rank == 0:
         logger().warning("faults will be injected", faults=[fault.text for fault in planned])
-    injector = FaultInjector(planned, rank_link.world.rank, attempt)
+    injector = FaultInjector(planned, rank_link.world.rank, attempt, node_name(os.environ))
     injector.set_fail_points()
     return injector
 
@@ -60,10 +61,10 @@ def arm(config: Config, rank_link: RankLink) -> FaultInjector:
 class FaultInjector:
     """The faults of one rank in one attempt."""
 
-    def __init__(self, planned: Sequence[Fault], rank: int, attempt: int) -> None:
+    def __init__(self, planned: Sequence[Fault], rank: int, attempt: int, node: str = "") -> None:
         self.planned = [fault.text for fault in planned]
         """The faults of all ranks."""
-        self.armed = [f for f in planned if f.rank == rank and f.attempt == attempt]
+        self.armed = [fault for fault in planned if fault.is_of(rank, node, attempt)]
         self._lock = threading.Lock()
         self._flips: dict[str, BitFlip] = {}
 

@@ -44,7 +44,7 @@ ELSEWHERE = {
 
 ENDS = {
     "kempner checkpoint verify runs/debug 20 40": 65,  # one is damaged
-    "kempner checkpoint compare runs/debug exports/edited": 1,
+    "kempner compare runs/debug exports/edited": 1,
 }
 """Exit codes other than 0."""
 

@@ -57,14 +57,14 @@ COMMANDS = {
     "kempner checkpoint verify runs/train": "kempner/checkpoint",
     "kempner checkpoint export runs/train --out hf": "kempner/checkpoint/convert",
     "kempner checkpoint import runs/alone --into runs/again": "kempner/checkpoint/convert",
-    "kempner checkpoint compare runs/train runs/alone": "kempner/checkpoint",
+    "kempner compare runs/train/checkpoints runs/alone/checkpoints": "kempner/checkpoint",
     "kempner eval runs/train --data data": "kempner/training/observe",
     "kempner rehearse -- python new/surviving.py": "kempner/rehearse",
     "kempner sample runs/train --prompt 'The value' --max-tokens 300": "kempner/model",
 }
 """What is typed, in this order, and whose code it is that shows something, or does not."""
 
-DIFFERS = {"kempner checkpoint compare runs/train runs/alone": 1}
+DIFFERS = {"kempner compare runs/train/checkpoints runs/alone/checkpoints": 1}
 """Exit codes that are no success: the two are not equal."""
 
 

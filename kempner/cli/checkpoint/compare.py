@@ -1,4 +1,4 @@
-"""`kempner checkpoint compare`: differences between two checkpoints of any kinds."""
+"""The differences between two checkpoints of any kinds, for `kempner compare`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -22,27 +22,12 @@ from kempner.run.process.exit_codes import ExitCode
 if TYPE_CHECKING:
     from kempner.checkpoint.compare import Pair, Side
 
-_HELP = (
-    "A run (its `latest`), one checkpoint, a folder of torch.distributed.checkpoint, or a folder "
-    "with safetensors."
-)
 
+def compare_checkpoints(a: Path, b: Path, model_only: bool, as_json: bool) -> ExitCode:
+    """Compare tensor by tensor, and print what differs, and a summary; or all of it as JSON.
 
-@inspect.commands.command()
-def compare(
-    a: Annotated[Path, typer.Argument(metavar="A", help=_HELP)],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The other one, of any of these kinds.")],
-    model_only: Annotated[
-        bool, typer.Option("--model-only", help="Leave out the optimizer's state.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print every tensor's result as JSON.")
-    ] = False,
-) -> ExitCode:
-    """Compare two checkpoints tensor by tensor; exit 1 if anything differs.
-
-    Values of two dtypes are compared after rounding to the narrower one. Against safetensors only
-    the model is compared.
+    `a` and `b` are each a run or its checkpoint folder (its `latest`), one checkpoint, a folder of
+    torch.distributed.checkpoint, or a folder with safetensors. Raises `RunError`.
     """
     raise_open_file_limit()
     with _open(a) as one, _open(b) as other:

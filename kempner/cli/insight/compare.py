@@ -13,7 +13,7 @@ import typer
 
 from kempner.checkpoint.format.names import CheckpointFolder
 from kempner.checkpoint.store.retention import reading
-from kempner.cli.checkpoint.compare import compare as compare_checkpoints
+from kempner.cli.checkpoint.compare import compare_checkpoints
 from kempner.cli.insight.replay import replay
 from kempner.cli.progress import busy
 from kempner.insight.compare import FirstOperation, first_operation, first_parameter, first_step
@@ -33,29 +33,47 @@ from kempner.run.record.run_dir import RunDirectory
 
 app = typer.Typer(rich_markup_mode=None)
 
-_HELP = "A run, or a checkpoint of any kind, or a file of `kempner replay --trace`."
+_HELP = (
+    "A run; or a checkpoint: its folder, a folder of steps (its `latest`), a folder of "
+    "torch.distributed.checkpoint, or one with safetensors; or a file of `kempner replay --trace`."
+)
+_OTHER = "The other one. A run beside a checkpoint stands for its `latest`."
 
 
 @app.command()
 def compare(
     a: Annotated[Path, typer.Argument(metavar="A", help=_HELP)],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The other one, of the same kind.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help=_OTHER)],
     quick: Annotated[
         bool, typer.Option("--quick", help="Of two runs: compute no step again.")
     ] = False,
+    model_only: Annotated[
+        bool, typer.Option("--model-only", help="Of checkpoints: leave out the optimizer's state.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Of checkpoints: print each tensor's result as JSON.")
+    ] = False,
 ) -> ExitCode:
-    """Find the first step, parameter and operation that differ; exit 1 if anything does.
+    """Find where two runs, or two checkpoints, differ; exit 1 if they do.
 
     Of two runs the first step whose loss, norm or fingerprint differs is computed again in both
-    configurations, with a trace of what each module comes to. Two checkpoints are compared as by
-    `kempner checkpoint compare`.
+    configurations, with a trace of what each module computes: the first parameter and the first
+    operation that differ are named.
+
+    Two checkpoints are compared tensor by tensor: values of two dtypes after rounding to the
+    narrower one, and against safetensors only the model.
     """
-    if a.is_file() and b.is_file():
-        return _compare_traces(a, b)
     runs = RunDirectory(a), RunDirectory(b)
-    if not all(run.metrics.is_file() for run in runs):
-        return compare_checkpoints(a, b)
-    return _compare_runs(*runs, quick)
+    traces, logged = a.is_file() and b.is_file(), all(run.metrics.is_file() for run in runs)
+    if not traces and not logged:
+        return compare_checkpoints(a, b, model_only, as_json)
+    if model_only or as_json:
+        latest = " and ".join(str(checkpoint_folder(run)) for run in runs)
+        raise UsageError(
+            f"{'--json' if as_json else '--model-only'} is for two checkpoints"
+            f"{f'; the newest ones of these runs are compared by naming {latest}' * logged}"
+        )
+    return _compare_traces(a, b) if traces else _compare_runs(*runs, quick)
 
 
 def _compare_traces(a: Path, b: Path) -> ExitCode:

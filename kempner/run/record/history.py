@@ -79,7 +79,7 @@ def _subjects(event: LedgerEvent) -> Sequence[object]:
             return ((event.node, event.raised),)
         case NodeSuspected():
             return (event.node,)
-        case NodesTakenBack() | NodesLeft():
+        case NodesTakenBack() | NodesLeft() | CorruptionFound():
             return event.nodes
         case Requeued():
             ours = [(event.job, node) for node in event.without]
@@ -285,7 +285,8 @@ class RunHistory:
     def last_step(self) -> int | None:
         """The step of the newest commit; None if there is none. For a program with several loops,
         the sum over its loops. A commit that a rank did not live to report counts from the next
-        resume from it; a resume from an older checkpoint changes nothing."""
+        resume from it; a resume from an older checkpoint changes nothing. Commits that silent
+        corruption made doubtful do not count."""
         newest = self._newest
         return sum(newest.values()) if newest else None
 
@@ -312,6 +313,9 @@ def _take_step(newest: dict[str, int], event: LedgerEvent) -> None:
         isinstance(event, Resumed) and event.step > newest.get(event.place, 0)
     ):
         newest[event.place] = event.step
+    elif isinstance(event, CorruptionFound):  # of kempner's own trainer, which has one place
+        newest.pop("", None)
+        newest |= {} if event.to is None else {"": event.to}
 
 
 _KIND = re.compile(rb'"event": "(\w+)"')

@@ -38,7 +38,12 @@ from kempner.probe.node import SITE_CHECK, ProbeResult, other_code
 from kempner.run.output.logs import logger
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.threads import steady_time
-from kempner.run.record.events import AttemptFailed, NodesTakenBack, NodeSuspected
+from kempner.run.record.events import (
+    AttemptFailed,
+    CorruptionFound,
+    NodesTakenBack,
+    NodeSuspected,
+)
 from kempner.run.record.history import Entry, RunHistory
 
 NO_ANSWER = "it does not respond"
@@ -142,7 +147,7 @@ class Suspect:
     """A suspect node, with the reason and the time of the evidence (seconds since the epoch).
 
     `proven`: there is more evidence than that its ranks failed first. `failed`: its ranks failed
-    and nothing else explains it, which no health check refutes."""
+    and nothing else explains it, or have wrong bits, which no health check refutes."""
 
     node: str
     reason: str
@@ -158,6 +163,7 @@ def suspects(history: RunHistory, now: float, keep_for: float) -> dict[str, Susp
     found: dict[str, Suspect] = {}
     before: Entry[AttemptFailed] | None = None
     back: dict[str, int] = {}
+    lies = {event.reason for event in history.events(CorruptionFound)}
     for entry in history.entries(NodeSuspected, AttemptFailed, NodesTakenBack):
         if entry.time < now - keep_for:
             continue
@@ -176,7 +182,8 @@ def suspects(history: RunHistory, now: float, keep_for: float) -> dict[str, Susp
             earlier = found.get(node)
             proven = bool(evidence) or (earlier is not None and earlier.proven)
             failed = isinstance(event, AttemptFailed) and (bool(evidence) or not at_once)
-            failed = failed or (earlier is not None and earlier.proven and earlier.failed)
+            stays = earlier is not None and earlier.proven and earlier.failed
+            failed = failed or stays or evidence in lies
             found[node] = Suspect(node, evidence or reason, entry.time, proven, failed)
     return found
 

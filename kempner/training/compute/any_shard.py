@@ -43,8 +43,8 @@ def whole_vectors(*columns: list[Tensor]) -> Iterator[list[list[Tensor]]]:
 
 
 def exact_norm(shards: Sequence[Tensor], group: dist.ProcessGroup | None) -> Tensor:
-    """The norm of all elements of tensors that the ranks of a group share by rows, or that this
-    rank has whole, a float32 scalar; not finite if one of their squares is not.
+    """The norm of all elements of tensors that the ranks of a group share by rows, or that are
+    whole (None); a float32 scalar, not finite if one of their squares in float32 is not.
 
     The squares of a row are added in the fixed order of `fold`, rows as integers: mantissas of 24
     bits, one sum of 63 bits for each exponent. Those are exact, up to 2^39 rows.
@@ -52,7 +52,8 @@ def exact_norm(shards: Sequence[Tensor], group: dist.ProcessGroup | None) -> Ten
     # The last element counts the rows that are not finite.
     sums = torch.zeros(_EXPONENTS + 1, dtype=torch.int64, device=shards[0].device)
     for shard in shards:
-        rows = fold(shard.detach().square().view(len(shard), -1)) if shard.numel() else shard
+        rows = shard.detach().float().square()
+        rows = fold(rows.view(len(rows) if rows.ndim else 1, -1)) if rows.numel() else rows
         finite = torch.isfinite(rows)
         mantissas, exponents = torch.frexp(rows.where(finite, 0.0))
         numbers = (mantissas * 2.0**_MANTISSA).to(torch.int64)

@@ -21,6 +21,11 @@ from kempner.config.resilience import KINDS, Fault, parse_faults
         ("disk_full rank 0 from step 1", ("disk_full", 0, "save", 1, True, 3.0, 1)),
         ("oom rank 0 at step 2 in eval", ("oom", 0, "eval", 2, False, 3.0, 1)),
         ("kill rank 1 at step 4 in commit", ("kill", 1, "commit", 4, False, 3.0, 1)),
+        (
+            "flip on gpu-7.x by 9 from step 4 in weights",
+            ("flip", None, "weights", 4, True, 9.0, None, "gpu-7.x"),
+        ),
+        ("kill on n1 at step 4 attempt 2", ("kill", None, "step", 4, False, 3.0, 2, "n1")),
     ],
 )
 def test_plain_words(text: str, expected: tuple[object, ...]) -> None:
@@ -34,6 +39,7 @@ def test_plain_words(text: str, expected: tuple[object, ...]) -> None:
         ("", "is not a fault; write KIND rank R"),
         ("kill", "is not a fault; write KIND rank R"),
         ("kill rank -1 at step 2", "is not a fault; write"),
+        ("kill rank 1 on n1 at step 2", "is not a fault; write"),
         ("kill rank 1 at step 2 please", "is not a fault; write"),
         ("kill rank 1 in save at step 2", "is not a fault; write"),
         ("nuke rank 1 at step 2", "the kinds are kill, stop"),
@@ -52,6 +58,15 @@ def test_what_is_none_is_quoted_in_one_sentence(text: str, complaint: str) -> No
         parse_faults(["kill rank 0 at step 1", text])
     assert f'"{text}"' in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_fault_on_a_node_stays_there_in_every_attempt() -> None:
+    on_node, of_rank = parse_faults(["kill on n1 at step 4", "kill rank 1 at step 4"])
+    places = [
+        (rank, node, attempt) for rank in (0, 1) for node in ["n1", "n2"] for attempt in (1, 2)
+    ]
+    assert [p for p in places if on_node.is_of(*p)] == [p for p in places if p[1] == "n1"]
+    assert [p for p in places if of_rank.is_of(*p)] == [p for p in places if p[::2] == (1, 1)]
 
 
 def test_every_kind_can_be_asked_for_in_each_of_its_phases() -> None:

@@ -26,7 +26,7 @@ Captured = pytest.CaptureFixture[str]
 
 def kempner(*arguments: str | Path | int) -> int | str | None:
     with pytest.raises(SystemExit) as left:
-        main(["checkpoint", *map(str, arguments)])
+        main([*map(str, arguments)])
     return left.value.code
 
 
@@ -51,8 +51,8 @@ def test_one_state_is_equal_to_the_bit_whatever_it_is_saved_as(
     run: RunDirectory, tmp_path: Path, capsys: Captured
 ) -> None:
     one, three = (run.checkpoints / f"step-{step:08}" for step in (10, 20))
-    assert kempner("export", three, "--format=dcp", "--out", tmp_path / "dcp") == 0
-    assert kempner("export", run.path, "--out", tmp_path / "hf") == 0
+    assert kempner("checkpoint", "export", three, "--format=dcp", "--out", tmp_path / "dcp") == 0
+    assert kempner("checkpoint", "export", run.path, "--out", tmp_path / "hf") == 0
     sides = (run.path, three, tmp_path / "dcp", tmp_path / "hf")
     for a, b in ((one, side) for side in sides):
         capsys.readouterr()
@@ -73,7 +73,9 @@ def test_a_model_of_hugging_face_is_equal_to_its_import(tmp_path: Path, capsys: 
     model: Any = AutoModelForCausalLM.from_config(config)
     hf, run = tmp_path / "hf", tmp_path / "run"
     model.bfloat16().save_pretrained(hf, max_shard_size="20KB")
-    assert kempner("import", "--from-hf", hf, "--into", run, "--vocab-multiple=16") == 0
+    assert (
+        kempner("checkpoint", "import", "--from-hf", hf, "--into", run, "--vocab-multiple=16") == 0
+    )
     count = len(model.state_dict())
     for a, b in ((run, hf), (hf, run)):
         capsys.readouterr()
@@ -85,7 +87,9 @@ def test_a_model_of_hugging_face_is_equal_to_its_import(tmp_path: Path, capsys: 
     assert (code, table["equal"], table["identical"]) == (0, True, False)
     assert table["tensors"]["model.embed.weight"]["b"] == {"shape": [61, 32], "dtype": "float32"}
     assert table["tensors"]["model.embed.weight"]["difference"]["elements"] == 61 * 32
-    assert kempner("export", run, "--to-hf", tmp_path / "out", "--dtype=bfloat16") == 0
+    assert (
+        kempner("checkpoint", "export", run, "--to-hf", tmp_path / "out", "--dtype=bfloat16") == 0
+    )
     capsys.readouterr()
     assert kempner("compare", hf, tmp_path / "out") == 0
     assert capsys.readouterr().out == f"equal to the bit: {count} tensors\n"
@@ -94,7 +98,7 @@ def test_a_model_of_hugging_face_is_equal_to_its_import(tmp_path: Path, capsys: 
 def test_a_flipped_bit_is_found_and_named(
     run: RunDirectory, tmp_path: Path, capsys: Captured
 ) -> None:
-    assert kempner("export", run.path, "--out", tmp_path / "hf") == 0
+    assert kempner("checkpoint", "export", run.path, "--out", tmp_path / "hf") == 0
     file = tmp_path / "hf" / "model.safetensors"
     tensors = load_file(file)
     weight = tensors["first.weight"]
@@ -119,7 +123,9 @@ def test_rounded_weights_are_equal_and_what_rounding_took_is_counted(
     run: RunDirectory, tmp_path: Path, capsys: Captured
 ) -> None:
     """Never skipped: a weight beyond the rounding is a difference."""
-    assert kempner("export", run.path, "--out", tmp_path / "hf", "--dtype=bfloat16") == 0
+    assert (
+        kempner("checkpoint", "export", run.path, "--out", tmp_path / "hf", "--dtype=bfloat16") == 0
+    )
     weight = small_state()["model.first.weight"]
     rounded = int((weight.bfloat16().float() != weight).sum())
     assert rounded > 300_000
@@ -158,6 +164,13 @@ def test_names_shapes_and_dtypes_that_differ_are_told(
     }
     code, table = compared(capsys, run.path, other.path)
     assert code == 1
+    for side in (run, other):  # has logged steps: their bits are compared, not the checkpoints'
+        side.metrics.write_text('{"step": 1, "loss": 2.0, "attempt": 1}\n')
+    capsys.readouterr()
+    assert kempner("compare", run.path, other.path, "--json") == 2
+    assert f"naming {run.checkpoints} and {other.checkpoints}\n" in capsys.readouterr().err
+    assert kempner("compare", run.path, other.path) == 0
+    assert compared(capsys, run.checkpoints, other.checkpoints)[1]["tensors"] == table["tensors"]
     assert {name: pair["verdict"] for name, pair in table["tensors"].items()} == {
         "model.first.weight": "shape",
         "model.last.weight": "dtype",

@@ -78,8 +78,8 @@ def test_peft_and_transformers_write_what_sample_does(
         with torch.no_grad():
             logits.append(model(**ids).logits)
     torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-3)
-    assert kempner("checkpoint", "compare", run, merged) == 0
-    assert kempner("checkpoint", "compare", run, base) == 1
+    assert kempner("compare", run, merged) == 0
+    assert kempner("compare", run, base) == 1
 
 
 def test_what_is_asked_for_in_vain_is_refused(run: Path, tmp_path: Path, capsys: Captured) -> None:

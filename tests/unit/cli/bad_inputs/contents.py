@@ -117,10 +117,10 @@ CHECKPOINTS = [
         65,
         {f"{STEP}/__0_0.distcp": "short"},
     ),
-    Row(f"checkpoint compare run {STEP}", "__0_0.distcp", 65, {f"{STEP}/__0_0.distcp": "short"}),
-    Row("checkpoint compare r run", "r/.metadata is refused", 65, {"r/.metadata": "no pickle"}),
+    Row(f"compare run {STEP}", "__0_0.distcp", 65, {f"{STEP}/__0_0.distcp": "short"}),
+    Row("compare r run", "r/.metadata is refused", 65, {"r/.metadata": "no pickle"}),
     Row(
-        "checkpoint compare run r",
+        "compare run r",
         "r/model.safetensors is damaged or cut off",
         65,
         {"r/model.safetensors": "short"},

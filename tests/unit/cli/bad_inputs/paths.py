@@ -15,7 +15,6 @@ CHECKPOINT_COMMANDS = (
     "checkpoint verify {}",
     "checkpoint prune {} --keep-last 1",
     "checkpoint export {} --format dcp --out out",
-    "checkpoint compare run {}",
     "compare run {}",
 )
 CHECKPOINT_PLACES = {

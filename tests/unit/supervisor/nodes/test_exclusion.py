@@ -22,6 +22,12 @@ def named(node: str, reason: str, ago: float = 60.0) -> dict[str, Any]:
     return {"event": "suspect", "node": node, "reason": reason, "time": NOW - ago}
 
 
+def lied(node: str) -> list[dict[str, Any]]:
+    found = {"step": 9, "part": "update", "ranks": [1], "nodes": [node], "sure": True, "to": 4}
+    why = {"reason": "it lies", "time": NOW - 60.0}
+    return [{"event": "corruption_found", **found, **why}, named(node, "it lies")]
+
+
 def taken_back(node: str) -> dict[str, Any]:
     before = {"event": "nodes_taken_back", "attempt": 1}
     return {**before, "nodes": [node], "reason": "well", "time": NOW - 60.0}
@@ -81,6 +87,9 @@ def test_what_the_ledger_says_against_a_node(
         ([taken_back("node2"), failed(2, "node2")], False),  # it must be well for twice as long
         ([taken_back("node2"), failed(2, "node2", ECC)], True),
         ([named("node2", "no room"), failed(2, "node2", ECC)], True),
+        ([*lied("node2"), failed(2, "node2"), named("node2", "no room")], True),
+        ([*lied("node3"), named("node2", "no room")], False),
+        ([*lied("node2"), taken_back("node2"), named("node2", "no room")], False),
     ],
 )
 def test_what_a_health_check_refutes(

@@ -10,6 +10,7 @@ import pytest
 from kempner.cluster.slurm.job import JobNodes, JobState, JobTimes
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.exit_codes import StopReason as R
+from kempner.run.record.events import CorruptionFound
 from kempner.run.record.history import RunHistory
 from kempner.run.record.save_times import Durations, SaveSeconds
 from kempner.supervisor.policy.outcome import Decision
@@ -338,6 +339,11 @@ def resumed(step: int) -> dict[str, Any]:
     return {"event": "resumed", "step": step}
 
 
+def corrupted(to: int | None) -> dict[str, Any]:
+    found = CorruptionFound(110, "update", (1,), ("n1",), sure=True, to=to, reason="it lies")
+    return {"event": found.name, **found.to_fields()}
+
+
 @pytest.mark.parametrize(
     ("events", "step"),
     [
@@ -348,6 +354,9 @@ def resumed(step: int) -> dict[str, Any]:
         ([committed(10), resumed(20)], 20),  # whoever committed it died before it could say so
         ([resumed(20)], 20),
         ([committed(100), resumed(60)], 100),  # to go back is no commit
+        ([committed(60), committed(100), corrupted(60)], 60),  # of later ones none knows
+        ([committed(60), corrupted(None)], None),
+        ([committed(60), corrupted(None), committed(20)], 20),
     ],
 )
 def test_the_newest_commit_is_the_last_that_was_made(

@@ -90,7 +90,8 @@ def estimate_memory(
     parameters, trained = shape.parameters + extra, extra or shape.parameters
     tokens = train.micro_batch_size * train.seq_len
     kept = sums_kept(config, mesh, choice)
-    alone = mesh.world == 1 and not kept  # with plain tensors, which autocast copies
+    # A rank with plain tensors, which autocast copies.
+    alone = mesh.world == 1 and (not kept or compute_bytes == MASTER_BYTES)
     in_turn = kept > 0 and choice.turns(mesh.shard) > 1
     per_token = activation_bytes_per_token(
         shape,
@@ -107,7 +108,9 @@ def estimate_memory(
         gradients=_gradients(trained, mesh, choice, kept),
         moments=_shard_bytes(moments, mesh),
         gathered=_gathered(shape, extra, mesh, compute_bytes, choice, alone),
-        gradient_buffers=_gradient_buffers(shape, extra, mesh, compute_bytes, kept, in_turn),
+        gradient_buffers=_gradient_buffers(
+            shape, extra, mesh, compute_bytes, 0 if alone else kept, in_turn
+        ),
         activations=tokens * per_token,
         logits=logits + (MASTER_BYTES * tokens if config.preferences.on else 0),
     )

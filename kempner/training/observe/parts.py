@@ -4,6 +4,7 @@ gradients, weights and moments. None depends on the world, with `train.same_on_a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -50,9 +51,16 @@ class StepParts:
         return self._gradient.add(micro_batches, step, watch if watched else None)
 
     def _see_slot(self, _: MicroBatch, loss: Tensor, gradients: Sequence[Tensor]) -> None:
-        seen = enumerate([loss, *gradients])
+        seen = zip(self._numbers, gradients, strict=True)
         parts = [fingerprint(tensor) * name_key(str(number)) for number, tensor in seen]
-        self._slots.append(torch.stack(parts).sum())
+        self._slots.append(torch.stack([fingerprint(loss) * name_key("0"), *parts]).sum())
+
+    @cached_property
+    def _numbers(self) -> list[int]:
+        """From 1 on in the order of the model, which every world has."""
+        trained = [each for each in self._gradient.model.parameters() if each.requires_grad]
+        order = {id(each): number for number, each in enumerate(trained, 1)}
+        return [order[id(each)] for each in self._gradient.trained]
 
     def before_update(self, step: int, model: nn.Module) -> None:
         """Call before gradients are clipped."""

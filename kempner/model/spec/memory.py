@@ -92,7 +92,7 @@ def estimate_memory(
     kept = sums_kept(config, mesh, choice)
     # A rank with plain tensors, which autocast copies.
     alone = mesh.world == 1 and (not kept or compute_bytes == MASTER_BYTES)
-    in_turn = kept > 0 and choice.turns(mesh.shard) > 1
+    sent = 0 if alone else kept
     per_token = activation_bytes_per_token(
         shape,
         compute_bytes,
@@ -108,9 +108,7 @@ def estimate_memory(
         gradients=_gradients(trained, mesh, choice, kept),
         moments=_shard_bytes(moments, mesh),
         gathered=_gathered(shape, extra, mesh, compute_bytes, choice, alone),
-        gradient_buffers=_gradient_buffers(
-            shape, extra, mesh, compute_bytes, 0 if alone else kept, in_turn
-        ),
+        gradient_buffers=_gradient_buffers(shape, extra, mesh, compute_bytes, choice, sent),
         activations=tokens * per_token,
         logits=logits + (MASTER_BYTES * tokens if config.preferences.on else 0),
     )
@@ -174,14 +172,15 @@ def _gradient_buffers(
     extra: int,
     mesh: MeshDegrees,
     compute_bytes: int,
+    choice: Choice,
     kept: int,
-    in_turn: bool,
 ) -> int:
     """Bytes of whole gradients on their way: of an adapter alone, if there is one. Where several
-    are `kept`, they are copied to be sent, and as much is received; `in_turn` that of one slot."""
+    are `kept`, they are copied to be sent, and as much is received; of slots in turn that of one.
+    """
     whole = max(shape.head_parameters, shape.block_parameters)
     largest = extra // shape.n_layers or whole
-    if in_turn:
+    if kept and choice.turns(mesh.shard) > 1:
         return (compute_bytes + 2 * MASTER_BYTES) * largest
     if kept:
         return 2 * kept * MASTER_BYTES * largest

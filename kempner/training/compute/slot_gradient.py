@@ -86,7 +86,7 @@ class SlotGradient:
         turn."""
         assert self._turn[1] == 1
         _, _, sums = self._sum_slots(micro_batches, step, parts[dist.get_rank()], witness)
-        shards = dist.get_world_size(self.mesh.get_group("shard"))
+        shards = self.shards
         own = parts[dist.get_rank()] % shards
         owned = [self._slots_of(part) for part in parts]
         found, values = list[Tensor](), sums.values
@@ -99,6 +99,19 @@ class SlotGradient:
                 total = exchanged(pieces, owned, sum(sizes), None, self.device)
             split = torch.split(total.whole(), sizes)
             found += [flat.view(shape) for flat, shape in zip(split, shapes, strict=True)]
+        return found
+
+    def added_up_by(self, rank: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """What a rank adds up for its replicas of its shard of the gradient, which is given in the
+        order of `trained`: of each group of parameters a vector, copied; none without replicas."""
+        replicas, replica = dist.get_world_size() // self.shards, rank // self.shards
+        if replicas == 1:
+            return []
+        left, found = iter(gradients), list[Tensor]()
+        for group in self._groups:
+            flat = torch.cat([next(left).reshape(-1) for _ in trained(group)])
+            part = -(-len(flat) // replicas)
+            found.append(flat[replica * part :][:part].clone())
         return found
 
     @property
@@ -156,6 +169,11 @@ class SlotGradient:
         return valid.clamp(min=1).float()
 
     @cached_property
+    def shards(self) -> int:
+        """The ranks of a replica."""
+        return dist.get_world_size(self.mesh.get_group("shard"))
+
+    @cached_property
     def _sharded(self) -> FSDPModule:
         from torch.distributed.fsdp import FSDPModule
 
@@ -175,7 +193,7 @@ class SlotGradient:
     @cached_property
     def _turn(self) -> tuple[int, int]:
         """This rank's turn among those that take slots in turn, and how many these are."""
-        turns = self.choice.turns(dist.get_world_size(self.mesh.get_group("shard")))
+        turns = self.choice.turns(self.shards)
         return dist.get_rank() % turns, turns
 
     @cached_property
@@ -210,7 +228,7 @@ class SlotGradient:
         """This rank's rows, `size` elements, of the sums over the slots of its replica. `mine` has
         the whole tensors of this rank's sums."""
         ranks = self.mesh.get_group("shard")
-        shards = dist.get_world_size(ranks)
+        shards = self.shards
         first = dist.get_rank() - dist.get_rank(ranks)
         owned = [self._slots_of(first + shard) for shard in range(shards)]
         whole = [*chain(*mine)]

@@ -1,10 +1,17 @@
-"""The same bits on any number of ranks: kempner supervise --nproc 2 -- python any_world.py"""
+"""The same bits on any number of ranks: kempner supervise --nproc 2 -- python any_world.py
+
+With --shard the ranks share the model instead of having it each.
+"""
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 
 from kempner import Slots, survive
@@ -31,6 +38,8 @@ def main() -> None:
     torch.set_num_threads(1)  # as many in every world
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(1, 64), nn.GELU(), nn.Dropout(0.05), nn.Linear(64, 1))
+    if "--shard" in sys.argv:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     x, y = curve()
     slots = Slots(model, SLOTS, seed=2)  # the global batch has 6 slots on any number of ranks
@@ -39,13 +48,14 @@ def main() -> None:
             rows = slots.samples(slot, SIZE, len(x))
             slots.add(mse_loss(model(x[rows]), y[rows]) / SLOTS)
         loss = slots.sum()  # of all ranks, and so is each parameter's gradient
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = slots.clip(1.0)
         optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() == 0:
             print(f"step {step} loss {loss.item()} norm {norm.item()}", flush=True)
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     if dist.get_rank() == 0:
-        torch.save(model.state_dict(), "curve.pt")
+        torch.save(weights, "curve.pt")
     dist.destroy_process_group()
 
 

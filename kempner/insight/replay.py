@@ -13,6 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from kempner.config.model import ParallelismSection
+from kempner.model.spec.mesh import resolve_degrees
 from kempner.run.output.units import count
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.events import AttemptStarted, Resumed, RolledBack
@@ -132,6 +134,8 @@ def plan_replay(run: RecordedRun, first: int, last: int, ranks: int | None) -> R
     chosen = ranks or run.ranks.get(made_by[last], 1)
     others = worlds - {chosen}
     same = bool(config.get("train", {}).get("same_on_any_world"))
+    if ranks is not None:
+        config = {**config, "parallelism": _mesh_of(config, ranks, same)}
     remark = ""
     if others and not same:
         had = " and on ".join(map(str, sorted(worlds)))
@@ -142,6 +146,19 @@ def plan_replay(run: RecordedRun, first: int, last: int, ranks: int | None) -> R
             "that its configuration is taken to be the run's first"
         )
     return ReplayPlan(start, first, last, chosen, config, _duration(run.lines, config), remark)
+
+
+def _mesh_of(config: Mapping[str, Any], ranks: int, same: bool) -> dict[str, Any]:
+    """`parallelism` for this number of ranks: as the run has it; or all shards, if they cannot make
+    that mesh, and any other gives the `same`. Raises `UsageError`."""
+    section = dict(config.get("parallelism", {}))
+    try:
+        resolve_degrees(ParallelismSection.model_validate(section), ranks)
+    except UsageError:
+        if not same:
+            raise
+        section |= {"data_parallel_replicate_degree": 1, "data_parallel_shard_degree": -1}
+    return section
 
 
 def _refuse_what_cannot_be_the_same(

@@ -30,6 +30,7 @@ from kempner.training.compute.forward_backward import (
     weightless,
 )
 from kempner.training.compute.optimizer import learning_rate, update
+from kempner.training.compute.slot_gradient import SlotGradient
 from kempner.training.evaluation import Evaluation
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks
@@ -47,7 +48,6 @@ from kempner.training.vote import (
 )
 
 if TYPE_CHECKING:
-    from kempner.training.compute.slot_gradient import SlotGradient
     from kempner.training.observe.parts import StepParts
     from kempner.training.step_checks import StepChecks
 
@@ -126,9 +126,6 @@ class Training:
     def gradient(self) -> StepGradient | SlotGradient:
         ranks, tools, train = self.ranks, self.tools, self.config.train
         if train.same_on_any_world:
-            # Imports FSDP, which a rank that is alone is spared otherwise.
-            from kempner.training.compute.slot_gradient import SlotGradient
-
             return SlotGradient(
                 self.model,
                 ranks.device,

@@ -88,7 +88,8 @@ def estimate_memory(
     tokens = train.micro_batch_size * train.seq_len
     gradients = MASTER_BYTES * -(-trained // shards)
     kept = sums_kept(config, mesh, choice)
-    alone = mesh.world == 1 and not kept  # with plain tensors, which autocast copies
+    # A rank with plain tensors, which autocast copies.
+    alone = mesh.world == 1 and (not kept or compute_bytes == MASTER_BYTES)
     in_turn = kept > 0 and choice.turns(mesh.shard) > 1
     if in_turn:
         gradients *= kept + 1  # and what FSDP takes for the gradient meanwhile
@@ -109,7 +110,9 @@ def estimate_memory(
         gradients=gradients,
         moments=MASTER_BYTES * -(-moments // shards),
         gathered=_gathered(shape, extra, mesh, compute_bytes, choice, alone),
-        gradient_buffers=_gradient_buffers(shape, extra, mesh, compute_bytes, kept, in_turn),
+        gradient_buffers=_gradient_buffers(
+            shape, extra, mesh, compute_bytes, 0 if alone else kept, in_turn
+        ),
         activations=tokens * per_token,
         logits=logits + (MASTER_BYTES * tokens if config.preferences.on else 0),
     )

@@ -42,9 +42,9 @@ def whole_vectors(*columns: list[Tensor]) -> Iterator[list[list[Tensor]]]:
         torch._foreach_copy_(tails, [row[: len(x)] for row, x in zip(rows, tails, strict=True)])
 
 
-def exact_norm(shards: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """The norm of all elements of tensors that the ranks of a group share by rows, a float32
-    scalar; not finite if one of their squares is not.
+def exact_norm(shards: Sequence[Tensor], group: dist.ProcessGroup | None) -> Tensor:
+    """The norm of all elements of tensors that the ranks of a group share by rows, or that are
+    whole (None); a float32 scalar, not finite if one of their squares in float32 is not.
 
     The squares of a row are added in the fixed order of `fold`, rows as integers: mantissas of 24
     bits, one sum of 63 bits for each exponent. Those are exact, up to 2^39 rows.
@@ -52,13 +52,15 @@ def exact_norm(shards: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
     # The last element counts the rows that are not finite.
     sums = torch.zeros(_EXPONENTS + 1, dtype=torch.int64, device=shards[0].device)
     for shard in shards:
-        rows = fold(shard.detach().square().view(len(shard), -1)) if shard.numel() else shard
+        rows = shard.detach().float().square()
+        rows = fold(rows.view(len(rows) if rows.ndim else 1, -1)) if rows.numel() else rows
         finite = torch.isfinite(rows)
         mantissas, exponents = torch.frexp(rows.where(finite, 0.0))
         numbers = (mantissas * 2.0**_MANTISSA).to(torch.int64)
         sums.index_add_(0, exponents.to(torch.int64).flatten() - _LOWEST, numbers.flatten())
         sums[-1] += finite.logical_not().sum()
-    dist.all_reduce(sums, group=group)
+    if group is not None:
+        dist.all_reduce(sums, group=group)
     units = torch.arange(_LOWEST, _LOWEST + _EXPONENTS, dtype=torch.float64, device=sums.device)
     terms = torch.ldexp(sums[:-1].double(), units - _MANTISSA)
     norm = fold(terms[None])[0].sqrt().float()

@@ -305,7 +305,7 @@ class Recomputation:
     ) -> Tensor:
         """The fingerprint of what a step makes of copies of these."""
         scaled = [gradient.clone() for gradient in gradients]
-        norm = exact_norm(scaled, self._gradient.mesh.get_group("shard"))
+        norm = exact_norm(scaled, self._gradient.shard_ranks)
         clip_to(scaled, norm, max_norm)
         self._optimizer.found_inf = found_inf(loss, norm)
         by_parameter = dict(zip(map(id, self._gradient.trained), scaled, strict=True))

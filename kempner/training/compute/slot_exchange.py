@@ -71,9 +71,23 @@ def summed_over_replicas(
     return whole[:size]
 
 
+def add_each(earlier: list[Tensor], later: list[Tensor]) -> list[Tensor]:
+    """The sums of tensors and others, in the memory of the first."""
+    torch._foreach_add_(earlier, later)
+    return earlier
+
+
 def sum_of_slots(values: Tensor) -> Tensor:
     """The sum of a vector, one element for each slot, along the tree."""
     values = F.pad(values, (0, (1 << (len(values) - 1).bit_length()) - len(values)))
     while len(values) > 1:
         values = values[0::2] + values[1::2]
     return values[0]
+
+
+def take_gradient(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient of a plain parameter, which it has no more; zeros where it took no part."""
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is None:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return gradient.to(dtype)

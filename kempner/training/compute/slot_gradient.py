@@ -23,12 +23,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from kempner.checkpoint.tensors.state import is_sharded
 from kempner.data.serve.loader import IGNORE, MicroBatch
 from kempner.model.spec.communication import EACH_MICRO_BATCH, Choice
 from kempner.model.spec.slot_tree import SubtreeSums, slots_of
 from kempner.run.control.heartbeat import Waiting, untimed
 from kempner.training.compute.forward_backward import set_rng, summed_loss
-from kempner.training.compute.slot_exchange import exchanged, sum_of_slots, summed_over_replicas
+from kempner.training.compute.slot_exchange import (
+    add_each,
+    exchanged,
+    sum_of_slots,
+    summed_over_replicas,
+    take_gradient,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -49,9 +56,10 @@ class Witness:
 
 @dataclass(frozen=True)
 class SlotGradient:
-    """As `StepGradient`, of a model that `fully_shard` has sharded over `mesh`, also where that has
-    one rank only; `slots` is their number in the global batch. What dropout draws follows from the
-    slot. Every rank passes as many micro batches; those behind its last slot do not count."""
+    """As `StepGradient`, of a model that `fully_shard` has sharded over `mesh`: shards, or replicas
+    and shards, of all ranks; or of a plain model where that is one rank. `slots` is their number in
+    the global batch. What dropout draws follows from the slot. Every rank passes as many micro
+    batches; those behind its last slot do not count."""
 
     model: nn.Module
     device: torch.device
@@ -68,7 +76,7 @@ class SlotGradient:
         `StepGradient.add`. Slots that are taken in turn have no `witness`."""
         losses, valid, sums = self._sum_slots(micro_batches, step, dist.get_rank(), witness)
         with self.waiting("the exchange of gradients"):
-            self._exchange(sums.values)
+            self.exchange(sums)
         with self.waiting("the sum of losses"):
             dist.all_reduce(losses)  # of one rank each, and zero on all others
         return (sum_of_slots(losses) / valid)[None]
@@ -85,7 +93,15 @@ class SlotGradient:
         are exchanged between all ranks at once, whatever the mesh; not for slots that are taken in
         turn."""
         assert self._turn[1] == 1
+        plain = self.trained if self.root is None else []
+        reduced = [parameter.grad for parameter in plain]
+        for parameter in plain:
+            parameter.grad = None  # a backward would add to it
         _, _, sums = self._sum_slots(micro_batches, step, parts[dist.get_rank()], witness)
+        for parameter, gradient in zip(plain, reduced, strict=True):
+            parameter.grad = gradient
+        if self.root is None:
+            return sums.whole()
         shards = self.shards
         own = parts[dist.get_rank()] % shards
         owned = [self._slots_of(part) for part in parts]
@@ -117,7 +133,14 @@ class SlotGradient:
     @property
     def trained(self) -> list[Tensor]:
         """The parameters that have a gradient."""
+        if self.root is None:
+            return [each for each in self.model.parameters() if each.requires_grad]
         return [parameter.sharded_param for parameter in chain(*map(trained, self._groups))]
+
+    @property
+    def shard_ranks(self) -> dist.ProcessGroup:
+        """The ranks that hold the parameters between them."""
+        return self.mesh.get_group(self.mesh.ndim - 1)
 
     def _sum_slots(
         self,
@@ -131,20 +154,22 @@ class SlotGradient:
         own, (turn, turns) = self._slots_of(part), self._turn
         valid = self._count_tokens(micro_batches, witness)
         losses = torch.zeros(self.slots, device=self.device)
-        sums = SubtreeSums[list[Tensor]](_add_each)
-        sharded, in_turn = self._sharded, self._in_turn
-        sharded.set_requires_gradient_sync(turns > 1)
-        sharded.set_requires_all_reduce(False)
+        sums = SubtreeSums[list[Tensor]](add_each)
+        sharded, in_turn = self.root, self._in_turn
+        if sharded is not None:
+            sharded.set_requires_gradient_sync(turns > 1)
+            sharded.set_requires_all_reduce(False)
         for number, micro_batch in enumerate(micro_batches):
             slot = own.start + number * turns + turn
             for exchange in in_turn:
                 exchange.slots = own[number * turns :][:turns]
             set_rng(self.seed, step, slot, 0)
             last = number == len(micro_batches) - 1
-            sharded.set_reshard_after_backward(last or not self.choice.keep_parameters)
+            if sharded is not None:
+                sharded.set_reshard_after_backward(last or not self.choice.keep_parameters)
             loss = summed_loss(self.model, micro_batch, self.device)
             (loss / valid).backward()  # type: ignore[no-untyped-call]
-            gradients = [] if turns > 1 else self._taken()
+            gradients = [] if turns > 1 else self.take()
             if slot not in own:
                 continue
             losses[slot] = loss.detach()
@@ -156,7 +181,11 @@ class SlotGradient:
             witness.sums(sums.values)
         return losses, valid, sums
 
-    def _taken(self) -> list[Tensor]:
+    def take(self) -> list[Tensor]:
+        """The whole gradients that the newest backward has left, which the parameters no more have:
+        it was told not to reduce them."""
+        if self.root is None:
+            return [take_gradient(parameter, torch.float32) for parameter in self.trained]
         return [taken(parameter) for parameter in chain(*map(trained, self._groups))]
 
     def _count_tokens(self, micro_batches: Sequence[MicroBatch], witness: Witness | None) -> Tensor:
@@ -171,24 +200,21 @@ class SlotGradient:
     @cached_property
     def shards(self) -> int:
         """The ranks of a replica."""
-        return dist.get_world_size(self.mesh.get_group("shard"))
+        return dist.get_world_size(self.shard_ranks)
 
     @cached_property
-    def _sharded(self) -> FSDPModule:
-        from torch.distributed.fsdp import FSDPModule
+    def root(self) -> FSDPModule | None:
+        """None where a rank is alone and has plain parameters."""
+        if not any(map(is_sharded, self.model.parameters())):
+            return None
+        from torch.distributed.fsdp import FSDPModule  # a rank that is alone is spared it
 
         assert isinstance(self.model, FSDPModule)
         return self.model
 
     @cached_property
     def _groups(self) -> list[FSDPParamGroup]:
-        """Those that have parameters that train."""
-        from torch.distributed.fsdp import FSDPModule
-
-        modules = (m for m in self.model.modules() if isinstance(m, FSDPModule))
-        groups = (g for m in modules for g in m._get_fsdp_state()._fsdp_param_groups)
-        # Modules that are gathered together have the same group.
-        return [group for group in dict.fromkeys(groups) if trained(group)]
+        return groups_of(self.model)
 
     @cached_property
     def _turn(self) -> tuple[int, int]:
@@ -206,9 +232,14 @@ class SlotGradient:
             group._reduce_scatter_comm = cast("ReduceScatter", exchange)
         return exchanges
 
-    def _exchange(self, kept: list[list[Tensor]]) -> None:
-        """Give the parameters this rank's shard of the whole sum. `kept` are the whole tensors of
+    def exchange(self, own: SubtreeSums[list[Tensor]]) -> None:
+        """Give the parameters this rank's shard of the whole sum. `own` has the whole tensors of
         this rank's sums, unless slots were taken in turn; they are emptied on the way."""
+        if self.root is None:
+            for plain, gradient in zip(self.trained, own.whole(), strict=True):
+                plain.grad = gradient
+            return
+        kept = own.values
         for number, group in enumerate(self._groups):
             parameters = trained(group)
             if self._in_turn:
@@ -222,13 +253,13 @@ class SlotGradient:
             whole = torch.split(self._over_replicas(sums, sum(sizes)), sizes)
             for parameter, piece in zip(parameters, whole, strict=True):
                 shard = piece[: parameter.sharded_size.numel()].view(parameter.sharded_size)
-                parameter.sharded_param.grad = parameter.to_sharded_dtensor(shard)
+                trains = parameter.sharded_param
+                trains.grad = parameter.to_sharded_dtensor(shard.to(trains.dtype))
 
     def _over_shards(self, mine: list[list[Tensor]], size: int) -> SubtreeSums[Tensor]:
         """This rank's rows, `size` elements, of the sums over the slots of its replica. `mine` has
         the whole tensors of this rank's sums."""
-        ranks = self.mesh.get_group("shard")
-        shards = self.shards
+        ranks, shards = self.shard_ranks, self.shards
         first = dist.get_rank() - dist.get_rank(ranks)
         owned = [self._slots_of(first + shard) for shard in range(shards)]
         whole = [*chain(*mine)]
@@ -237,9 +268,9 @@ class SlotGradient:
 
     def _over_replicas(self, sums: SubtreeSums[Tensor], size: int) -> Tensor:
         """The sum of all slots, from those of each replica."""
-        if "replicate" not in (self.mesh.mesh_dim_names or ()):
+        if self.mesh.ndim == 1:
             return sums.whole()
-        ranks = self.mesh.get_group("replicate")
+        ranks = self.mesh.get_group(0)
         replicas = dist.get_world_size(ranks)
         owned = [slots_of(self.slots, replica, replicas) for replica in range(replicas)]
         return summed_over_replicas(sums.values, owned, size, ranks, self.device)
@@ -291,19 +322,30 @@ class SumsInTurn:
         output_tensor.zero_()  # what the parameters have until the step's last exchange
 
 
+def groups_of(model: nn.Module) -> list[FSDPParamGroup]:
+    """The groups in which `fully_shard` gathers parameters, those that have some that train."""
+    from torch.distributed.fsdp import FSDPModule
+
+    modules = (m for m in model.modules() if isinstance(m, FSDPModule))
+    groups = (g for m in modules for g in m._get_fsdp_state()._fsdp_param_groups)
+    # Modules that are gathered together have the same group.
+    return [group for group in dict.fromkeys(groups) if trained(group)]
+
+
 def trained(group: FSDPParamGroup) -> list[FSDPParam]:
     return [each for each in group.fsdp_params if each.sharded_param.requires_grad]
 
 
 def taken(parameter: FSDPParam) -> Tensor:
-    """The whole gradient that a backward without a reduction has left, in float32, which the
-    parameter has no more; zeros where it took no part."""
+    """The whole gradient that a backward without a reduction has left, in the type in which it
+    would be reduced, and which the parameter has no more; zeros where it took no part."""
     gradient = parameter.unsharded_accumulated_grad
-    if gradient is None:  # of a type that is not reduced in another one
+    if gradient is None and hasattr(parameter, "_unsharded_param"):  # gathered; of that type
         gradient, parameter._unsharded_param.grad = parameter._unsharded_param.grad, None
     parameter.unsharded_accumulated_grad = None
     if gradient is None:
-        return torch.zeros_like(parameter._unsharded_param, dtype=torch.float32)
+        of = parameter.sharded_param
+        return torch.zeros(of.shape, dtype=torch.float32, device=of.device)
     return gradient
 
 
@@ -317,8 +359,3 @@ def shard_shape(shape: Sequence[int], shard: int, shards: int) -> torch.Size:
     """The shape that `fully_shard` gives to a shard of a tensor of this shape."""
     rows = -(-shape[0] // shards)
     return torch.Size((max(0, min(rows, shape[0] - shard * rows)), *shape[1:]))
-
-
-def _add_each(earlier: list[Tensor], later: list[Tensor]) -> list[Tensor]:
-    torch._foreach_add_(earlier, later)
-    return earlier

@@ -78,7 +78,9 @@ def test_two_runs_part_in_an_operation_that_is_named(run: Run, reference: Run) -
 
 
 def test_a_replay_on_other_ranks_names_the_slot_that_was_wrong(run: Run) -> None:
-    options = ("--train.same_on_any_world=true", "--integrity.parts_interval=1")
+    """On one rank, which has no replica."""
+    mesh = "--parallelism.data_parallel_replicate_degree=2"
+    options = ("--train.same_on_any_world=true", "--integrity.parts_interval=1", mesh)
     fault = "flip rank 1 by 20 at step 3 in gradients"
     job = run.supervise(
         2, *options, "--train.max_steps=4", "--checkpoint.interval=2", KEMPNER_FAULTS=fault

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 import shutil
@@ -13,12 +14,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import psutil
 import pytest
 import torch
 import warm
+from drilling import SEED, note
 from harness import KEMPNER, ROOT, Job, assert_named, wait_until
 
 from kempner.run.process.exit_codes import StopReason
@@ -126,13 +129,19 @@ def test_the_example_survives_a_stop_and_a_kill_to_the_last_bit(own: Own, tmp_pa
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_with_slots_a_loop_is_the_same_on_any_number_of_ranks(own: Own, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Own:
+    """The example with slots, on one rank."""
+    alone = Own(tmp_path_factory.mktemp("slots") / "alone")
+    program = sys.executable, EXAMPLES / "any_world.py"
+    assert alone.supervise(*program, nproc=1).wait(200) == 0, alone.jobs[0].output()
+    return alone
+
+
+def test_with_slots_a_loop_is_the_same_on_any_number_of_ranks(own: Own, alone: Own) -> None:
     """Three ranks, of which one is killed, then one, then two: six slots are shared evenly, but are
     no power of two."""
     program = sys.executable, EXAMPLES / "any_world.py"
-    alone = Own(tmp_path / "alone")
-    assert alone.supervise(*program, nproc=1).wait(200) == 0, alone.jobs[0].output()
-
     job = own.supervise(*program, nproc=3)
     own.reach(60, job)
     log = own.run("any_world").log(1, 1)
@@ -147,11 +156,60 @@ def test_with_slots_a_loop_is_the_same_on_any_number_of_ranks(own: Own, tmp_path
     assert job.wait() == 75, job.output()
     assert own.supervise(*program).wait(200) == 0, own.jobs[-1].output()
     assert len(own.events("any_world", "restarting")) == 1
+    assert_same(own, alone)
 
-    assert sorted(own.losses()) == list(range(1, 401))
-    assert own.losses() == alone.losses()
-    ours, theirs = (torch.load(each.folder / "curve.pt") for each in (own, alone))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+def test_with_slots_shards_are_the_same_as_a_model_that_is_whole(own: Own, alone: Own) -> None:
+    program = sys.executable, EXAMPLES / "any_world.py", "--shard"
+    job = own.supervise(*program, nproc=3)
+    own.reach(120, job)
+    job.signal()
+    assert job.wait() == 75, job.output()
+    assert own.supervise(*program).wait(200) == 0, own.jobs[-1].output()
+    assert_same(own, alone)
+
+
+def assert_same(ours: Own, theirs: Own) -> None:
+    assert sorted(ours.losses()) == list(range(1, 401))
+    assert ours.losses() == theirs.losses()
+    weights, others = (torch.load(each.folder / "curve.pt") for each in (ours, theirs))
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(weights[name], others[name]) for name in others)
+
+
+MESHES = ["plain", "1x1", "1x2", "2x1", "1x3", "1x4", "2x2", "1x5", "2x4", "1x8"]
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(1200)
+def test_with_slots_stops_between_any_meshes_change_no_bit(own: Own, tmp_path: Path) -> None:
+    """Nine stops at random steps, each mesh once, in a random order: 120 steps."""
+    program = sys.executable, Path(__file__).with_name("slots_on_meshes.py"), "survive", 120
+    whole = Own(tmp_path / "whole")
+
+    def on(mesh: str, run: Own) -> Job:
+        run.folder.mkdir(exist_ok=True)
+        (run.folder / "mesh").write_text(mesh)
+        ranks = 1 if mesh == "plain" else math.prod(map(int, mesh.split("x")))
+        return run.supervise(*program, nproc=ranks, options=FORKED)
+
+    def told(run: Own) -> dict[int, str]:
+        text = "".join(job.output() for job in run.jobs)
+        return {int(n): bits for n, bits in re.findall(r"^step (\d+) (\S+ \S+ \S+)\n", text, re.M)}
+
+    assert on("plain", whole).wait(300) == 0, whole.jobs[0].output()
+    random = Random(SEED)
+    meshes = random.sample(MESHES, len(MESHES))
+    for mesh, until in zip(meshes, [*sorted(random.sample(range(2, 110), 9)), 120], strict=True):
+        job = on(mesh, own)
+        if until < 120:
+            goal = max([until, *(step + 1 for step in told(own))])
+            wait_until(lambda goal=goal: max(told(own), default=0) >= goal, f"{goal}", job=job)
+            job.signal()
+        assert job.wait(300) == (75 if until < 120 else 0), job.output()
+    assert sorted(told(own)) == list(range(1, 121))
+    assert told(own) == told(whole)
+    note("slots in a loop", meshes=" ".join(meshes), steps=120, stops=9, equal=True)
 
 
 @pytest.mark.drill

@@ -1,4 +1,4 @@
-"""With `train.same_on_any_world` results are the same bits on any number of ranks."""
+"""With `train.same_on_any_world`, and `Slots`, results are the same bits on any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ from kempner.run.record.ledger import read_lines
 pytestmark = pytest.mark.timeout(600)
 
 PROGRAM = Path(__file__).parents[1] / "programs/any_world.py"
+OF_SLOTS = PROGRAM.with_name("slots_on_meshes.py")
 WORLDS = ["1x1", "1x2 1x2* 2x1", "1x3 1x3* 3x1"]
 LARGER = ["1x1", "1x4 1x4* 2x2 2x2* 4x1", "1x5 1x5*", "2x3 2x3* 3x2*", "1x8 1x8* 2x4"]
 
+LARGER_OF_SLOTS = ["1x2 2x1", "1x3 3x1", "1x4 2x2 4x1", "1x5", "1x8 2x4 4x2"]
+
 
 def ranks(meshes: str) -> int:
+    """How many there are, by the first mesh."""
     replicas, shards = map(int, meshes.split()[0].removesuffix("*").split("x"))
     return replicas * shards
 
@@ -45,6 +49,33 @@ def test_losses_norms_weights_and_moments_are_the_same_bits(
     assert len(found) >= len(worlds)
     for (name, mesh), bits in found.items():
         assert bits == found[name, "1x1"], f"{name} on {mesh}"
+
+
+@pytest.mark.parametrize(
+    ("loops", "steps", "worlds"),
+    [
+        ("eager", 4, ["1x1 plain", "1x3 3x1"]),
+        *drills(
+            ("eager", 4, ["1x1", *LARGER_OF_SLOTS]),
+            ("AdamW", 120, ["1x1", *(f"{world} plain" for world in LARGER_OF_SLOTS)]),
+            ("compiled", 4, ["1x1 plain", "1x2", "1x3"]),
+        ),
+    ],
+)
+def test_a_loop_with_slots_computes_the_same_bits_on_any_mesh(
+    loops: str, steps: int, worlds: list[str], tmp_path: Path
+) -> None:
+    """Loss, norm, weights and moments; sharded, replicated, both, and without `fully_shard`, where
+    all is float32. With dropout, a tied weight, weights that do not train or that no slot uses,
+    activation checkpointing, mixed precision, and worlds in which ranks have fewer slots."""
+    found: dict[tuple[str, str], object] = {}
+    for number, meshes in enumerate(worlds):
+        out = tmp_path / f"{number}.pt"
+        launch(OF_SLOTS, ranks(meshes), out, loops, steps, *meshes.split(), deadline=900)
+        found |= torch.load(out)
+    for (name, mesh), bits in found.items():
+        if mesh != "plain" or name != "bfloat16":  # which is that of `fully_shard`
+            assert bits == found[name, "1x1"], f"{name} on {mesh}"
 
 
 STEPS = 30

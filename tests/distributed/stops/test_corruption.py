@@ -39,8 +39,15 @@ REPLICAS = "--parallelism.data_parallel_replicate_degree=2"
             "flip rank 1 by 3 from step 11 in weights attempt 2",
             (3, 1),
         ),
+        (
+            1,
+            (),
+            "flip rank 0 by 12 at step 8 in gradients;"
+            "flip rank 0 by 3 from step 11 in weights attempt 2",
+            (0, 0),
+        ),
     ],
-    ids=["shards", "replicas"],
+    ids=["shards", "replicas", "alone"],
 )
 def test_a_run_whose_bits_flip_ends_as_one_without(
     run: Run,

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kempner.config.model import ParallelismSection
 from kempner.insight.replay import (
     RecordedRun,
     compare_steps,
@@ -20,6 +21,7 @@ from kempner.insight.replay import (
     start_of,
     trace_of,
 )
+from kempner.model.spec.mesh import resolve_degrees
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.events import RolledBack
 
@@ -55,6 +57,22 @@ def test_it_begins_at_the_checkpoint_before_and_takes_what_the_run_took(tmp_path
     assert tables["scheduler"]["total_steps"] == 100, "the learning rate is that of the long run"
     assert tables["resilience"] == {"spike_factor": 3.0}, "the faults were the world's"
     assert not {"hooks", "eval"} & tables.keys()
+
+
+@given(st.integers(1, 12), st.sampled_from([1, 2, 3, 8]), st.sampled_from([-1, 1, 2]))
+def test_ranks_that_cannot_make_the_mesh_shard_all_if_the_bits_allow_it(
+    ranks: int, replicate: int, shard: int
+) -> None:
+    degrees = {"data_parallel_replicate_degree": replicate, "data_parallel_shard_degree": shard}
+    table = CONFIG | {"parallelism": degrees | {"reduce_gradients": "step"}}
+    same = table | {"train": CONFIG["train"] | {"same_on_any_world": True}}
+    fits = ranks % replicate == 0 and shard in (-1, ranks // replicate)
+    with nullcontext() if fits else pytest.raises(UsageError, match=f"{ranks}"):
+        assert plan_replay(recorded(configs={1: table}), 14, 14, ranks).config == table
+    found = plan_replay(recorded(configs={1: same}), 14, 14, ranks).config["parallelism"]
+    section = ParallelismSection.model_validate(found)
+    assert resolve_degrees(section, ranks).replicate == (replicate if fits else 1)
+    assert section.reduce_gradients == "step"
 
 
 @given(

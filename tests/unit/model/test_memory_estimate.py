@@ -169,6 +169,8 @@ def test_the_same_on_any_world_keeps_whole_gradients(world: int, kept: int) -> N
     found = estimate_memory(config, Shape.of(config.model, 257), MeshDegrees(shard=world), 2, once)
     assert found.gradients == kept * 4 * Shape.of(config.model, 257).parameters
     assert found.gathered > 0
+    plain = estimate_memory(config, Shape.of(config.model, 257), MeshDegrees(shard=world), 4, once)
+    assert (plain.gathered + plain.gradient_buffers == 0) == (world == 1)
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_module
 
 from kempner import Slots, UsageError
 
@@ -28,6 +34,7 @@ def test_the_gradient_is_that_of_the_sum_also_of_what_a_slot_leaves_out() -> Non
         for slot in slots.of(step):
             slots.add(loss_of(slot))
         loss = slots.sum()
+        norm = slots.clip(0)
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
     whole = sum((loss_of(slot) for slot in range(5)), torch.zeros(()))
@@ -35,6 +42,9 @@ def test_the_gradient_is_that_of_the_sum_also_of_what_a_slot_leaves_out() -> Non
     torch.testing.assert_close(loss, whole.detach().double())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad)
+    torch.testing.assert_close(slots.clip(0.5), norm)
+    torch.testing.assert_close(slots.clip(0), torch.tensor(0.5))
+    assert norm > 1
 
 
 @given(st.integers(1, 7), st.integers(1, 4), st.integers(1, 40), st.integers(0, 3))
@@ -72,6 +82,8 @@ def test_what_cannot_be_the_same_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         slots.sum()
     with pytest.raises(UsageError, match="got no gradient"):
         list(slots.of(1))
+    with pytest.raises(UsageError, match="call it after slots"):
+        slots.clip(1.0)
     for _ in slots.of(1):
         slots.add(model(torch.ones(1)).sum())
     with pytest.raises(UsageError, match="once for each slot"):
@@ -83,3 +95,34 @@ def test_what_cannot_be_the_same_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with pytest.raises(UsageError, match="call it after torch"):
         Slots(model, 2)
+
+
+def test_of_shards_only_rows_on_a_mesh_of_all_ranks_are_taken() -> None:
+    """What `fully_shard` can do, and what Slots knows of it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+
+    def sharded(whole: bool = True, **options: Any) -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        if options.get("ignored_params"):
+            options["ignored_params"] = {model[0].bias}
+        for part in (model[0], model) if whole else (model[0],):
+            fully_shard(part, **{"mesh": mesh, **options})
+        return model
+
+    try:
+        Slots(sharded(), 2)
+        Slots(sharded(mesh=mesh["b"]), 2)
+        for model, why in (
+            (sharded(whole=False), "is not sharded as a whole"),
+            (distribute_module(nn.Linear(2, 2), mesh["b"]), "is not sharded as a whole"),
+            (sharded(ignored_params=True), "0.bias trains and is not sharded"),
+            (sharded(shard_placement_fn=lambda p: Shard(p.ndim - 1)), "cannot add up"),
+            (sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)), "cannot add up"),
+        ):
+            with pytest.raises(UsageError, match=why):
+                Slots(model, 2)
+        with pytest.raises(UsageError, match="Slots no group"):
+            Slots(sharded(), 2, group=dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""300 bits that flip, in memory and in computations, once and for good, on a rank and on a node:
+"""360 bits that flip, in memory and in computations, once and for good, on a rank and on a node:
 what is found, when, and who is named; and steps without any."""
 
 from __future__ import annotations

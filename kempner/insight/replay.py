@@ -7,7 +7,8 @@ with the configuration of the attempt that made the step, and ends after the las
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -268,9 +269,12 @@ def _parts(file: Path, steps: range) -> dict[int, Line]:
         return {line["step"]: line for line in found if line.get("step") in steps}
 
 
-def copy_trace(replay: Path, target: Path) -> list[int]:
+def copy_trace(
+    replay: Path, target: Path, documents: Callable[[int], list[int]] | None = None
+) -> list[int]:
     """Copy the last whole record of each step of a replay; returns the steps, in order. An
-    interrupted replay may have recorded some twice. Raises `OSError`."""
+    interrupted replay may have recorded some twice. Each micro batch gets the `documents` of its
+    samples. Raises `OSError`, and as `documents`."""
     source = trace_of(replay)
     if not source.exists():
         target.write_bytes(b"")
@@ -278,8 +282,17 @@ def copy_trace(replay: Path, target: Path) -> list[int]:
     places = _records(source)
     with source.open("rb") as file, target.open("wb") as copy:
         for step in sorted(places):
-            copy.write(_read(file, places[step]))
+            record = _read(file, places[step])
+            copy.write(record if documents is None else _with_documents(record, documents))
     return sorted(places)
+
+
+def _with_documents(record: bytes, documents: Callable[[int], list[int]]) -> bytes:
+    lines = list(parse_lines(record))
+    for line in lines:
+        if line.get("kind") == "batch":
+            line["documents"] = [documents(sample) for sample in line["samples"]]
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 
 def traced_steps(trace: Path) -> dict[int, list[Line]]:

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from kempner.insight.replay import (
     replay_config,
 )
 from kempner.run.output.units import count
-from kempner.run.process.exit_codes import ExitCode, cannot_read, cannot_write
+from kempner.run.process.exit_codes import ExitCode, RunError, cannot_read, cannot_write
 from kempner.run.record.recorded_config import checkpoint_folder
 from kempner.run.record.run_dir import RunDirectory
 
@@ -77,7 +77,7 @@ def replay(
     same = [
         _compare_steps(run, recorded.lines, place, step),
         _compare_states(theirs, CheckpointFolder(place.checkpoints), last),
-        trace is None or _hand_over(place, trace, step, last),
+        trace is None or _hand_over(plan, place, trace, step, last),
     ]
     if not keep:
         shutil.rmtree(place.path, ignore_errors=True)
@@ -108,16 +108,31 @@ def _plan(
     return recorded, replace(plan, traced=True)
 
 
-def _hand_over(place: RunDirectory, trace: Path, first: int, last: int) -> bool:
+def _hand_over(plan: ReplayPlan, place: RunDirectory, trace: Path, first: int, last: int) -> bool:
     """Write the trace, and say what it has; whether that is all."""
+    documents = _documents(plan)
     try:
-        steps = copy_trace(place.path, trace)
+        steps = copy_trace(place.path, trace, documents)
     except OSError as error:
         raise cannot_write(trace, error) from error
     missing = sorted({*range(first, last + 1)} - {*steps})
     lacks = f", without step {missing[0]}, which could not be written" if missing else ""
     typer.echo(f"trace: {trace}, {count(len(steps), 'step')}{lacks}")
     return not missing
+
+
+def _documents(plan: ReplayPlan) -> Callable[[int], list[int]] | None:
+    """Finds the documents of a sample; None, which is said, where the data cannot be seen from this
+    machine."""
+    from kempner.data.files.token_file import Corpus
+
+    length = plan.config["train"]["seq_len"]
+    try:
+        corpus = Corpus.open(plan.config["data"]["dataset_path"])
+    except RunError as error:
+        typer.echo(f"trace: without documents: {error}")
+        return None
+    return lambda sample: corpus.documents(sample * length, length)
 
 
 def _compute(

@@ -59,11 +59,13 @@ class CorruptionVerdict:
     slot: int | None = None
 
     def sentence(self, step: int, hosts: Sequence[str]) -> str:
-        where = "" if self.slot is None else f" {self.slot}"
+        what = str(self.part)
+        if self.slot is not None:
+            what = f"{what.removesuffix(' of a slot')} of slot {self.slot}"
         named = " and ".join(f"rank {rank} on {hosts[rank]}" for rank in self.ranks[:4])
         more = f" and {len(self.ranks) - 4} more" if len(self.ranks) > 4 else ""
         who = f"of {named}{more}" if self.sure else f"of one of {named}{more}"
-        return f"silent corruption in step {step}: the {self.part}{where} {who} has wrong bits"
+        return f"silent corruption in step {step}: the {what} {who} has wrong bits"
 
 
 def judge(claims: Iterable[Claim], shards: int | None = None) -> CorruptionVerdict | None:

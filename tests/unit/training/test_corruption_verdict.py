@@ -61,6 +61,12 @@ def test_a_rank_that_lies_is_named_by_a_third_one(seed: int) -> None:
     assert told == CorruptionVerdict(part, (liar,), sure=True)
 
 
+def test_the_sentence_names_slot_rank_and_host() -> None:
+    verdict = CorruptionVerdict(StepPart.SLOT, (1,), sure=True, slot=3)
+    said = "in step 9: the loss or gradient of slot 3 of rank 1 on n1 has wrong bits"
+    assert said in verdict.sentence(9, ["n0", "n1"])
+
+
 def test_of_two_ranks_the_one_that_lied_once_is_named_and_one_that_sticks_is_not() -> None:
     part = StepPart.UPDATE
     first = claims(2, [0], {1: 9}, part) + claims(2, [1], {}, part)

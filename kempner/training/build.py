@@ -56,7 +56,7 @@ from kempner.training.anomalies import Health, remembered
 from kempner.training.compute.forward_backward import choose_communication
 from kempner.training.compute.optimizer import build_optimizer
 from kempner.training.compute.slot_gradient import SlotGradient
-from kempner.training.corruption import certified_step
+from kempner.training.corruption import certified_step, doubted_step
 from kempner.training.evaluation import Evaluation
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks
@@ -131,7 +131,9 @@ def _open_checks(run: Training, corpus: Corpus, history: RunHistory) -> StepChec
             run.record(CheckpointsCertified(certified))
     read = partial(_read_step, run.config, corpus.reopened(), run.ranks.degrees.data_world)
     trained = run.gradient, run.model, run.optimizer
-    return StepChecks(*trained, run.ranks, interval, read, certified)
+    doubted = run.ranks.broadcast(doubted_step(history))  # which rank 0 alone has
+    assert isinstance(doubted, int)
+    return StepChecks(*trained, run.ranks, interval, read, certified, doubted)
 
 
 def _read_step(

@@ -93,8 +93,16 @@ class SlotGradient:
         are exchanged between all ranks at once, whatever the mesh; not for slots that are taken in
         turn."""
         assert self._turn[1] == 1
+        plain = self.trained if self.root is None else []
+        reduced = [parameter.grad for parameter in plain]
+        for parameter in plain:
+            parameter.grad = None  # a backward would add to it
         _, _, sums = self._sum_slots(micro_batches, step, parts[dist.get_rank()], witness)
-        shards = dist.get_world_size(self.shard_ranks)
+        for parameter, gradient in zip(plain, reduced, strict=True):
+            parameter.grad = gradient
+        if self.root is None:
+            return sums.whole()
+        shards = self.shards
         own = parts[dist.get_rank()] % shards
         owned = [self._slots_of(part) for part in parts]
         found, values = list[Tensor](), sums.values
@@ -107,6 +115,19 @@ class SlotGradient:
                 total = exchanged(pieces, owned, sum(sizes), None, self.device)
             split = torch.split(total.whole(), sizes)
             found += [flat.view(shape) for flat, shape in zip(split, shapes, strict=True)]
+        return found
+
+    def added_up_by(self, rank: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """What a rank adds up for its replicas of its shard of the gradient, which is given in the
+        order of `trained`: of each group of parameters a vector, copied; none without replicas."""
+        replicas, replica = dist.get_world_size() // self.shards, rank // self.shards
+        if replicas == 1:
+            return []
+        left, found = iter(gradients), list[Tensor]()
+        for group in self._groups:
+            flat = torch.cat([next(left).reshape(-1) for _ in trained(group)])
+            part = -(-len(flat) // replicas)
+            found.append(flat[replica * part :][:part].clone())
         return found
 
     @property
@@ -177,6 +198,11 @@ class SlotGradient:
         return valid.clamp(min=1).float()
 
     @cached_property
+    def shards(self) -> int:
+        """The ranks of a replica."""
+        return dist.get_world_size(self.shard_ranks)
+
+    @cached_property
     def root(self) -> FSDPModule | None:
         """None where a rank is alone and has plain parameters."""
         if not any(map(is_sharded, self.model.parameters())):
@@ -193,7 +219,7 @@ class SlotGradient:
     @cached_property
     def _turn(self) -> tuple[int, int]:
         """This rank's turn among those that take slots in turn, and how many these are."""
-        turns = self.choice.turns(dist.get_world_size(self.shard_ranks))
+        turns = self.choice.turns(self.shards)
         return dist.get_rank() % turns, turns
 
     @cached_property
@@ -233,8 +259,7 @@ class SlotGradient:
     def _over_shards(self, mine: list[list[Tensor]], size: int) -> SubtreeSums[Tensor]:
         """This rank's rows, `size` elements, of the sums over the slots of its replica. `mine` has
         the whole tensors of this rank's sums."""
-        ranks = self.shard_ranks
-        shards = dist.get_world_size(ranks)
+        ranks, shards = self.shard_ranks, self.shards
         first = dist.get_rank() - dist.get_rank(ranks)
         owned = [self._slots_of(first + shard) for shard in range(shards)]
         whole = [*chain(*mine)]

@@ -100,6 +100,10 @@ def test_a_replay_on_other_ranks_names_the_slot_that_was_wrong(run: Run) -> None
         2, *options, "--train.max_steps=4", "--checkpoint.interval=2", KEMPNER_FAULTS=fault
     )
     assert job.wait() == 0, job.output()
+    parts = {line["step"]: line["state"].values() for line in read_lines(run.record.parts)}
+    sums = {step: sum(int(one, 16) for one in state) % 2**64 for step, state in parts.items()}
+    told = {step: int(line[2] or "", 16) for step, line in run.steps().items()}
+    assert sums == told, "the fingerprint of the state is the sum of its tensors'"
     done = replay(run, "--step", 3, "--ranks", 1)
     assert done.returncode == 1, (done.stdout, done.stderr)
     found = re.search(r"parts of step 3: slot (\d+) of (\d+), on 2 ranks, differs", done.stdout)

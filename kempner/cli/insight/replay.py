@@ -41,6 +41,14 @@ from kempner.run.record.run_dir import RunDirectory
 app = typer.Typer(rich_markup_mode=None)
 
 
+RanksOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Ranks, on this machine, that compute; by default as many as the run had."
+    ),
+]
+
+
 @app.command()
 def replay(
     run_dir: Annotated[str, typer.Argument(metavar=RUN_METAVAR, help=RUN)],
@@ -48,13 +56,7 @@ def replay(
     to: Annotated[
         int | None, typer.Option(min=1, help="The last one; by default --step itself.")
     ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Ranks, on this machine, that compute; by default as many as the run had.",
-        ),
-    ] = None,
+    ranks: RanksOption = None,
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep the replay's folder, in replays/ of RUN_DIR.")
     ] = False,
@@ -67,8 +69,8 @@ def replay(
 
     Compares loss, gradient norm, learning rate and fingerprint of each step; and weights and
     optimizer, if the run has a checkpoint of the last one. The run itself is only read, and may go
-    on meanwhile. After an interruption the same command continues. Within a Slurm job the job's
-    nodes compute, unless --ranks is given.
+    on meanwhile. After an interruption the same command continues. In a job of Slurm its nodes
+    compute.
     """
     run, last = run_of(run_dir), step if to is None else to
     theirs = CheckpointFolder(checkpoint_folder(run))
@@ -81,7 +83,7 @@ def replay(
     same = [
         _compare_steps(run, recorded.lines, place, step),
         _compare_states(theirs, CheckpointFolder(place.checkpoints), last),
-        trace is None or _hand_over(plan, place, trace, step, last),
+        trace is None or _hand_over(plan, place, trace),
     ]
     if not keep:
         shutil.rmtree(place.path, ignore_errors=True)
@@ -112,14 +114,14 @@ def _plan(
     return recorded, replace(plan, traced=True)
 
 
-def _hand_over(plan: ReplayPlan, place: RunDirectory, trace: Path, first: int, last: int) -> bool:
+def _hand_over(plan: ReplayPlan, place: RunDirectory, trace: Path) -> bool:
     """Write the trace, and say what it has; whether that is all."""
     documents = _documents(plan)
     try:
         steps = copy_trace(place.path, trace, documents)
     except OSError as error:
         raise cannot_write(trace, error) from error
-    missing = sorted({*range(first, last + 1)} - {*steps})
+    missing = sorted({*range(plan.first, plan.last + 1)} - {*steps})
     lacks = f", without step {missing[0]}, which could not be written" if missing else ""
     typer.echo(f"trace: {trace}, {count(len(steps), 'step')}{lacks}")
     return not missing

@@ -17,6 +17,7 @@ from math import prod
 from kempner.model.spec.adapter import Adapter
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.spec.shape import Shape
+from kempner.model.spec.slot_tree import slots_of, subtrees
 
 REDUCED_BYTES = 4
 """Gradients are summed in float32."""
@@ -61,6 +62,22 @@ class Buffers:
     """Gradients before they are reduced, whole."""
     all_reduce: int
     """A rank's part of the gradients, which is summed over the replicas."""
+
+
+@dataclass(frozen=True)
+class SlotBuffers:
+    """As `Buffers`, of what takes the place of reductions with `train.same_on_any_world`."""
+
+    over_shards: int
+    """What is received from the ranks that share parameters, in all-to-alls."""
+    over_replicas: int
+    """The same from replicas."""
+    all_gather: int
+    """A rank's part of the gradients, of which each replica has added up an equal share."""
+
+    @property
+    def total(self) -> int:
+        return self.over_shards + self.over_replicas + self.all_gather
 
 
 @dataclass(frozen=True)
@@ -124,6 +141,54 @@ def step_buffers(
     )
 
 
+def slot_buffers(
+    shape: Shape,
+    mesh: MeshDegrees,
+    choice: Choice,
+    *,
+    slots: int,
+    micro_batches: int,
+    rank: int,
+    adapter: Adapter | None = None,
+) -> SlotBuffers:
+    """What one rank's collectives for gradients are given with `train.same_on_any_world`, to the
+    byte; there are `slots` in a step. Of the elements that it has of each group of parameters it
+    receives every sum of a subtree from all ranks that shard them; or, of slots that are taken in
+    turn, everything in each micro batch. Then replicas exchange equal parts of all their sums."""
+    pairs = [] if adapter is None else _pairs(shape, adapter, mesh.tensor)
+    groups = [(tensors, number) for tensors, number, _ in _groups(shape, mesh.tensor, pairs)]
+    if adapter is not None:
+        groups = [(pairs, shape.n_layers)]
+    in_turn, first = choice.turns(mesh.shard) > 1, rank - rank % mesh.shard
+    of_shards = sum(_sums_of(slots, first + shard, mesh.world) for shard in range(mesh.shard))
+    of_replicas = sum(_sums_of(slots, each, mesh.replicate) for each in range(mesh.replicate))
+    of_each = over_shards = 0
+    for tensors, number in groups:
+        filled = _filled_up(tensors, mesh.shard)
+        own = filled // mesh.shard if in_turn else _shard_of(tensors, rank % mesh.shard, mesh.shard)
+        over_shards += number * (filled * micro_batches if in_turn else own * of_shards)
+        of_each += number * -(-own // mesh.replicate) * REDUCED_BYTES
+    return SlotBuffers(
+        over_shards=REDUCED_BYTES * over_shards if mesh.shard > 1 else 0,
+        over_replicas=of_each * of_replicas if mesh.replicate > 1 else 0,
+        all_gather=of_each * mesh.replicate if mesh.replicate > 1 else 0,
+    )
+
+
+def slot_traffic(buffers: SlotBuffers, mesh: MeshDegrees, ranks_per_node: int) -> Traffic:
+    """What these make each node send."""
+    parts = (
+        all_to_all_traffic(buffers.over_shards, "shard", mesh, ranks_per_node),
+        all_to_all_traffic(buffers.over_replicas, "replicate", mesh, ranks_per_node),
+        ring_traffic(buffers.all_gather, "replicate", mesh, ranks_per_node),
+    )
+    return Traffic(sum(part.within for part in parts), sum(part.between for part in parts))
+
+
+def _sums_of(slots: int, rank: int, world: int) -> int:
+    return len(subtrees(slots_of(slots, rank, world)))
+
+
 def tensor_buffers(
     shape: Shape,
     choice: Choice,
@@ -175,19 +240,41 @@ def node_traffic(buffers: Buffers, mesh: MeshDegrees, ranks_per_node: int) -> Tr
     return Traffic(of_shards.within + of_replicas.within, of_shards.between + of_replicas.between)
 
 
+def all_to_all_traffic(
+    size: int, dimension: str, mesh: MeshDegrees, ranks_per_node: int
+) -> Traffic:
+    """What each node sends in an all-to-all along a mesh dimension, of which each rank receives
+    `size` bytes, as much from each: unlike in a ring, nothing is added up on its way."""
+    members = mesh.dimensions().get(dimension, 1)
+    on_a_node = _on_a_node(members, _stride(dimension, mesh), ranks_per_node)
+    return Traffic(
+        ranks_per_node * size * (on_a_node - 1) // members,
+        ranks_per_node * size * (members - on_a_node) // members,
+    )
+
+
 def ring_traffic(size: int, dimension: str, mesh: MeshDegrees, ranks_per_node: int) -> Traffic:
     """What each node sends where the rings of a mesh dimension pass buffers of `size` bytes once.
     An all-reduce passes its buffer twice. `dimension` may also be "world", of all ranks."""
-    strides = {"replicate": mesh.shard * mesh.tensor, "shard": mesh.tensor, "tensor": 1, "world": 1}
     members = mesh.world if dimension == "world" else mesh.dimensions().get(dimension, 1)
-    ring = _ring(members, strides[dimension], ranks_per_node)
+    ring = _ring(members, _stride(dimension, mesh), ranks_per_node)
     return Traffic(ring.within * size // members, ring.between * size // members)
+
+
+def _stride(dimension: str, mesh: MeshDegrees) -> int:
+    """By how many ranks the neighbours along a dimension are apart."""
+    return {"replicate": mesh.shard * mesh.tensor, "shard": mesh.tensor}.get(dimension, 1)
+
+
+def _on_a_node(size: int, stride: int, ranks_per_node: int) -> int:
+    """How many of `size` ranks that are `stride` apart a node has. Nodes are alike."""
+    return min(size, max(1, ranks_per_node // stride))
 
 
 def _ring(size: int, stride: int, ranks_per_node: int) -> Traffic:
     """How many parts of a buffer, each 1 / `size` of it, a node sends in one pass of all rings. The
     members of a ring are `stride` ranks apart. Nodes are alike."""
-    on_a_node = min(size, max(1, ranks_per_node // stride))
+    on_a_node = _on_a_node(size, stride, ranks_per_node)
     leaving = ranks_per_node // on_a_node if on_a_node < size else 0
     return Traffic((ranks_per_node - leaving) * (size - 1), leaving * (size - 1))
 
@@ -220,6 +307,15 @@ def _pairs(shape: Shape, adapter: Adapter, tensor: int) -> Tensors:
     for inputs, outputs, by_rows in adapter.widths(shape):
         first, second = (tensor, 1) if by_rows else (1, tensor)
         found += [(adapter.rank, inputs // first), (outputs // second, adapter.rank)]
+    return found
+
+
+def _shard_of(tensors: Tensors, shard: int, shards: int) -> int:
+    """Elements of the tensors that one of several shards has, cut by rows as `torch.chunk` does."""
+    found = 0
+    for rows, *rest in tensors:
+        most = -(-rows // shards)
+        found += max(0, min(most, rows - shard * most)) * prod(rest)
     return found
 
 

@@ -15,9 +15,12 @@ from kempner.model.spec.communication import (
     EACH_MICRO_BATCH,
     Buffers,
     Choice,
+    SlotBuffers,
     TensorBuffers,
     Traffic,
     node_traffic,
+    slot_buffers,
+    slot_traffic,
     step_buffers,
     tensor_buffers,
     tensor_traffic,
@@ -164,7 +167,12 @@ def sums_kept(config: Config, mesh: MeshDegrees, choice: Choice) -> int:
     if not train.same_on_any_world:
         return 0
     owners = mesh.data_world // choice.turns(mesh.shard)
-    return most_kept(-(-train.global_batch_size // train.micro_batch_size), owners)
+    return most_kept(slots_of_step(config), owners)
+
+
+def slots_of_step(config: Config) -> int:
+    """The slots of `train.same_on_any_world`."""
+    return -(-config.train.global_batch_size // config.train.micro_batch_size)
 
 
 def _gradient_buffers(
@@ -404,10 +412,30 @@ def buffers_of_step(
     )
 
 
+def slot_buffers_of_step(
+    config: Config, situation: Situation, shape: Shape, choice: Choice, rank: int
+) -> SlotBuffers:
+    """What a rank's collectives for gradients are given with `train.same_on_any_world`."""
+    return slot_buffers(
+        *(shape, situation.mesh, choice),
+        slots=slots_of_step(config),
+        micro_batches=situation.micro_batches,
+        rank=rank,
+        adapter=Adapter.of(config.adapter),
+    )
+
+
 def step_traffic(config: Config, situation: Situation, shape: Shape, choice: Choice) -> Traffic:
     """What each node sends in a step, with this choice; a tensor group is on one node."""
     mesh, ranks_per_node = situation.mesh, situation.ranks_per_node
     buffers, of_groups = buffers_of_step(config, situation, shape, choice)
+    if config.train.same_on_any_world:
+        of_slots = slot_buffers_of_step(config, situation, shape, choice, rank=0)
+        gathers = node_traffic(
+            replace(buffers, reduce_scatter=0, all_reduce=0), mesh, ranks_per_node
+        )
+        sums = slot_traffic(of_slots, mesh, ranks_per_node)
+        return Traffic(gathers.within + sums.within, gathers.between + sums.between)
     traffic = node_traffic(buffers, mesh, ranks_per_node)
     more = tensor_traffic(of_groups, mesh.tensor, ranks_per_node)
     return Traffic(traffic.within + more, traffic.between)

@@ -40,7 +40,12 @@ def subtrees(slots: range) -> list[range]:
 def most_kept(total: int, world: int) -> int:
     """The largest number of sums of subtrees that are kept at a time, the newest slot's included,
     by a rank, or of `world` groups of ranks that take slots in turn by one of them."""
-    return max(_most_of(slots_of(total, rank, world)) for rank in range(world))
+    return _most_of(slots_of(total, keeps_most(total, world), world))
+
+
+def keeps_most(total: int, world: int) -> int:
+    """The first rank, or group of ranks, of which that is true."""
+    return max(range(world), key=lambda rank: _most_of(slots_of(total, rank, world)))
 
 
 def _most_of(slots: range) -> int:

@@ -12,9 +12,17 @@ from kempner.model.spec.adapter import Adapter
 from kempner.model.spec.communication import (
     Choice,
     Traffic,
+    all_to_all_traffic,
     ring_traffic,
 )
-from kempner.model.spec.memory import USED, Situation, buffers_of_step, choose, usable_memory
+from kempner.model.spec.memory import (
+    USED,
+    Situation,
+    buffers_of_step,
+    choose,
+    slot_buffers_of_step,
+    usable_memory,
+)
 from kempner.model.spec.mesh import (
     MeshDegrees,
     check_tensor_degree,
@@ -216,8 +224,8 @@ def plan(
 
     There is one rank per GPU, `gpu` of `step_time.GPUS`, on `nodes` nodes; by default as in
     `slurm`, or 8 ranks on each. `vocab_size` is the data's, if not configured; `assumptions` cover
-    what is not traced. Raises `UsageError` for a world that cannot be divided so, for a user's
-    own model, and for `train.same_on_any_world`. The process must not be part of a process group.
+    what is not traced. Raises `UsageError` for a world that cannot be divided so, and for a user's
+    own model. The process must not be part of a process group.
     """
     notes, config = _notes(config), _on_a_gpu(config)
     vocab_size = vocab_size or config.model.vocab_size
@@ -231,12 +239,11 @@ def plan(
     speed = _speed(config, shape, found, job)
     limit = int(USED * usable_memory(card.memory))
     exchanges = _exchanges(found, job)
-    sent = sum(e.buffers for e in exchanges if e.collective.operation != "all_to_all")
     return Plan(
         job=job,
         room=RankMemory(found.memory, limit, advise(config, mesh, choice, found.memory, limit)),
         flops=Count(found.flops, _flops_by_formula(config, shape, situation)),
-        sent=Count(sent, _buffers_by_formula(config, shape, situation, choice)),
+        sent=Count(_sent(step, exchanges), _buffers_by_formula(step, shape, situation)),
         exchanges=exchanges,
         speed=speed,
         saves=_saves(config, found, job, speed.time.total),
@@ -264,11 +271,6 @@ def _on_a_gpu(config: Config) -> Config:
             f"what model.factory={config.model.factory} computes is not known before it is called; "
             "kempner plan knows kempner's own models only"
         )
-    if config.train.same_on_any_world:
-        raise UsageError(
-            "kempner plan does not trace train.same_on_any_world yet; kempner config check counts "
-            "its memory"
-        )
     dtype = "bfloat16" if config.train.dtype == "auto" else config.train.dtype
     changes = {"dtype": dtype, "fp8": False}
     return config.model_copy(update={"train": config.train.model_copy(update=changes)})
@@ -276,6 +278,8 @@ def _on_a_gpu(config: Config) -> Config:
 
 def _notes(config: Config) -> list[str]:
     notes = []
+    if config.integrity.recompute_interval is not None:
+        notes.append("a step is traced that is not checked: kempner config check counts a check")
     if config.train.fp8:
         notes.append("fp8 is traced as bfloat16: with it, the blocks' products take less time")
     if config.train.compile:
@@ -297,8 +301,19 @@ def _flops_by_formula(config: Config, shape: Shape, situation: Situation) -> int
     return step_flops(shape, config.train, sequences, situation.mesh.tensor, adapter, pairs)
 
 
-def _buffers_by_formula(config: Config, shape: Shape, situation: Situation, choice: Choice) -> int:
+def _sent(step: Step, exchanges: Sequence[Exchange]) -> int:
+    """Bytes of the buffers that there is a formula for: not for Muon's updates, and not for the few
+    numbers that are summed with slots."""
+    left_out = "all_reduce" if step.slots else "all_to_all"
+    return sum(e.buffers for e in exchanges if e.collective.operation != left_out)
+
+
+def _buffers_by_formula(step: Step, shape: Shape, situation: Situation) -> int:
+    config, choice = step.config, step.choice
     of_data, of_groups = buffers_of_step(config, situation, shape, choice)
+    if step.slots:
+        of_slots = slot_buffers_of_step(config, situation, shape, choice, step.rank)
+        return of_data.all_gather + of_slots.total
     total = of_data.all_gather + of_data.reduce_scatter + of_data.all_reduce
     return total + of_groups.sequence + of_groups.all_reduce
 
@@ -338,6 +353,8 @@ def _exchanges(found: TracedStep, job: TrainingJob) -> list[Exchange]:
 
 
 def _traffic(collective: Collective, size: int, job: TrainingJob) -> Traffic:
+    if collective.operation == "all_to_all":
+        return all_to_all_traffic(size, collective.dimension, job.mesh, job.ranks_per_node)
     passes = 2 if collective.operation == "all_reduce" else 1
     return ring_traffic(passes * size, collective.dimension, job.mesh, job.ranks_per_node)
 

@@ -30,10 +30,14 @@ from kempner.config.sections import Config
 from kempner.data.serve.loader import MicroBatch
 from kempner.model.sharding import assemble
 from kempner.model.spec.communication import Choice
+from kempner.model.spec.memory import slots_of_step
 from kempner.model.spec.mesh import MeshDegrees
+from kempner.model.spec.slot_tree import keeps_most
 from kempner.model.transformer import Transformer, block_mask
+from kempner.run.control.heartbeat import untimed
 from kempner.training.compute.forward_backward import StepGradient
 from kempner.training.compute.optimizer import build_optimizer, update
+from kempner.training.compute.slot_gradient import SlotGradient
 from kempner.training.plan.timeline import (
     ACTIVATIONS,
     BACKWARD,
@@ -60,10 +64,10 @@ from kempner.training.plan.timeline import (
 
 
 @contextmanager
-def fake_ranks(degrees: MeshDegrees) -> Iterator[DeviceMesh]:
-    """A mesh whose first rank is this process; its collectives return at once, without moving data.
+def fake_ranks(degrees: MeshDegrees, rank: int = 0) -> Iterator[DeviceMesh]:
+    """A mesh of which this process is a rank; its collectives return at once, without moving data.
     The process must not be part of another process group."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=degrees.world)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=degrees.world)
     sizes = degrees.dimensions()
     try:
         yield init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -297,6 +301,8 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 _CPU = torch.device("cpu")
 _MICRO_STEPS = 3
 """The first micro step, one between, and the last."""
+_EXCHANGE = "the exchange of gradients"
+"""What `SlotGradient` says that it waits in."""
 
 
 @dataclass(frozen=True)
@@ -312,10 +318,24 @@ class Step:
     micro_steps: int
     as_on_gpu: bool
 
+    @property
+    def slots(self) -> int:
+        """As `SlotGradient.slots`; 0 without `train.same_on_any_world`."""
+        return slots_of_step(self.config) if self.config.train.same_on_any_world else 0
+
+    @property
+    def rank(self) -> int:
+        """The one to trace: the first, which has the largest shards; of slots the first of those
+        that keep the most sums."""
+        if not self.slots:
+            return 0
+        turns = self.choice.turns(self.mesh.shard)
+        return turns * keeps_most(self.slots, self.mesh.data_world // turns)
+
 
 def traced(step: Step) -> TracedStep:
-    """Memory, operations and communication of the first rank, which has the largest shards. For a
-    deep model, two shallow ones are traced and extrapolated, except with Muon."""
+    """Memory, operations and communication of one rank. For a deep model, two shallow ones are
+    traced and extrapolated, except with Muon."""
     layers = step.config.model.n_layers
     period = step.config.train.activation_checkpointing_every or 1
     fewest = 3 + 2 * period
@@ -332,7 +352,7 @@ def trace(step: Step, layers: int) -> Trace:
     model_section = step.config.model.model_copy(update={"n_layers": layers})
     config = step.config.model_copy(update={"model": model_section})
     train = config.train
-    with fake_ranks(step.mesh) as mesh, _undisturbed():
+    with fake_ranks(step.mesh, step.rank) as mesh, _undisturbed():
         names = {str(mesh.get_group(name).group_name): name for name in mesh.mesh_dim_names or ()}
         recorder = OperationRecorder(lambda group: names.get(group, "world"))
         # The mesh's coordinates are computed with tensors, which must be real.
@@ -340,18 +360,20 @@ def trace(step: Step, layers: int) -> Trace:
         with FakeTensorMode(allow_non_fake_inputs=True), recorder:
             model.to_empty(device=_CPU)
             recorder.label(map(local_part, model.parameters()), PARAMETERS)
-            optimizer = build_optimizer(model, config.optimizer)
+            optimizer = build_optimizer(model, config.optimizer, bool(train.same_on_any_world))
             tokens = torch.zeros(train.micro_batch_size, train.seq_len, dtype=torch.int64)
             masked = config.data.document_mask or config.preferences.on
             numbers = tokens.to(torch.int32) if masked else None
             # FlexAttention has no trace here: its mask is built beside causal attention.
             batch = MicroBatch(tokens, tokens.clone(), None if step.as_on_gpu else numbers)
-            run = partial(_step, step, model, optimizer, batch)
-            run(1)
+            run = partial(_step, step, model, mesh, optimizer, batch)
+            run(1, step.mesh.data_world)
             recorder.label(_state_of(optimizer), OPTIMIZER)
             marks = _Marks(recorder, layers, numbers)
             marks.attach(model, step.as_on_gpu)
-            run(min(step.micro_steps, _MICRO_STEPS), marks)
+            # With sums over slots, which are kept, no micro step is like another.
+            number = step.micro_steps if step.slots else min(step.micro_steps, _MICRO_STEPS)
+            run(number, step.slots, marks)
             segments = recorder.segments()
         return Trace(layers, segments, _saved_bytes(model, optimizer))
 
@@ -359,14 +381,28 @@ def trace(step: Step, layers: int) -> Trace:
 def _step(
     step: Step,
     model: nn.Module,
+    mesh: DeviceMesh,
     optimizer: Optimizer,
     batch: MicroBatch,
     micro_steps: int,
+    slots: int,
     marks: _Marks | None = None,
 ) -> None:
     if marks is not None:
         marks.begin("start", None)
-    gradient = StepGradient(
+    anywhere, clip = bool(step.config.train.same_on_any_world), step.config.train.clip_grad_norm
+    gradient: StepGradient | SlotGradient = _step_gradient(step, model)
+    if anywhere:
+        waiting = untimed if marks is None else marks.waiting
+        gradient = SlotGradient(model, _CPU, 0, slots, mesh, step.choice, waiting)
+    (loss, *_) = gradient.add([batch] * micro_steps, step=1)
+    if marks is not None:
+        marks.update()
+    update(model, optimizer, loss, rate=1e-3, max_norm=clip, any_shard=anywhere)
+
+
+def _step_gradient(step: Step, model: nn.Module) -> StepGradient:
+    return StepGradient(
         *(model, _CPU),
         seed=0,
         rank=0,
@@ -374,10 +410,6 @@ def _step(
         choice=step.choice,
         beta=step.config.preferences.beta,
     )
-    (loss, *_) = gradient.add([batch] * micro_steps, step=1)
-    if marks is not None:
-        marks.update()
-    update(model, optimizer, loss, rate=1e-3, max_norm=step.config.train.clip_grad_norm)
 
 
 class _Marks:
@@ -408,10 +440,20 @@ class _Marks:
             kind = LOSS
         self._recorder.mark(StepPlace(stage, max(self._micro_step, 0), block), kind)
 
-    def update(self) -> None:
-        self._mask = None
-        self._recorder.keep_gradients()
-        self._recorder.mark(StepPlace("update"), OTHER)
+    def update(self, kind: int = OTHER) -> None:
+        """From now on new tensors are of this kind."""
+        if self._stage != "update":
+            self._stage, self._mask = "update", None
+            self._recorder.keep_gradients()
+            self._recorder.mark(StepPlace("update"), kind)
+        self._recorder.kind = kind
+
+    @contextmanager
+    def waiting(self, reason: str) -> Iterator[None]:
+        """As `Progress.waiting`: what a whole step has summed is exchanged after its backwards."""
+        if reason == _EXCHANGE and torch._C._current_graph_task_id() == -1:
+            self.update(GRADIENTS)
+        yield
 
     def _forward(self, module: nn.Module, inputs: object) -> None:
         self._recorder.keep_gradients()
@@ -491,6 +533,7 @@ def _undisturbed() -> Iterator[None]:
     gc.disable()
     try:
         with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*all_gather_into_tensor` is deprecated")
             # About a tensor group's embedding, which is not changed in place.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
             yield

@@ -19,10 +19,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 MICRO_STEPS, WORLD = 2, 2
 _PLAIN = config(model=WIDE, seq_len=512)
 _RECOMPUTED = config(model=WIDE, seq_len=512, activation_checkpointing="full", loss_chunk=64)
+_SLOTS = config(model=WIDE, seq_len=512, global_batch_size=8, same_on_any_world=True, threads=1)
 CASES = {
     "each micro batch": (_PLAIN, Choice()),
     "once a step": (_PLAIN, Choice(reduce_once=True, keep_parameters=True)),
     "recomputed": (_RECOMPUTED, Choice()),
+    "slots": (_SLOTS, Choice(reduce_once=True)),
 }
 
 

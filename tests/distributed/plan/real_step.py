@@ -46,14 +46,19 @@ def config(optimizer: str = "adamw", model: object = SIZES, **train: object) -> 
 
 def two_steps(config: Config, mesh: DeviceMesh | None, choice: Choice, micro_steps: int) -> None:
     """The first two of a run: from the second on the optimizer has its state."""
+    exact = bool(config.train.same_on_any_world)
     model = build_model(config, VOCAB, CPU, mesh, choice)
-    optimizer = build_optimizer(model, config.optimizer)
+    optimizer = build_optimizer(model, config.optimizer, exact)
+    gradient: StepGradient | SlotGradient = StepGradient(model, CPU, seed=0, rank=0, choice=choice)
+    if exact:
+        assert mesh is not None
+        gradient = SlotGradient(model, CPU, 0, micro_steps * mesh.size(), mesh, choice)
     tokens = torch.randint(0, VOCAB, (config.train.micro_batch_size, config.train.seq_len))
     documents = torch.zeros_like(tokens, dtype=torch.int32) if config.data.document_mask else None
     batches = [MicroBatch(tokens, tokens.clone(), documents)] * micro_steps
     for step in (1, 2):
-        loss = StepGradient(model, CPU, seed=0, rank=0, choice=choice).add(batches, step)
-        update(model, optimizer, loss, rate=1e-3, max_norm=1.0)
+        loss = gradient.add(batches, step)
+        update(model, optimizer, loss, rate=1e-3, max_norm=1.0, any_shard=exact)
 
 
 def two_any_world_steps(config: Config, mesh: DeviceMesh, doubted: StepPart | None) -> None:

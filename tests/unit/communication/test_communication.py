@@ -16,6 +16,7 @@ from kempner.model.spec.communication import (
     Buffers,
     Choice,
     Traffic,
+    all_to_all_traffic,
     node_traffic,
     step_buffers,
 )
@@ -151,3 +152,16 @@ def test_the_page_has_the_table_of_today() -> None:
     text = communication_page.PAGE.read_text()
     hint = "run `python scripts/docs/communication_page.py`"
     assert text == communication_page.page(text), hint
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 4, 8])
+@pytest.mark.parametrize("dimension", ["replicate", "shard"])
+def test_in_an_all_to_all_every_two_ranks_exchange(dimension: str, per_node: int) -> None:
+    mesh, size = MeshDegrees(replicate=4, shard=4), 4 * 100
+    groups = {rank: rank // 4 if dimension == "shard" else rank % 4 for rank in range(mesh.world)}
+    sent = {"within": 0, "between": 0}
+    for rank in range(per_node):  # those of the first node
+        for other, group in groups.items():
+            if other != rank and group == groups[rank]:
+                sent["within" if other < per_node else "between"] += size // 4
+    assert all_to_all_traffic(size, dimension, mesh, per_node) == Traffic(**sent)

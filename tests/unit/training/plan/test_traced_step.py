@@ -48,6 +48,8 @@ CASES = {
         1,
     ),
     "tensor groups": (config(), MeshDegrees(2, 2, 2), Choice(), 4),
+    "slots": (config(same_on_any_world=True, threads=1), MeshDegrees(1, 4), ONCE, 4),
+    "slots in turn": (config(same_on_any_world=True, threads=1), MeshDegrees(2, 2), Choice(), 4),
     # Whose peak is in the backward of the first block, when all gradients are there.
     "gradients outweigh": (config(vocab_size=8, seq_len=8), MeshDegrees(), Choice(), 1),
 }
@@ -102,6 +104,7 @@ def test_the_mask_of_documents_takes_a_byte_for_each_pair_while_it_is_made() -> 
     assert pairs <= grown[True] - grown[False] <= 4 * pairs
 
 
+ANYWHERE = {"same_on_any_world": True, "threads": 1, "global_batch_size": 21}
 PLANS = {
     "shards": {},
     "all logits": {"train": {"loss_chunk": 0}},
@@ -130,6 +133,17 @@ PLANS = {
         "preferences": {"beta": 0.1},
         "train": {"activation_checkpointing": "full"},
         "parallelism": {"tensor_parallel_degree": 2, "reshard_after_forward": "always"},
+    },
+    "slots": {"train": ANYWHERE, "parallelism": {"reduce_gradients": "step"}},
+    "slots in turn": {"train": ANYWHERE, "parallelism": {"reduce_gradients": "micro_batch"}},
+    "slots, replicas": {
+        "train": ANYWHERE,
+        "parallelism": {"data_parallel_replicate_degree": 2, "reduce_gradients": "step"},
+    },
+    "slots in turn, replicas, adapter": {
+        "adapter": {"rank": 4},
+        "train": ANYWHERE,
+        "parallelism": {"data_parallel_replicate_degree": 2, "reduce_gradients": "micro_batch"},
     },
     "parts of an adapter": {
         "adapter": {"rank": 3, "targets": ["v_proj", "down_proj"]},

@@ -142,6 +142,11 @@ def clock() -> float:
     return time.process_time() if os.environ.get(CPU) else time.perf_counter()
 
 
+def ways_of(world: int) -> tuple[str, ...]:
+    """A rank that is alone has none that could check it."""
+    return WAYS if world > 1 else WAYS[:-2]
+
+
 def be_rank(size: str, rounds: int, steps: int) -> None:
     """A rank; the first one prints the seconds of a step, by way, one list for each."""
     torch.set_num_threads(1)
@@ -150,18 +155,19 @@ def be_rank(size: str, rounds: int, steps: int) -> None:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
     each = Choice()
     choices = dict(zip(WAYS, (each, ONCE, each, ONCE, each, ONCE, ONCE, ONCE), strict=True))
+    ways = ways_of(world)
     turns = {way: turn_of(way, mesh, choices[way], size) for way in WAYS[:2]}
     for turn in turns.values():
         seconds(turn, WARM_UP)
     first = torch.tensor([seconds(turns[way], steps) for way in WAYS[:2]])
     dist.all_reduce(first)  # so that all ranks choose alike
     choices["again"] = each if first[0] < first[1] else ONCE
-    turns |= {way: turn_of(way, mesh, choices[way], size) for way in WAYS[2:]}
-    took: dict[str, list[float]] = {way: [] for way in WAYS}
-    for way in WAYS[2:]:
+    turns |= {way: turn_of(way, mesh, choices[way], size) for way in ways[2:]}
+    took: dict[str, list[float]] = {way: [] for way in ways}
+    for way in ways[2:]:
         seconds(turns[way], WARM_UP)
     for number in range(rounds):
-        for way in random.Random(number).sample(WAYS, len(WAYS)):
+        for way in random.Random(number).sample(ways, len(ways)):
             took[way].append(seconds(turns[way], steps))
     if rank == 0:
         print(json.dumps(took), flush=True)
@@ -195,7 +201,7 @@ def row_of(world: int, size: str, took: dict[str, list[float]]) -> dict[str, obj
     faster = min(WAYS[:2], key=lambda way: statistics.median(took[way]))
     row: dict[str, object] = {"ranks": world, "size": size, "faster": faster}
     row["its step, ms"] = 1e3 * statistics.median(took[faster])
-    for way in WAYS:
+    for way in ways_of(world):
         ratios = [one / other for one, other in zip(took[way], took[faster], strict=True)]
         row[way] = statistics.median(ratios)
         low, _, high = statistics.quantiles(ratios, n=4)
@@ -203,9 +209,10 @@ def row_of(world: int, size: str, took: dict[str, list[float]]) -> dict[str, obj
             row[f"{way}, quartiles"] = [low, high]
     pairs = zip(took["printed"], took["tree"], strict=True)
     row["fingerprint"] = statistics.median(one / other for one, other in pairs)
-    threes = zip(took["watched"], took["checked"], took["tree"], strict=True)
-    shares = [(0.99 * watched + 0.01 * checked) / tree for watched, checked, tree in threes]
-    row["integrity"] = statistics.median(shares)
+    if world > 1:
+        threes = zip(took["watched"], took["checked"], took["tree"], strict=True)
+        shares = [(0.99 * watched + 0.01 * checked) / tree for watched, checked, tree in threes]
+        row["integrity"] = statistics.median(shares)
     slots = ROWS // MICRO
     row["sums"] = max(len(subtrees(slots_of(slots, rank, world))) for rank in range(world))
     row["kept"] = most_kept(slots, world)

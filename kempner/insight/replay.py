@@ -7,7 +7,8 @@ with the configuration of the attempt that made the step, and ends after the las
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -139,7 +140,7 @@ def plan_replay(run: RecordedRun, first: int, last: int, ranks: int | None) -> R
     remark = ""
     if others and not same:
         had = " and on ".join(map(str, sorted(worlds)))
-        remark = f"; the run made them on {had}, so the last bits may differ"
+        remark = f"; the run made them on {had}, so that the last bits may differ"
     if run.unkept:
         remark += (
             f"; the files of attempt {run.unkept[0]} were deleted (supervise.keep_attempts), so "
@@ -184,7 +185,7 @@ def _refuse_what_cannot_be_the_same(
         if (start or 0) <= back.to < last:
             raise UsageError(
                 f"the run went back from step {back.at} to step {back.to}, and no checkpoint after "
-                f"that and before step {first} is left: name a step after the next one"
+                f"that and before step {first} is left: name a step after the next checkpoint"
             )
     attempts = list(dict.fromkeys(line["attempt"] for line in run.lines.values()))
     for number in attempts[:-1]:
@@ -192,8 +193,8 @@ def _refuse_what_cannot_be_the_same(
         if changed:
             until = max(step for step, line in run.lines.items() if line["attempt"] == number)
             raise UsageError(
-                f"the configuration has changed after step {until} ({', '.join(changed)}): choose "
-                "--to up to there, or a step after the next checkpoint"
+                f"the configuration has changed after step {until} ({', '.join(changed)}): let "
+                f"--to be at most {until}, or --step be after the next checkpoint"
             )
 
 
@@ -268,9 +269,12 @@ def _parts(file: Path, steps: range) -> dict[int, Line]:
         return {line["step"]: line for line in found if line.get("step") in steps}
 
 
-def copy_trace(replay: Path, target: Path) -> list[int]:
+def copy_trace(
+    replay: Path, target: Path, documents: Callable[[int], list[int]] | None = None
+) -> list[int]:
     """Copy the last whole record of each step of a replay; returns the steps, in order. An
-    interrupted replay may have recorded some twice. Raises `OSError`."""
+    interrupted replay may have recorded some twice. Each micro batch gets the `documents` of its
+    samples. Raises `OSError`, and as `documents`."""
     source = trace_of(replay)
     if not source.exists():
         target.write_bytes(b"")
@@ -278,8 +282,17 @@ def copy_trace(replay: Path, target: Path) -> list[int]:
     places = _records(source)
     with source.open("rb") as file, target.open("wb") as copy:
         for step in sorted(places):
-            copy.write(_read(file, places[step]))
+            record = _read(file, places[step])
+            copy.write(record if documents is None else _with_documents(record, documents))
     return sorted(places)
+
+
+def _with_documents(record: bytes, documents: Callable[[int], list[int]]) -> bytes:
+    lines = list(parse_lines(record))
+    for line in lines:
+        if line.get("kind") == "batch":
+            line["documents"] = [documents(sample) for sample in line["samples"]]
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 
 def traced_steps(trace: Path) -> dict[int, list[Line]]:

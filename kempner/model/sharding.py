@@ -132,8 +132,9 @@ def assemble(
         adapt(model, adapter)
     if config.train.fp8:
         use_float8(model, device, config.train.micro_batch_size * config.train.seq_len)
-    # A process that is alone takes other kernels: it shards over itself, to take the same.
-    if mesh is not None and (mesh.size() > 1 or config.train.same_on_any_world):
+    anywhere = bool(config.train.same_on_any_world)
+    # What multiplies in bfloat16 is cast by FSDP, also where a rank is alone, to round alike.
+    if mesh is not None and (mesh.size() > 1 or (anywhere and dtype is not torch.float32)):
         if "tensor" in (mesh.mesh_dim_names or ()):
             # A run without tensor parallelism is spared the import.
             from kempner.model.parallel.tensor import parallelize
@@ -143,6 +144,7 @@ def assemble(
         model.to_empty(device=device)
     else:
         model.autocast_dtype = None if dtype is torch.float32 else dtype
+        model.fused_head = not anywhere or model.output is None
         allocate(model, device)
     return model
 

@@ -336,6 +336,8 @@ class Transformer(nn.Module):
         autocast_dtype: type in which matrices multiply while the parameters stay as they are;
             None multiplies in the parameters' own type.
         loss_chunk: most tokens whose logits exist at once when the loss is asked for; 0 is all.
+        fused_head: whether the last norm may take the fused kernel; it never does where it is
+            sharded with the output projection.
         document_end: the token that ends a document, if tokens attend to their own only and their
             documents are not given. Positions count on from one document to the next: rotary ones
             only tell how far two are apart.
@@ -349,6 +351,7 @@ class Transformer(nn.Module):
         self.shape = shape
         self.autocast_dtype: torch.dtype | None = None
         self.loss_chunk = 0
+        self.fused_head = True
         self.document_end: int | None = None
         self.vocabulary: ShardedVocabulary | None = None
         # Its own initial values, on the meta device, would import torch's compiler.
@@ -398,7 +401,7 @@ class Transformer(nn.Module):
             for number, layer in enumerate(self.layers):
                 x = layer(x, cos, sin, mask, None if cache is None else cache[number])
             # Before the output projection is used: where sharded, this gathers it, too.
-            hidden = fused.rms_norm(x, self.norm)
+            hidden = fused.rms_norm(x, self.norm) if self.fused_head else self.norm(x)
             weight = self.embed.weight if self.output is None else self.output.weight
             if targets is not None and self.loss_chunk > 0 and self.vocabulary is None:
                 sizes = {"vocab_size": self.shape.vocab_size, "chunk": self.loss_chunk}

@@ -30,7 +30,6 @@ from kempner.run.record.events import (
     AttemptFailed,
     AttemptStarted,
     CheckpointCommitted,
-    CorruptionFound,
     NodeSuspected,
     ProgramAdvanced,
     Restarting,
@@ -52,7 +51,6 @@ from kempner.supervisor.policy.restart import (
     FAILURES,
     GO_ON_LATER,
     HEALED_BY_A_RESTART,
-    SALVAGEABLE,
     Failure,
     RestartDecision,
     blame_environment,
@@ -62,6 +60,7 @@ from kempner.supervisor.policy.restart import (
     dismissed_steps,
     failed_as_it_stopped,
     find_outage,
+    is_salvageable,
     prevents_restart,
     salvage_patience,
     useless_salvage,
@@ -76,13 +75,10 @@ def salvage(context: SupervisorContext, follower: AttemptFollower, decision: Dec
     ranks hold it in memory. If that fails the step is lost, and the run goes on. Raises
     `SupersededError` if a newer attempt owns the run."""
     wanted = context.program.ours and context.config.checkpoint.in_memory
-    if not wanted or decision.code not in SALVAGEABLE:
+    attempt, history = follower.attempt, context.history
+    if not wanted or not is_salvageable(decision.code, history, attempt.number):
         return
-    corrupted = context.history.entries(CorruptionFound)
-    if corrupted and corrupted[-1].attempt == follower.attempt.number:
-        return  # with bits that nothing vouches for
     try:
-        attempt, history = follower.attempt, context.history
         patience = context.config.resilience.patience
         seconds = salvage_patience(history, attempt.number, steady_time(), patience)
         too_late = partial(_is_too_late, context, follower, AwakeClock(), seconds)

@@ -9,7 +9,6 @@ import platform
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -56,20 +55,19 @@ from kempner.run.record.run_dir import RunDirectory
 from kempner.training.anomalies import Health, remembered
 from kempner.training.compute.forward_backward import choose_communication
 from kempner.training.compute.optimizer import build_optimizer
-from kempner.training.corruption import certified_step
+from kempner.training.compute.slot_gradient import SlotGradient
+from kempner.training.corruption import certified_step, doubted_step
 from kempner.training.evaluation import Evaluation
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks
 from kempner.training.loop import Data, Tools, Training
 from kempner.training.observe.metrics import StepMetrics, peak_flops
+from kempner.training.observe.parts import StepParts
 from kempner.training.observe.profiler import Profiler
 from kempner.training.observe.progress_bar import open_display
 from kempner.training.rank_link.rank_link import RankLink
 from kempner.training.rank_link.shutdown import StopListener
-
-if TYPE_CHECKING:
-    from kempner.training.observe.parts import StepParts
-    from kempner.training.step_checks import StepChecks
+from kempner.training.step_checks import StepChecks
 
 
 def build(
@@ -117,10 +115,6 @@ def build(
 def _open_parts(loop: Training, run: RunDirectory, attempt: Attempt) -> StepParts | None:
     if (interval := loop.config.integrity.parts_interval) is None:
         return None
-    # Imports FSDP, which a rank that is alone is spared otherwise.
-    from kempner.training.compute.slot_gradient import SlotGradient
-    from kempner.training.observe.parts import StepParts
-
     assert isinstance(loop.gradient, SlotGradient)
     return StepParts(run, attempt.number, interval, loop.gradient)
 
@@ -128,10 +122,6 @@ def _open_parts(loop: Training, run: RunDirectory, attempt: Attempt) -> StepPart
 def _open_checks(run: Training, corpus: Corpus, history: RunHistory) -> StepChecks | None:
     if (interval := run.config.integrity.recompute_interval) is None:
         return None
-    # Imports FSDP, which a rank that is alone is spared otherwise.
-    from kempner.training.compute.slot_gradient import SlotGradient
-    from kempner.training.step_checks import StepChecks
-
     assert isinstance(run.gradient, SlotGradient)
     known = certified_step(history)
     certified = min(known, run.train_state.step)
@@ -141,7 +131,9 @@ def _open_checks(run: Training, corpus: Corpus, history: RunHistory) -> StepChec
             run.record(CheckpointsCertified(certified))
     read = partial(_read_step, run.config, corpus.reopened(), run.ranks.degrees.data_world)
     trained = run.gradient, run.model, run.optimizer
-    return StepChecks(*trained, run.ranks, interval, read, certified)
+    doubted = run.ranks.broadcast(doubted_step(history))  # which rank 0 alone has
+    assert isinstance(doubted, int)
+    return StepChecks(*trained, run.ranks, interval, read, certified, doubted)
 
 
 def _read_step(

@@ -27,10 +27,12 @@ class StepPart(StrEnum):
     """A part of a step, in words; in causal order."""
 
     MEMORY = "weights or moments in memory between two steps"
+    REPLICA = "copy of weights and moments"
     INPUTS = "tokens read"
     TOKENS = "number of valid tokens"
     SLOT = "loss or gradient of a slot"
     SUM = "sum of gradients that is sent"
+    PORTION = "sum of gradients over replicas"
     GRADIENT = "reduced gradient"
     UPDATE = "update of weights and moments"
 
@@ -57,20 +59,22 @@ class CorruptionVerdict:
     slot: int | None = None
 
     def sentence(self, step: int, hosts: Sequence[str]) -> str:
-        where = "" if self.slot is None else f" {self.slot}"
+        what = str(self.part)
+        if self.slot is not None:
+            what = f"{what.removesuffix(' of a slot')} of slot {self.slot}"
         named = " and ".join(f"rank {rank} on {hosts[rank]}" for rank in self.ranks[:4])
         more = f" and {len(self.ranks) - 4} more" if len(self.ranks) > 4 else ""
         who = f"of {named}{more}" if self.sure else f"of one of {named}{more}"
-        return f"silent corruption in step {step}: the {self.part}{where} {who} has wrong bits"
+        return f"silent corruption in step {step}: the {what} {who} has wrong bits"
 
 
-def judge(claims: Iterable[Claim]) -> CorruptionVerdict | None:
+def judge(claims: Iterable[Claim], shards: int | None = None) -> CorruptionVerdict | None:
     """The verdict on a step; None if all who computed the same part agree.
 
     The value that most claims have is taken for the right one, if at least two have it and no other
     has as many; a rank that claims another one lies. A part that a rank alone has computed several
-    times names that rank. It is not sure if all ranks would lie: then what they received
-    was wrong.
+    times names that rank. It is not sure if all ranks would lie, or all of a replica, which are
+    `shards` neighbours: then one of them may have sent the others something wrong.
     """
     by_part: defaultdict[StepPart, defaultdict[tuple[int, int | None], list[Claim]]]
     by_part = defaultdict(lambda: defaultdict(list))
@@ -81,23 +85,28 @@ def judge(claims: Iterable[Claim]) -> CorruptionVerdict | None:
     for part in StepPart:
         differing = {k: c for k, c in by_part[part].items() if len({one.value for one in c}) > 1}
         if differing:
-            return _judge_part(part, differing, len(everyone))
+            return _judge_part(part, differing, len(everyone), shards or len(everyone))
     return None
 
 
 def _judge_part(
-    part: StepPart, differing: Mapping[tuple[int, int | None], Sequence[Claim]], world: int
+    part: StepPart,
+    differing: Mapping[tuple[int, int | None], Sequence[Claim]],
+    world: int,
+    shards: int,
 ) -> CorruptionVerdict:
-    liars, candidates, sure = set[int](), set[int](), True
+    liars, candidates, known = set[int](), set[int](), True
     for claims in differing.values():
-        known = _liars(claims)
-        sure = sure and known is not None
-        liars |= known or set()
+        lie = _liars(claims)
+        known = known and lie is not None
+        liars |= lie or set()
         candidates |= {claim.by for claim in claims}
     slots = {slot for _, slot in differing}
     slot = slots.pop() if len(slots) == 1 else None
-    sure = sure and (len(liars) < world or world == 1)
-    return CorruptionVerdict(part, tuple(sorted(liars if sure else candidates)), sure, slot)
+    alike = {world, shards} - {1}
+    groups = [range(at, at + size) for size in alike for at in range(0, world, size)]
+    sure = known and not any(liars.issuperset(group) for group in groups)
+    return CorruptionVerdict(part, tuple(sorted(liars if known else candidates)), sure, slot)
 
 
 def _liars(claims: Sequence[Claim]) -> set[int] | None:
@@ -110,10 +119,17 @@ def _liars(claims: Sequence[Claim]) -> set[int] | None:
     return {claim.by for claim in claims if claim.value != value}
 
 
-def judge_memory(broken: Sequence[bool]) -> CorruptionVerdict | None:
-    """The verdict where some ranks find other bits in their memory than they have left there."""
+def judge_memory(
+    broken: Sequence[int], noted: Sequence[int], shards: int
+) -> CorruptionVerdict | None:
+    """The verdict where some ranks find other bits in their memory than they have left there, or
+    have `noted` another hash of them than their replicas."""
     ranks = tuple(rank for rank, one in enumerate(broken) if one)
-    return CorruptionVerdict(StepPart.MEMORY, ranks, sure=True) if ranks else None
+    if ranks:
+        return CorruptionVerdict(StepPart.MEMORY, ranks, sure=True)
+    told = enumerate(noted)
+    claims = (Claim(StepPart.REPLICA, rank % shards, rank, value) for rank, value in told)
+    return judge(claims, shards)
 
 
 @dataclass(frozen=True)
@@ -149,3 +165,10 @@ def certified_step(history: RunHistory) -> int:
         elif isinstance(event, CorruptionFound | RolledBack):
             certified = min(certified, event.to or 0)
     return certified
+
+
+def doubted_step(history: RunHistory) -> int:
+    """The step up to which every one is to be checked: the last one in which something was wrong,
+    if it is not known whose it was; else 0."""
+    found = history.events(CorruptionFound)
+    return found[-1].step if found and not found[-1].sure else 0

@@ -30,6 +30,7 @@ from kempner.training.compute.forward_backward import (
     weightless,
 )
 from kempner.training.compute.optimizer import learning_rate, update
+from kempner.training.compute.slot_gradient import SlotGradient
 from kempner.training.evaluation import Evaluation
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks
@@ -47,7 +48,6 @@ from kempner.training.vote import (
 )
 
 if TYPE_CHECKING:
-    from kempner.training.compute.slot_gradient import SlotGradient
     from kempner.training.observe.parts import StepParts
     from kempner.training.step_checks import StepChecks
 
@@ -126,9 +126,6 @@ class Training:
     def gradient(self) -> StepGradient | SlotGradient:
         ranks, tools, train = self.ranks, self.tools, self.config.train
         if train.same_on_any_world:
-            # Imports FSDP, which a rank that is alone is spared otherwise.
-            from kempner.training.compute.slot_gradient import SlotGradient
-
             return SlotGradient(
                 self.model,
                 ranks.device,
@@ -240,8 +237,7 @@ def advance(run: Training, batch: StepBatch, means: Tensor) -> None:
     if run.parts is not None:
         run.parts.before_update(step, run.model)
     norm = update(run.model, run.optimizer, loss, rate, clip, waiting, any_shard)
-    if run.parts is not None:
-        run.parts.after_update(step, run.state_fingerprint)
+    made = None if run.parts is None else run.parts.after_update(step, run.state_fingerprint)
     if run.numerics is not None:
         numbers: dict[str, Tensor | float] = {"loss": loss, "grad_norm": norm, "lr": rate}
         run.numerics.after_update(step, batch, tools.data.feed.order, numbers)
@@ -254,7 +250,7 @@ def advance(run: Training, batch: StepBatch, means: Tensor) -> None:
     tools.progress.made(step)
     if tools.profiler.tracing:
         tools.profiler.end(step)
-    printed = print_state(run)
+    printed = print_state(run, made)
     tools.step_metrics.recent.send(run.train_state, means, norm, rate, printed)
     if tools.step_metrics.log_samples:
         tools.step_metrics.record_samples(run.train_state, batch.positions)
@@ -283,12 +279,14 @@ def advance_checked(run: Training, batch: StepBatch, means: Tensor) -> None:
         run.train_state = replace(run.train_state, checked=step)
 
 
-def print_state(run: Training) -> Tensor | None:
-    """The fingerprint of weights and moments, an int64 scalar; None for a step that is not logged,
-    or where none is asked for."""
+def print_state(run: Training, known: Tensor | None) -> Tensor | None:
+    """The fingerprint of weights and moments, an int64 scalar, `known` if it is there already; None
+    for a step that is not logged, or where none is asked for."""
     wanted = run.config.integrity.fingerprints is not False
     if not wanted or run.train_state.step % run.config.metrics.log_interval:
         return None
+    if known is not None:
+        return known
     return summed(run.state_fingerprint.local().sum(), run.tools.progress.waiting)
 
 

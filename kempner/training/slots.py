@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -29,18 +29,24 @@ from torch.nn.parallel import DistributedDataParallel
 from kempner.checkpoint.tensors.state import is_sharded, local_parts
 from kempner.cluster.world import discover
 from kempner.data.order.global_batches import samples_at
+from kempner.model.spec.communication import Choice
 from kempner.model.spec.slot_tree import SubtreeSums, slots_of
 from kempner.run.process.exit_codes import UsageError
 from kempner.training.compute.any_shard import exact_norm
 from kempner.training.compute.forward_backward import set_rng
 from kempner.training.compute.optimizer import clip_to
-from kempner.training.compute.slot_exchange import add_each, sum_of_slots, summed_over_replicas
+from kempner.training.compute.slot_exchange import (
+    add_each,
+    sum_of_slots,
+    summed_over_replicas,
+    take_gradient,
+)
+from kempner.training.compute.slot_gradient import SlotGradient, groups_of, trained
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
-    from kempner.training.compute.slot_gradient import SlotGradient
 
 
 class Slots:
@@ -123,7 +129,7 @@ class Slots:
         if self._added != len(self._todo):
             raise UsageError("Slots.sum: call it after the last slot of `slots.of(step)`")
         if self._sharded is not None:
-            self._sharded.exchange(self._sums.values)
+            self._sharded.exchange(self._sums)
         else:
             self._sum_replicas()
         losses = self._losses
@@ -176,19 +182,15 @@ class Slots:
         self._sums = SubtreeSums[list[Tensor]](add_each)
         self._added = 0
         if self._sharded is not None:
-            self._sharded.root.set_requires_gradient_sync(False)
+            cast("FSDPModule", self._model).set_requires_gradient_sync(False)
 
     def _taken(self) -> list[Tensor]:
         """The gradient of the newest slot: each tensor, or all in one."""
         if self._sharded is not None:
             return [gradient.to(self._dtype) for gradient in self._sharded.take()]
-        return [torch.cat([self._taken_of(each).flatten() for each in self._parameters])]
-
-    def _taken_of(self, parameter: Tensor) -> Tensor:
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is None:
-            return torch.zeros_like(parameter, dtype=self._dtype, requires_grad=False)
-        return gradient.to(self._dtype)
+        return [
+            torch.cat([take_gradient(each, self._dtype).flatten() for each in self._parameters])
+        ]
 
 
 def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -222,9 +224,6 @@ def _of_shards(
     if not any(map(is_sharded, model.parameters())):
         return None
     from torch.distributed.fsdp import FSDPModule
-
-    from kempner.model.spec.communication import Choice
-    from kempner.training.compute.slot_gradient import SlotGradient, groups_of, trained
 
     if not isinstance(model, FSDPModule):
         raise UsageError(

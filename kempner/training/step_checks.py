@@ -54,9 +54,9 @@ class CheckedRun(Protocol):
 
 
 class StepChecks:
-    """Checks every `interval`-th step, and those asked for. `certified` is the step up to which the
-    checkpoints of the live branch are certified, by what rank 0 knows. Every method is called on
-    every rank, in the same order."""
+    """Checks every `interval`-th step, all up to the one that is `doubted`, and those asked for.
+    `certified` is the step up to which the checkpoints of the live branch are certified, by what
+    rank 0 knows. Every method is called on every rank, in the same order."""
 
     def __init__(
         self,
@@ -67,9 +67,11 @@ class StepChecks:
         interval: int,
         read: ReadStep,
         certified: int,
+        doubted: int,
     ) -> None:
         self.certified = self._told_of = certified
         self._passed: int | None = None
+        self._doubted = doubted
         self._gradient, self._ranks, self._interval, self._read = gradient, ranks, interval, read
         self._chain = StateChain(model, optimizer)
         self.hosts: list[str] = [""] * ranks.world.size
@@ -90,14 +92,17 @@ class StepChecks:
     def gradient(self, micro_batches: Sequence[MicroBatch], step: int) -> Tensor:
         """As `SlotGradient.add`."""
         self._again.forget()
-        witness = self._again.watch() if step % self._interval == 0 else None
+        witness = self._again.watch() if self._due(step) else None
         return self._gradient.add(micro_batches, step, witness)
+
+    def _due(self, step: int) -> bool:
+        return step % self._interval == 0 or step <= self._doubted
 
     def agree(self, step: int, doubtful: bool) -> tuple[CorruptionVerdict | None, bool]:
         """What is wrong with the memory of any rank, and whether the step is to be checked."""
-        wanted = doubtful or step % self._interval == 0
-        broken, asked = self._told(self._chain.broken, wanted)
-        return judge_memory(broken), any(asked)
+        wanted = doubtful or self._due(step)
+        broken, asked, noted = self._told(self._chain.broken, wanted, self._chain.noted)
+        return judge_memory(broken, noted, self._gradient.shards), any(asked)
 
     def check_gradient(self, before: TrainState) -> tuple[CorruptionVerdict | None, bool]:
         """The verdict on the gradient of the step after `before`, and whether it was computed
@@ -163,7 +168,7 @@ class StepChecks:
 
     def _report(self, run: CheckedRun, verdict: CorruptionVerdict, plan: ReturnPlan) -> str:
         """Put the verdict into log and ledger; a sentence."""
-        step = run.train_state.step + (verdict.part is not StepPart.UPDATE)
+        step = run.train_state.step + (verdict.part not in (StepPart.UPDATE, StepPart.REPLICA))
         sentence, hosts = verdict.sentence(step, self.hosts), self.hosts
         nodes = tuple(sorted({hosts[rank] for rank in verdict.ranks}))
         run.record(
@@ -171,15 +176,16 @@ class StepChecks:
                 step, verdict.part, verdict.ranks, nodes, verdict.sure, plan.to, sentence
             )
         )
-        for node in nodes if verdict.sure else ():
+        one_of_many = len(nodes) == 1 < len(set(hosts))
+        for node in nodes if verdict.sure or one_of_many else ():
             run.record(NodeSuspected(node, sentence))
         start = "the beginning" if plan.to is None else f"step {plan.to}"
         return f"{sentence}; the run goes back to {start}, since {plan.reason}"
 
-    def _told(self, *flags: bool) -> list[list[bool]]:
-        """Each flag of all ranks."""
-        own = torch.tensor(flags)
+    def _told(self, *numbers: int) -> list[list[int]]:
+        """Each number of all ranks."""
+        own = torch.tensor(numbers, dtype=torch.int64)
         told = [torch.empty_like(own) for _ in range(self._ranks.world.size)]
         dist.all_gather(told, own, group=self._ranks.votes)
-        found: list[list[bool]] = torch.stack(told).T.tolist()
+        found: list[list[int]] = torch.stack(told).T.tolist()
         return found

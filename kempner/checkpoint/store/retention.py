@@ -441,9 +441,10 @@ def locate(directory: Path) -> tuple[CheckpointFolder, Path | None]:
             f"{directory} has no checkpoint in {inside} yet; the run writes one every "
             "checkpoint.interval steps, and when it is stopped"
         )
+    found = "contains no checkpoint" if os.path.lexists(directory) else "does not exist"
     raise UsageError(
-        f"{directory} contains no checkpoint; name a run's directory, the folder that contains its "
-        "step-... folders, or one of those"
+        f"{directory} {found}; name a run's directory, the folder that contains its step-... "
+        "folders, or one of those"
     )
 
 

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from kempner.insight.replay import (
     replay_config,
 )
 from kempner.run.output.units import count
-from kempner.run.process.exit_codes import ExitCode, cannot_read, cannot_write
+from kempner.run.process.exit_codes import ExitCode, RunError, cannot_read, cannot_write
 from kempner.run.record.recorded_config import checkpoint_folder
 from kempner.run.record.run_dir import RunDirectory
 
@@ -46,25 +46,29 @@ def replay(
     run_dir: Annotated[str, typer.Argument(metavar=RUN_METAVAR, help=RUN)],
     step: Annotated[int, typer.Option(min=1, help="The first step to compare.")],
     to: Annotated[
-        int | None, typer.Option(min=1, help="The last one; by default the same step.")
+        int | None, typer.Option(min=1, help="The last one; by default --step itself.")
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="Ranks on this machine; by default as many as the run had."),
+        typer.Option(
+            min=1,
+            help="Ranks, on this machine, that compute; by default as many as the run had.",
+        ),
     ] = None,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Keep the folder of the replay, replays/ in RUN_DIR.")
+        bool, typer.Option("--keep", help="Keep the replay's folder, in replays/ of RUN_DIR.")
     ] = False,
     trace: Annotated[
         Path | None,
-        typer.Option(help="A file for what the steps compute: lines of JSON, by module."),
+        typer.Option(help="Also write what each module computes to this file, as lines of JSON."),
     ] = None,
 ) -> int:
     """Compute steps of a run again from the checkpoint before them; exit 1 if a bit differs.
 
-    Compares loss, gradient norm and learning rate of each step, and weights and optimizer where the
-    run has a checkpoint of the last one. The run itself is only read, and may go on meanwhile.
-    After an interruption the same command continues. In a Slurm job its nodes compute.
+    Compares loss, gradient norm, learning rate and fingerprint of each step; and weights and
+    optimizer, if the run has a checkpoint of the last one. The run itself is only read, and may go
+    on meanwhile. After an interruption the same command continues. Within a Slurm job the job's
+    nodes compute, unless --ranks is given.
     """
     run, last = run_of(run_dir), step if to is None else to
     theirs = CheckpointFolder(checkpoint_folder(run))
@@ -77,7 +81,7 @@ def replay(
     same = [
         _compare_steps(run, recorded.lines, place, step),
         _compare_states(theirs, CheckpointFolder(place.checkpoints), last),
-        trace is None or _hand_over(place, trace, step, last),
+        trace is None or _hand_over(plan, place, trace, step, last),
     ]
     if not keep:
         shutil.rmtree(place.path, ignore_errors=True)
@@ -108,16 +112,31 @@ def _plan(
     return recorded, replace(plan, traced=True)
 
 
-def _hand_over(place: RunDirectory, trace: Path, first: int, last: int) -> bool:
+def _hand_over(plan: ReplayPlan, place: RunDirectory, trace: Path, first: int, last: int) -> bool:
     """Write the trace, and say what it has; whether that is all."""
+    documents = _documents(plan)
     try:
-        steps = copy_trace(place.path, trace)
+        steps = copy_trace(place.path, trace, documents)
     except OSError as error:
         raise cannot_write(trace, error) from error
     missing = sorted({*range(first, last + 1)} - {*steps})
     lacks = f", without step {missing[0]}, which could not be written" if missing else ""
     typer.echo(f"trace: {trace}, {count(len(steps), 'step')}{lacks}")
     return not missing
+
+
+def _documents(plan: ReplayPlan) -> Callable[[int], list[int]] | None:
+    """Finds the documents of a sample; None, which is said, where the data cannot be seen from this
+    machine."""
+    from kempner.data.files.token_file import Corpus
+
+    length = plan.config["train"]["seq_len"]
+    try:
+        corpus = Corpus.open(plan.config["data"]["dataset_path"])
+    except RunError as error:
+        typer.echo(f"trace: without documents: {error}")
+        return None
+    return lambda sample: corpus.documents(sample * length, length)
 
 
 def _compute(

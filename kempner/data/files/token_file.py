@@ -49,6 +49,8 @@ _MAGIC = b"KEMPTOK1"
 _HEADER = struct.Struct("<8sIIQ16s24x")
 _ITEM_SIZES: dict[Dtype, int] = {"uint16": 2, "uint32": 4}
 _BLOCK = 8 * 2**20
+_SEARCHED = 2**16
+"""Tokens that are read at a time in search of a document's beginning."""
 
 
 def numpy_dtype(dtype: Dtype) -> np.dtype[Any]:
@@ -186,6 +188,27 @@ class Corpus:
             filled += here
             number += 1
         return out
+
+    def documents(self, start: int, count: int) -> list[int]:
+        """Where the documents begin that tokens [count] from `start` on are of: positions of the
+        stream, the first of them at or before `start`. Raises as `read`."""
+        found = self._beginnings(start, count)
+        first = start if found[:1] != [start] else 0
+        while first > 0:
+            below = max(0, first - _SEARCHED)
+            if earlier := self._beginnings(below, first - below):
+                return [earlier[-1], *found]
+            first = below
+        return found
+
+    def _beginnings(self, start: int, count: int) -> list[int]:
+        """Where documents begin within a stretch of tokens."""
+        if self.index.kind != "text":
+            flagged = np.flatnonzero(self.read(start, count) & BEGINS)
+            return [start + place for place in flagged.tolist()]
+        first = max(start - 1, 0)
+        ended = np.flatnonzero(self.read(first, start + count - 1 - first) == self.index.eot)
+        return [0] * (start == 0) + [first + 1 + place for place in ended.tolist()]
 
     def worked_before(self) -> bool:
         """Whether this run has read any shard before. Before it has, it is not the shard's fault if

@@ -47,9 +47,10 @@ class Estimate:
     that are kept c (P + block) / t. `train.same_on_any_world` keeps several sums (`sums_kept`) of
     4 P, and twice as many of an output or a block are on their way; or of 4 P / W, if slots are
     taken in turn. An adapter's numbers are part of P, and then gradients and moments are of those
-    alone. Activations and logits as their own functions say; of preferences 4 T more for the
-    reference's log probabilities, whose forward keeps nothing else and is over before the other
-    begins. Shards of a matrix whose rows W does not divide are up to one row larger on some ranks.
+    alone. Activations, logits and a check of a step (`integrity.recompute_interval`) as their own
+    functions say; of preferences 4 T more for the reference's log probabilities, whose forward
+    keeps nothing else and is over before the other begins. Shards of a matrix whose rows W does not
+    divide are up to one row larger on some ranks.
     """
 
     parameters: int
@@ -67,6 +68,8 @@ class Estimate:
     """What the forward keeps for the backward, without the logits."""
     logits: int
     """The logits and what the loss makes of them."""
+    recomputation: int = 0
+    """What a check of a step for silent corruption takes beyond all others."""
 
     @property
     def total(self) -> int:
@@ -81,19 +84,15 @@ def estimate_memory(
     choice: Choice = EACH_MICRO_BATCH,
 ) -> Estimate:
     """Memory of one rank while it trains; `compute_bytes` is 2 for bfloat16, 4 for float32."""
-    train, tensor, shards = config.train, mesh.tensor, mesh.shard * mesh.tensor
+    train, tensor = config.train, mesh.tensor
     adapter = Adapter.of(config.adapter)
     extra = 0 if adapter is None else adapter.elements(shape)  # in small matrices beside all others
     parameters, trained = shape.parameters + extra, extra or shape.parameters
     tokens = train.micro_batch_size * train.seq_len
-    gradients = MASTER_BYTES * -(-trained // shards)
     kept = sums_kept(config, mesh, choice)
-    alone = mesh.world == 1 and not kept  # with plain tensors, which autocast copies
-    in_turn = kept > 0 and choice.turns(mesh.shard) > 1
-    if in_turn:
-        gradients *= kept + 1  # and what FSDP takes for the gradient meanwhile
-    elif kept or (mesh.world > 1 and choice.reduce_once):
-        gradients = max(kept, 1) * MASTER_BYTES * trained // tensor
+    # A rank with plain tensors, which autocast copies.
+    alone = mesh.world == 1 and (not kept or compute_bytes == MASTER_BYTES)
+    sent = 0 if alone else kept
     per_token = activation_bytes_per_token(
         shape,
         compute_bytes,
@@ -104,15 +103,46 @@ def estimate_memory(
     )
     moments = moments_of(extra, config.optimizer) or moment_elements(shape, config.optimizer)
     logits = loss_bytes(shape, tokens, train.loss_chunk, compute_bytes, adapter is None) // tensor
-    return Estimate(
-        parameters=MASTER_BYTES * -(-parameters // shards),
-        gradients=gradients,
-        moments=MASTER_BYTES * -(-moments // shards),
+    step = Estimate(
+        parameters=_shard_bytes(parameters, mesh),
+        gradients=_gradients(trained, mesh, choice, kept),
+        moments=_shard_bytes(moments, mesh),
         gathered=_gathered(shape, extra, mesh, compute_bytes, choice, alone),
-        gradient_buffers=_gradient_buffers(shape, extra, mesh, compute_bytes, kept, in_turn),
+        gradient_buffers=_gradient_buffers(shape, extra, mesh, compute_bytes, choice, sent),
         activations=tokens * per_token,
         logits=logits + (MASTER_BYTES * tokens if config.preferences.on else 0),
     )
+    if config.integrity.recompute_interval is None:
+        return step
+    return replace(step, recomputation=_recomputation(step, mesh, _shard_bytes(trained, mesh)))
+
+
+def _shard_bytes(elements: int, mesh: MeshDegrees) -> int:
+    return MASTER_BYTES * -(-elements // (mesh.shard * mesh.tensor))
+
+
+def _gradients(trained: int, mesh: MeshDegrees, choice: Choice, kept: int) -> int:
+    """Bytes of gradients of `trained` elements; `kept` as `sums_kept` has it."""
+    if kept and choice.turns(mesh.shard) > 1:
+        return (kept + 1) * _shard_bytes(trained, mesh)  # one is what FSDP takes meanwhile
+    if kept or (mesh.world > 1 and choice.reduce_once):
+        return max(kept, 1) * MASTER_BYTES * trained // mesh.tensor
+    return _shard_bytes(trained, mesh)
+
+
+def _recomputation(step: Estimate, mesh: MeshDegrees, gradient: int) -> int:
+    """Bytes that a check takes beyond the peak of a `step`, where two ranks differ and a third one
+    computes, too. The larger of two:
+
+    Before the update the gradient is computed for a third time: two that are reduced, of `gradient`
+    bytes, are there beside all that a step takes; and what is exchanged goes to each replica.
+
+    After it, beside weights and moments: those of before the update of two other ranks, a copy of
+    them that is updated, and a gradient for each of the three.
+    """
+    again = 2 * gradient + (mesh.replicate - 1) * step.gradient_buffers
+    updated = step.parameters + step.moments + 3 * (step.moments + 2 * gradient)
+    return max(again, updated - step.total)
 
 
 def _gathered(
@@ -142,14 +172,15 @@ def _gradient_buffers(
     extra: int,
     mesh: MeshDegrees,
     compute_bytes: int,
+    choice: Choice,
     kept: int,
-    in_turn: bool,
 ) -> int:
     """Bytes of whole gradients on their way: of an adapter alone, if there is one. Where several
-    are `kept`, they are copied to be sent, and as much is received; `in_turn` that of one slot."""
+    are `kept`, they are copied to be sent, and as much is received; of slots in turn that of one.
+    """
     whole = max(shape.head_parameters, shape.block_parameters)
     largest = extra // shape.n_layers or whole
-    if in_turn:
+    if kept and choice.turns(mesh.shard) > 1:
         return (compute_bytes + 2 * MASTER_BYTES) * largest
     if kept:
         return 2 * kept * MASTER_BYTES * largest

@@ -17,6 +17,7 @@ from kempner.run.record.events import (
     AttemptFailed,
     AttemptStarted,
     CheckpointCommitted,
+    CorruptionFound,
     NotRequeued,
     ProgramAdvanced,
     Requeued,
@@ -211,7 +212,15 @@ SALVAGEABLE = (
     ExitCode.STORAGE_UNAVAILABLE,
     ExitCode.CHECKPOINT_FAILED,
 )
-"""Outcomes of an attempt whose last steps are as good as any."""
+"""Outcomes of an attempt after which its last steps may be salvaged."""
+
+
+def is_salvageable(code: ExitCode, history: RunHistory, attempt: int) -> bool:
+    """Whether the last steps of an attempt that ended with `code` are as good as any: not if silent
+    corruption was found in it."""
+    corrupted = history.entries(CorruptionFound)
+    return code in SALVAGEABLE and not (corrupted and corrupted[-1].attempt == attempt)
+
 
 SHORTEST_SALVAGE = 20.0
 """The least seconds for a salvage: a short failure of storage is usually over by then."""

@@ -9,7 +9,7 @@ differ, a third one takes the part, or with two ranks both take it again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, cast
 
@@ -37,7 +37,8 @@ Columns = list[list[Tensor]]
 
 class StateChain:
     """Tells whether weights and moments in this rank's memory are as it has left them. One bit that
-    flips is always found: on CPUs by xxh3, on GPUs by the sum of each tensor's words."""
+    flips is always found: on CPUs by xxh3, on GPUs by the sum of each tensor's words, in which two
+    flips of one tensor can cancel each other."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
@@ -65,6 +66,14 @@ class StateChain:
             return not torch.equal(now, cast(Tensor, self._known))
         return now != self._known
 
+    @property
+    def noted(self) -> int:
+        """A hash of what was noted last, 64 bits, which replicas have in common."""
+        known = self._known
+        if isinstance(known, Tensor):
+            return _signed(xxhash.xxh3_64(known.cpu().numpy().data))
+        return known or 0
+
     def _gather(self) -> None:
         states = (s for state in self._optimizer.state.values() for s in state.values())
         held = [*self._model.parameters(), *(s for s in states if isinstance(s, Tensor))]
@@ -78,7 +87,12 @@ class StateChain:
         hashed = xxhash.xxh3_64()
         for tensor in self._tensors:
             hashed.update(tensor.numpy().data)
-        return hashed.intdigest()
+        return _signed(hashed)
+
+
+def _signed(hashed: xxhash.xxh3_64) -> int:
+    """As int64."""
+    return int.from_bytes(hashed.digest(), "big", signed=True)
 
 
 @dataclass
@@ -105,13 +119,14 @@ class _Prints:
         flat = [tensor for each in sums for tensor in each]
         self.sums = _print_of(flat) if flat else torch.zeros((), dtype=torch.int64).to(self.device)
 
-    def vector(self, gradient: Sequence[Tensor], length: int) -> Tensor:
-        """[2 + 2 x `length`] on the CPU, with the slots that there are not as zeros."""
+    def vector(self, portion: Sequence[Tensor], gradient: Sequence[Tensor], length: int) -> Tensor:
+        """[4 + 2 x `length`] on the CPU, with the slots that there are not as zeros."""
         nothing = torch.zeros((), dtype=torch.int64, device=self.device)
         assert self.tokens is not None
         assert self.sums is not None
         missing = [nothing] * (2 * length - len(self.slots))
-        parts = [self.tokens, self.sums, _print_of(gradient), *self.slots, *missing]
+        results = _print_of(portion) if portion else nothing, _print_of(gradient)
+        parts = [self.tokens, self.sums, *results, *self.slots, *missing]
         return torch.stack(parts).cpu()
 
 
@@ -145,21 +160,24 @@ class Recomputation:
     def check_gradient(self, step: int, read: ReadPart) -> CorruptionVerdict | None:
         """Compute the gradient of the step again, before the update, and judge."""
         own = [_gradient_of(parameter) for parameter in self._gradient.trained]
+        watched = self._seen is not None
         if self._seen is not None:
-            claims = self._claims(0, self._seen.vector(own, self._most))
+            claims = self._claims(0, self._vector(0, self._seen, own))
         else:
             claims = self._claims_of(StepPart.GRADIENT, 0, _print_of(own))
         self._seen = None
         again = self._again(step, self.hop, read, claims)
-        verdict = judge(claims)
+        verdict = judge(claims, self._gradient.shards)
         for shift in self._arbiters:
             if verdict is None or verdict.sure:
                 break
             self._again(step, shift, read, claims)
-            verdict = judge(claims)
+            verdict = judge(claims, self._gradient.shards)
         self._kept = None
         if verdict is None:
             self._kept = self._sent(self._columns(), self.hop, self.hop), again
+        elif verdict.part is StepPart.GRADIENT and not watched:
+            return replace(verdict, sure=False)  # it may have received something wrong
         return verdict
 
     def check_update(self, loss: Tensor, max_norm: float) -> CorruptionVerdict | None:
@@ -171,7 +189,7 @@ class Recomputation:
         claims = self._claims_of(StepPart.UPDATE, 0, _print_of(made))
         made_again = self._updated(before, gradients, loss, max_norm)
         claims += self._claims_of(StepPart.UPDATE, self.hop, made_again)
-        verdict = judge(claims)
+        verdict = judge(claims, self._gradient.shards)
         for shift in self._arbiters:
             if verdict is None or verdict.sure:
                 break
@@ -180,7 +198,7 @@ class Recomputation:
             shards = self._moved(gradients, self._gradient.trained, by, shift)
             made_again = self._updated(theirs, shards, loss, max_norm)
             claims += self._claims_of(StepPart.UPDATE, shift, made_again)
-            verdict = judge(claims)
+            verdict = judge(claims, self._gradient.shards)
         return verdict
 
     @property
@@ -202,8 +220,13 @@ class Recomputation:
         parts, prints = self._parts(shift), _Prints(self._gradient.device)
         mine = read(parts[self._rank])
         found = self._gradient.again(mine, step, parts, prints.witness)
-        claims += self._claims(shift, prints.vector(found, self._most))
+        claims += self._claims(shift, self._vector(shift, prints, found))
         return found
+
+    def _vector(self, shift: int, prints: _Prints, gradient: Sequence[Tensor]) -> Tensor:
+        """Of the part of the rank `shift` before this one, as `_claims` takes it."""
+        portion = self._gradient.added_up_by(self._parts(shift)[self._rank], gradient)
+        return prints.vector(portion, gradient, self._most)
 
     def _parts(self, shift: int) -> list[int]:
         return [(rank - shift) % self._world for rank in range(self._world)]
@@ -214,10 +237,10 @@ class Recomputation:
         for by, (of, values) in enumerate(
             zip(self._parts(shift), self._gathered(vector), strict=True)
         ):
-            parts = (StepPart.TOKENS, StepPart.SUM, StepPart.GRADIENT)
+            parts = (StepPart.TOKENS, StepPart.SUM, StepPart.PORTION, StepPart.GRADIENT)
             claims += [Claim(part, of, by, v) for part, v in zip(parts, values, strict=False)]
             for number, slot in enumerate(slots_of(self._gradient.slots, of, self._world)):
-                inputs, result = values[3 + 2 * number :][:2]
+                inputs, result = values[4 + 2 * number :][:2]
                 claims.append(Claim(StepPart.INPUTS, of, by, inputs, slot))
                 claims.append(Claim(StepPart.SLOT, of, by, result, slot))
         return claims
@@ -253,7 +276,7 @@ class Recomputation:
         self, tensors: Sequence[Tensor], parameters: Sequence[Tensor], by: int, shift: int
     ) -> list[Tensor]:
         """As `_sent`, of one tensor of each of some parameters, a shard or a number."""
-        shards = dist.get_world_size(self._gradient.mesh.get_group("shard"))
+        shards = self._gradient.shards
         own = self._parts(shift)[self._rank] % shards
         shapes = [
             shard_shape(whole.shape, own, shards) if tensor.ndim else tensor.shape
@@ -282,7 +305,7 @@ class Recomputation:
     ) -> Tensor:
         """The fingerprint of what a step makes of copies of these."""
         scaled = [gradient.clone() for gradient in gradients]
-        norm = exact_norm(scaled, self._gradient.mesh.get_group("shard"))
+        norm = exact_norm(scaled, self._gradient.shard_ranks)
         clip_to(scaled, norm, max_norm)
         self._optimizer.found_inf = found_inf(loss, norm)
         by_parameter = dict(zip(map(id, self._gradient.trained), scaled, strict=True))

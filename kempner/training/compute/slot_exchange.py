@@ -83,3 +83,11 @@ def sum_of_slots(values: Tensor) -> Tensor:
     while len(values) > 1:
         values = values[0::2] + values[1::2]
     return values[0]
+
+
+def take_gradient(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient of a plain parameter, which it has no more; zeros where it took no part."""
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is None:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return gradient.to(dtype)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from kempner.checkpoint.tensors.state import is_sharded
 from kempner.data.serve.loader import IGNORE, MicroBatch
 from kempner.model.spec.communication import EACH_MICRO_BATCH, Choice
 from kempner.model.spec.slot_tree import SubtreeSums, slots_of
@@ -33,6 +34,7 @@ from kempner.training.compute.slot_exchange import (
     exchanged,
     sum_of_slots,
     summed_over_replicas,
+    take_gradient,
 )
 
 if TYPE_CHECKING:
@@ -55,9 +57,9 @@ class Witness:
 @dataclass(frozen=True)
 class SlotGradient:
     """As `StepGradient`, of a model that `fully_shard` has sharded over `mesh`: shards, or replicas
-    and shards, of all ranks, also where that is one; `slots` is their number in the global batch.
-    What dropout draws follows from the slot. Every rank passes as many micro batches; those behind
-    its last slot do not count."""
+    and shards, of all ranks; or of a plain model where that is one rank. `slots` is their number in
+    the global batch. What dropout draws follows from the slot. Every rank passes as many micro
+    batches; those behind its last slot do not count."""
 
     model: nn.Module
     device: torch.device
@@ -74,7 +76,7 @@ class SlotGradient:
         `StepGradient.add`. Slots that are taken in turn have no `witness`."""
         losses, valid, sums = self._sum_slots(micro_batches, step, dist.get_rank(), witness)
         with self.waiting("the exchange of gradients"):
-            self.exchange(sums.values)
+            self.exchange(sums)
         with self.waiting("the sum of losses"):
             dist.all_reduce(losses)  # of one rank each, and zero on all others
         return (sum_of_slots(losses) / valid)[None]
@@ -91,8 +93,16 @@ class SlotGradient:
         are exchanged between all ranks at once, whatever the mesh; not for slots that are taken in
         turn."""
         assert self._turn[1] == 1
+        plain = self.trained if self.root is None else []
+        reduced = [parameter.grad for parameter in plain]
+        for parameter in plain:
+            parameter.grad = None  # a backward would add to it
         _, _, sums = self._sum_slots(micro_batches, step, parts[dist.get_rank()], witness)
-        shards = dist.get_world_size(self.shard_ranks)
+        for parameter, gradient in zip(plain, reduced, strict=True):
+            parameter.grad = gradient
+        if self.root is None:
+            return sums.whole()
+        shards = self.shards
         own = parts[dist.get_rank()] % shards
         owned = [self._slots_of(part) for part in parts]
         found, values = list[Tensor](), sums.values
@@ -107,9 +117,24 @@ class SlotGradient:
             found += [flat.view(shape) for flat, shape in zip(split, shapes, strict=True)]
         return found
 
+    def added_up_by(self, rank: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """What a rank adds up for its replicas of its shard of the gradient, which is given in the
+        order of `trained`: of each group of parameters a vector, copied; none without replicas."""
+        replicas, replica = dist.get_world_size() // self.shards, rank // self.shards
+        if replicas == 1:
+            return []
+        left, found = iter(gradients), list[Tensor]()
+        for group in self._groups:
+            flat = torch.cat([next(left).reshape(-1) for _ in trained(group)])
+            part = -(-len(flat) // replicas)
+            found.append(flat[replica * part :][:part].clone())
+        return found
+
     @property
     def trained(self) -> list[Tensor]:
         """The parameters that have a gradient."""
+        if self.root is None:
+            return [each for each in self.model.parameters() if each.requires_grad]
         return [parameter.sharded_param for parameter in chain(*map(trained, self._groups))]
 
     @property
@@ -131,15 +156,17 @@ class SlotGradient:
         losses = torch.zeros(self.slots, device=self.device)
         sums = SubtreeSums[list[Tensor]](add_each)
         sharded, in_turn = self.root, self._in_turn
-        sharded.set_requires_gradient_sync(turns > 1)
-        sharded.set_requires_all_reduce(False)
+        if sharded is not None:
+            sharded.set_requires_gradient_sync(turns > 1)
+            sharded.set_requires_all_reduce(False)
         for number, micro_batch in enumerate(micro_batches):
             slot = own.start + number * turns + turn
             for exchange in in_turn:
                 exchange.slots = own[number * turns :][:turns]
             set_rng(self.seed, step, slot, 0)
             last = number == len(micro_batches) - 1
-            sharded.set_reshard_after_backward(last or not self.choice.keep_parameters)
+            if sharded is not None:
+                sharded.set_reshard_after_backward(last or not self.choice.keep_parameters)
             loss = summed_loss(self.model, micro_batch, self.device)
             (loss / valid).backward()  # type: ignore[no-untyped-call]
             gradients = [] if turns > 1 else self.take()
@@ -157,6 +184,8 @@ class SlotGradient:
     def take(self) -> list[Tensor]:
         """The whole gradients that the newest backward has left, which the parameters no more have:
         it was told not to reduce them."""
+        if self.root is None:
+            return [take_gradient(parameter, torch.float32) for parameter in self.trained]
         return [taken(parameter) for parameter in chain(*map(trained, self._groups))]
 
     def _count_tokens(self, micro_batches: Sequence[MicroBatch], witness: Witness | None) -> Tensor:
@@ -169,8 +198,16 @@ class SlotGradient:
         return valid.clamp(min=1).float()
 
     @cached_property
-    def root(self) -> FSDPModule:
-        from torch.distributed.fsdp import FSDPModule
+    def shards(self) -> int:
+        """The ranks of a replica."""
+        return dist.get_world_size(self.shard_ranks)
+
+    @cached_property
+    def root(self) -> FSDPModule | None:
+        """None where a rank is alone and has plain parameters."""
+        if not any(map(is_sharded, self.model.parameters())):
+            return None
+        from torch.distributed.fsdp import FSDPModule  # a rank that is alone is spared it
 
         assert isinstance(self.model, FSDPModule)
         return self.model
@@ -182,7 +219,7 @@ class SlotGradient:
     @cached_property
     def _turn(self) -> tuple[int, int]:
         """This rank's turn among those that take slots in turn, and how many these are."""
-        turns = self.choice.turns(dist.get_world_size(self.shard_ranks))
+        turns = self.choice.turns(self.shards)
         return dist.get_rank() % turns, turns
 
     @cached_property
@@ -195,9 +232,14 @@ class SlotGradient:
             group._reduce_scatter_comm = cast("ReduceScatter", exchange)
         return exchanges
 
-    def exchange(self, kept: list[list[Tensor]]) -> None:
-        """Give the parameters this rank's shard of the whole sum. `kept` are the whole tensors of
+    def exchange(self, own: SubtreeSums[list[Tensor]]) -> None:
+        """Give the parameters this rank's shard of the whole sum. `own` has the whole tensors of
         this rank's sums, unless slots were taken in turn; they are emptied on the way."""
+        if self.root is None:
+            for plain, gradient in zip(self.trained, own.whole(), strict=True):
+                plain.grad = gradient
+            return
+        kept = own.values
         for number, group in enumerate(self._groups):
             parameters = trained(group)
             if self._in_turn:
@@ -217,8 +259,7 @@ class SlotGradient:
     def _over_shards(self, mine: list[list[Tensor]], size: int) -> SubtreeSums[Tensor]:
         """This rank's rows, `size` elements, of the sums over the slots of its replica. `mine` has
         the whole tensors of this rank's sums."""
-        ranks = self.shard_ranks
-        shards = dist.get_world_size(ranks)
+        ranks, shards = self.shard_ranks, self.shards
         first = dist.get_rank() - dist.get_rank(ranks)
         owned = [self._slots_of(first + shard) for shard in range(shards)]
         whole = [*chain(*mine)]

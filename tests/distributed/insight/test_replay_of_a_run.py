@@ -7,9 +7,12 @@ import random
 import re
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 from harness import Run
 
+from kempner.data.files.token_file import Corpus
 from kempner.model.spec.slot_tree import slots_of
 from kempner.run.record.ledger import read_lines
 
@@ -21,7 +24,7 @@ def replay(run: Run, *arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_steps_of_a_run_with_faults_are_computed_again(run: Run) -> None:
+def test_steps_of_a_run_with_faults_are_computed_again(run: Run, corpus: Path) -> None:
     """A kill, a rollback and another world lie behind the steps; then one is not what it was."""
     options = ("--train.max_steps=30", "--checkpoint.interval=5", "--checkpoint.keep_every=5")
     spikes = "; ".join(f"nan rank 0 at step {step}" for step in (7, 8))
@@ -41,6 +44,17 @@ def test_steps_of_a_run_with_faults_are_computed_again(run: Run) -> None:
     assert shown == {n: run.steps()[n][:2] for n in range(step, 31)}
     taken = [n for line in read_lines(trace) for n in line.get("positions", ())]
     assert taken == run.taken()[8 * (step - 1) : 8 * 30], "the samples of each micro batch"
+    tokens = np.concatenate([[256], (stream := Corpus.open(corpus)).read(0, stream.index.tokens)])
+    begins = np.flatnonzero(tokens[:-1] == 256)
+    for line in (line for line in read_lines(trace) if line["kind"] == "batch"):
+        of_each = [
+            [
+                int(max(begins[begins <= 32 * n])),
+                *begins[(begins > 32 * n) & (begins < 32 * n + 32)],
+            ]
+            for n in line["samples"]
+        ]
+        assert line["documents"] == of_each
     assert files == {path: path.stat().st_mtime_ns for path in run.checkpoints.rglob("*")}
     assert not list(run.record.replays.iterdir())
 
@@ -86,6 +100,10 @@ def test_a_replay_on_other_ranks_names_the_slot_that_was_wrong(run: Run) -> None
         2, *options, "--train.max_steps=4", "--checkpoint.interval=2", KEMPNER_FAULTS=fault
     )
     assert job.wait() == 0, job.output()
+    parts = {line["step"]: line["state"].values() for line in read_lines(run.record.parts)}
+    sums = {step: sum(int(one, 16) for one in state) % 2**64 for step, state in parts.items()}
+    told = {step: int(line[2] or "", 16) for step, line in run.steps().items()}
+    assert sums == told, "the fingerprint of the state is the sum of its tensors'"
     done = replay(run, "--step", 3, "--ranks", 1)
     assert done.returncode == 1, (done.stdout, done.stderr)
     found = re.search(r"parts of step 3: slot (\d+) of (\d+), on 2 ranks, differs", done.stdout)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 
@@ -14,12 +18,18 @@ from kempner.config.sections import Config
 from kempner.data.serve.loader import MicroBatch
 from kempner.model.sharding import build_model
 from kempner.model.spec.communication import Choice
+from kempner.training.compute import recomputation
 from kempner.training.compute.forward_backward import StepGradient
 from kempner.training.compute.optimizer import build_optimizer, update
+from kempner.training.compute.recomputation import Recomputation
+from kempner.training.compute.slot_gradient import SlotGradient
+from kempner.training.corruption import CorruptionVerdict, StepPart
 
 CPU = torch.device("cpu")
 VOCAB = 3000
 SIZES = {"dim": 256, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 512}
+NARROW = {"dim": 64, "n_layers": 4, "n_heads": 2, "ffn_dim": 128}
+"""Whose activations need more than its weights."""
 WIDE = {"dim": 512, "n_layers": 4, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 1536}
 """Whose step takes some hundred megabytes, beside which a few of the process do not count."""
 _MMAP_THRESHOLD = -3
@@ -46,13 +56,45 @@ def two_steps(config: Config, mesh: DeviceMesh | None, choice: Choice, micro_ste
         update(model, optimizer, loss, rate=1e-3, max_norm=1.0)
 
 
-def allocated_at_peak(config: Config, micro_steps: int) -> int:
+def two_any_world_steps(config: Config, mesh: DeviceMesh, doubted: StepPart | None) -> None:
+    """As `two_steps`, with the same bits on any world. The second one is checked as if ranks
+    differed in `doubted`, the gradient or the update; None: not at all."""
+    train, choice = config.train, Choice(reduce_once=True)
+    model = build_model(config, VOCAB, CPU, mesh, choice)
+    optimizer = build_optimizer(model, config.optimizer, any_shard=True)
+    slots = train.global_batch_size // train.micro_batch_size
+    gradient = SlotGradient(model, CPU, 0, slots, mesh, choice)
+    checks = Recomputation(gradient, optimizer, dist.new_group(backend="gloo"), hop=1)
+    tokens = torch.randint(0, VOCAB, (train.micro_batch_size, train.seq_len))
+    batches = [MicroBatch(tokens, tokens.clone())] * slots
+    for step in (1, 2):
+        checked = doubted is not None and step == 2
+        loss = gradient.add(batches, step, checks.watch() if checked else None)
+        if checked:
+            with differing(doubted is StepPart.GRADIENT):
+                if checks.check_gradient(step, lambda part: batches):
+                    return
+        update(model, optimizer, loss, rate=1e-3, max_norm=1.0, any_shard=True)
+        if checked:
+            with differing(doubted is StepPart.UPDATE):
+                checks.check_update(loss, 1.0)
+
+
+def differing(doubted: bool) -> AbstractContextManager[object]:
+    """Two ranks differ, so that a third one has to compute; here it is the same one."""
+    verdict = CorruptionVerdict(StepPart.GRADIENT, (0,), sure=False, slot=None)
+    patched = patch.object(recomputation, "judge", lambda *_: verdict)
+    return patched if doubted else nullcontext()
+
+
+def allocated_at_peak(work: Callable[[], None]) -> int:
     """Bytes that torch's allocator gave out, by its profiler; of a process that is alone.
 
     Of several, Gloo's threads free memory, and the profiler does not see it.
     """
+    gc.collect()  # or what an earlier model leaves is freed meanwhile
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        two_steps(config, None, Choice(), micro_steps)
+        work()
     held = peak = 0
     result = profiler.profiler.kineto_results  # type: ignore[union-attr]
     for event in result.events():  # type: ignore[union-attr]

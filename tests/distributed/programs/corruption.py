@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,14 +25,17 @@ from any_world import built, config, micro_batches
 from kempner.checkpoint.tensors.state import local_part
 from kempner.model.spec.communication import Choice
 from kempner.model.spec.mesh import MeshDegrees
+from kempner.model.spec.slot_tree import SubtreeSums
 from kempner.training.bit_flips import BitFlip, flip
+from kempner.training.compute import slot_exchange
 from kempner.training.compute.optimizer import build_optimizer, update
 from kempner.training.compute.recomputation import Recomputation, StateChain
 from kempner.training.corruption import CorruptionVerdict, judge_memory
 
 RATE, NORM = 1e-2, 0.5
-PLACES = ("weights", "moments", "inputs", "activations", "gradients", "reduced", "update")
-"""Where a bit flips; `reduced` is the gradient after the exchange, `update` what a step makes."""
+HERE = ("reduced", "added", "update")
+"""Where bits are flipped by this program itself: `reduced` is the gradient after the exchange,
+`added` what a rank adds up for its replicas, `update` what a step makes."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +65,11 @@ class Outcome:
 class Training:
     """A model that is put back after each fault."""
 
-    def __init__(self, per_node: int, sizes: dict[str, Any], optimizer: str) -> None:
+    def __init__(self, per_node: int, replicas: int, sizes: dict[str, Any], optimizer: str) -> None:
         asked = config({**sizes, "dropout": 0.1}, optimizer={"name": optimizer, "lr": RATE})
         world = dist.get_world_size()
         choice = Choice(reduce_once=True)
-        self.model, self.gradient = built(asked, MeshDegrees(shard=world), choice)
+        self.model, self.gradient = built(asked, MeshDegrees(replicas, world // replicas), choice)
         self.optimizer = build_optimizer(self.model, asked.optimizer, any_shard=True)
         self.chain = StateChain(self.model, self.optimizer)
         votes = dist.new_group(backend="gloo")
@@ -87,17 +92,20 @@ class Training:
     def _step(self, step: int, flips: BitFlip | None, check: bool) -> CorruptionVerdict | None:
         world, rank = dist.get_world_size(), dist.get_rank()
         where = "" if flips is None else flips.where
-        if flips is not None and where not in ("reduced", "update"):
+        if flips is not None and where not in HERE:
             flips.plant(self.model, self.optimizer)
         witness = self.checks.watch() if check else None
-        loss = self.gradient.add(micro_batches(step, rank, world, 1), step, witness)
+        with wrong_sums(flips) if flips is not None and where == "added" else nullcontext():
+            loss = self.gradient.add(micro_batches(step, rank, world, 1), step, witness)
         if flips is not None and where == "reduced":
             gradient = self._of(flips.element).grad
             assert gradient is not None
             flip(local_part(gradient), flips.bit, flips.element)
-        broken = [False] * world
-        dist.all_gather_object(broken, self.chain.broken, group=self.votes)
-        verdict = judge_memory(broken)
+        memory = [(False, 0)] * world
+        own = self.chain.broken, self.chain.noted
+        dist.all_gather_object(memory, own, group=self.votes)
+        broken, noted = zip(*memory, strict=True)
+        verdict = judge_memory(broken, noted, self.gradient.shards)
         if check and verdict is None:
             verdict = self.checks.check_gradient(
                 step, lambda part: micro_batches(step, part, world, 1)
@@ -118,27 +126,32 @@ class Training:
         return held[element % len(held)]
 
     def outcome(self, fault: PlantedFault, last: int) -> Outcome:
+        """After a verdict that is not sure the run goes back, and every step is checked."""
+        found, verdict = self._found(fault, last, fault.interval)
+        if verdict is not None and not verdict.sure and fault.sticking:
+            _, verdict = self._found(fault, last, every=1)
+        changed = found is not None or self._changes(fault, last)
+        return Outcome(fault, found, verdict, changed)
+
+    def _found(
+        self, fault: PlantedFault, last: int, every: int
+    ) -> tuple[int | None, CorruptionVerdict | None]:
         self.put_back()
-        mine = dist.get_rank() in fault.ranks
-        element = fault.element + dist.get_rank()
-        flips = BitFlip(fault.where, fault.bit, fault.sticking, element) if mine else None
-        found = None
+        flips, found, verdict = _flips(fault), None, None
         for step in range(2, last + 1):
             due = step == fault.step or (fault.sticking and step > fault.step)
-            check = step % fault.interval == 0
-            if verdict := self._step(step, flips if due else None, check):
+            if verdict := self._step(step, flips if due else None, check=step % every == 0):
                 found = step
                 break
         if flips is not None:
             flips.remove()
         self.put_back()
-        changed = found is not None or self._changes(fault, last, element, mine)
-        return Outcome(fault, found, verdict, changed)
+        return found, verdict
 
-    def _changes(self, fault: PlantedFault, last: int, element: int, mine: bool) -> bool:
+    def _changes(self, fault: PlantedFault, last: int) -> bool:
         """Whether the last state differs from a sound one: then the fault has had an effect."""
         chain, self.chain = self.chain, StateChain(self.model, self.optimizer)
-        flips = BitFlip(fault.where, fault.bit, fault.sticking, element) if mine else None
+        flips = _flips(fault)
         for step in range(2, last + 1):
             due = step == fault.step or (fault.sticking and step > fault.step)
             self.chain.forget()
@@ -166,9 +179,33 @@ class Training:
         return self._sound
 
 
-def outcomes(per_node: int, faults: Sequence[PlantedFault], last: int) -> list[Outcome]:
+@contextmanager
+def wrong_sums(flips: BitFlip) -> Iterator[None]:
+    """What this rank adds up for its replicas, of each group of parameters, has a bit flipped."""
+    real = slot_exchange.exchanged
+
+    def exchanged(*given: Any) -> SubtreeSums[Tensor]:
+        sums = real(*given)
+        flip(sums.values[0], flips.bit, flips.element)
+        return sums
+
+    with patch.object(slot_exchange, "exchanged", exchanged):
+        yield
+
+
+def _flips(fault: PlantedFault) -> BitFlip | None:
+    """Those of this rank, if it has any."""
+    rank = dist.get_rank()
+    if rank not in fault.ranks:
+        return None
+    return BitFlip(fault.where, fault.bit, fault.sticking, fault.element + rank)
+
+
+def outcomes(
+    per_node: int, replicas: int, faults: Sequence[PlantedFault], last: int
+) -> list[Outcome]:
     sizes = {"dim": 24, "n_layers": 2, "n_heads": 3, "ffn_dim": 20}
-    training = Training(per_node, sizes, "adamw")
+    training = Training(per_node, replicas, sizes, "adamw")
     training.sound(last)  # on all ranks together
     return [training.outcome(fault, last) for fault in faults]
 
@@ -176,7 +213,7 @@ def outcomes(per_node: int, faults: Sequence[PlantedFault], last: int) -> list[O
 def sound_steps(per_node: int, part: int, steps: int) -> list[Outcome]:
     """Steps without a fault, each checked, with samples that follow from the part; what was found
     all the same."""
-    training = Training(per_node, {"dim": 8, "n_layers": 1, "n_heads": 1, "ffn_dim": 8}, "adamw")
+    training = Training(per_node, 1, {"dim": 8, "n_layers": 1, "n_heads": 1, "ffn_dim": 8}, "adamw")
     found = []
     first = 2 + part * steps
     for step in range(first, first + steps):
@@ -192,7 +229,7 @@ def main(out: Path, per_node: int, asked: dict[str, Any]) -> None:
         found = sound_steps(per_node, asked["first"], asked["steps"])
     else:
         faults = [PlantedFault(**{**f, "ranks": tuple(f["ranks"])}) for f in asked["faults"]]
-        found = outcomes(per_node, faults, asked["last"])
+        found = outcomes(per_node, asked["replicas"], faults, asked["last"])
     if dist.get_rank() == 0:
         out.write_text(json.dumps([asdict(each) for each in found]))
     print(f"rank {dist.get_rank()} has seen it all", flush=True)

@@ -1,4 +1,4 @@
-"""300 bits that flip, in memory and in computations, once and for good, on a rank and on a node:
+"""360 bits that flip, in memory and in computations, once and for good, on a rank and on a node:
 what is found, when, and who is named; and steps without any."""
 
 from __future__ import annotations
@@ -17,9 +17,17 @@ pytestmark = pytest.mark.timeout(1800)
 PROGRAM = Path(__file__).parents[2] / "distributed/programs/corruption.py"
 PLACES = ("weights", "moments", "inputs", "activations", "gradients", "reduced", "update")
 FLIPS, LAST = 30, 6
-WORLDS = {"three nodes": (3, 1), "three nodes of two ranks": (6, 2), "two ranks": (2, 1)}
+WORLDS = {
+    "three nodes": (3, 1, 1),
+    "three nodes of two ranks": (6, 2, 1),
+    "two ranks": (2, 1, 1),
+    "two replicas of two nodes": (4, 1, 2),
+    "three replicas of two ranks": (6, 2, 3),
+}
+"""Ranks, those of a node, and replicas."""
 PARTS = [("three nodes", part) for part in range(7)]
 PARTS += [("three nodes of two ranks", part) for part in range(2)] + [("two ranks", 0)]
+PARTS += [("two replicas of two nodes", 0), ("three replicas of two ranks", 0)]
 SOUND = [("three nodes", part) for part in range(5)]
 SOUND_STEPS = 2000
 
@@ -27,10 +35,11 @@ SOUND_STEPS = 2000
 def faults_of(world: str, part: int) -> list[dict[str, Any]]:
     """What is computed wrong once is looked for in the same step, everything else at intervals."""
     draw = random.Random(f"{SEED} {world} {part}")
-    ranks, per_node = WORLDS[world]
+    ranks, per_node, replicas = WORLDS[world]
+    places = (*PLACES, "added") if replicas > 1 else PLACES
     found = []
     for number in range(FLIPS):
-        where, sticking = PLACES[number % len(PLACES)], bool(draw.getrandbits(1))
+        where, sticking = places[number % len(places)], bool(draw.getrandbits(1))
         node = draw.randrange(ranks // per_node)
         on_it = [node * per_node + local for local in range(per_node)]
         once = not sticking and where not in ("weights", "moments")
@@ -48,7 +57,8 @@ def faults_of(world: str, part: int) -> list[dict[str, Any]]:
 
 
 def outcomes(world: str, out: Path, asked: dict[str, Any]) -> list[dict[str, Any]]:
-    ranks, per_node = WORLDS[world]
+    ranks, per_node, replicas = WORLDS[world]
+    asked |= {"replicas": replicas}
     launch(PROGRAM, ranks, out, per_node, json.dumps(asked), deadline=1700)
     found: list[dict[str, Any]] = json.loads(out.read_text())
     return found
@@ -64,7 +74,7 @@ def test_bits_that_flip_are_found_and_who_lies_is_named(
     mattered = [each for each in found if each["changed"]]
     in_time = [each for each in mattered if _in_time(each)]
     sticking = [each for each in in_time if each["fault"]["sticking"]]
-    named = [each for each in sticking if _is_named(each)]
+    named = [each for each in sticking if _is_named(each, WORLDS[world][1])]
     note(
         "flips",
         world=world,
@@ -95,9 +105,12 @@ def _tells_of_it(outcome: dict[str, Any]) -> bool:
     return told <= ranks if verdict["sure"] else bool(told & ranks)
 
 
-def _is_named(outcome: dict[str, Any]) -> bool:
+def _is_named(outcome: dict[str, Any], per_node: int) -> bool:
+    """Of a replica that lies as a whole the node is, if it is on one."""
     verdict = outcome["verdict"]
-    return bool(verdict["sure"]) and verdict["ranks"] == outcome["fault"]["ranks"]
+    nodes = {rank // per_node for rank in verdict["ranks"]}
+    known = verdict["sure"] or len(nodes) == 1
+    return known and verdict["ranks"] == outcome["fault"]["ranks"]
 
 
 @pytest.mark.parametrize(("world", "part"), drills(*SOUND))

@@ -8,19 +8,24 @@ import pickle
 import shutil
 import struct
 from collections.abc import Callable, Sequence
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import psutil
 import pytest
 from harness import write_tokens
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kempner.data.files import token_file
 from kempner.data.files.index import INDEX_FILE, Index, fingerprint, read_index
-from kempner.data.files.token_file import Corpus, TokenWriter, verify
+from kempner.data.files.token_file import BEGINS, Corpus, TokenWriter, verify
 from kempner.run.process.exit_codes import DataError
 
+EOT = 256
 SHARDS: tuple[list[int], ...] = (
     [1, 2, 3, 4, 5],
     [6],
@@ -69,6 +74,29 @@ def test_a_token_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         pytest.raises(ValueError, match="65536 does not fit uint16"),
     ):
         writer.append(np.array([65_536]))
+
+
+@given(st.lists(st.lists(st.sampled_from([1, 2, EOT]), max_size=6), min_size=1, max_size=4))
+def test_the_documents_of_a_stretch_are_those_whose_tokens_it_has(
+    tmp_path_factory: pytest.TempPathFactory, shards: list[list[int]]
+) -> None:
+    """Of text, which ends a document, and of chats, which flag the first token of one."""
+    stream = list(chain(*shards))
+    begins = [n for n, before in enumerate([EOT, *stream[:-1]][: len(stream)]) if before == EOT]
+    flagged, tokens = [], iter(enumerate(stream))
+    for shard in shards:
+        flagged.append([t | BEGINS * (next(tokens)[0] in begins) for t in shard])
+    folder = tmp_path_factory.mktemp("text")
+    write_corpus(folder, shards, vocab_size=EOT + 1)
+    text = Corpus.open(folder)
+    folder = tmp_path_factory.mktemp("chats")
+    index = write_corpus(folder, flagged, "uint32", EOT + 1)
+    chats = Corpus(folder, index.model_copy(update={"kind": "chats"}))
+    for start, stop in combinations(range(len(stream) + 1), 2):
+        expected = [max(n for n in begins if n <= start), *(n for n in begins if start < n < stop)]
+        for corpus in (text, chats):
+            with patch.object(token_file, "_SEARCHED", 2):
+                assert corpus.documents(start, stop - start) == expected
 
 
 def test_every_stretch_reads_as_the_concatenation(tmp_path: Path) -> None:

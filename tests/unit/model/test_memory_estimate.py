@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from kempner.config.integrity import IntegritySection
 from kempner.config.loading import load
 from kempner.config.sections import Config, ModelSection, TrainSection
 from kempner.model.sharding import build_model, shard
@@ -169,6 +170,20 @@ def test_the_same_on_any_world_keeps_whole_gradients(world: int, kept: int) -> N
     found = estimate_memory(config, Shape.of(config.model, 257), MeshDegrees(shard=world), 2, once)
     assert found.gradients == kept * 4 * Shape.of(config.model, 257).parameters
     assert found.gathered > 0
+    plain = estimate_memory(config, Shape.of(config.model, 257), MeshDegrees(shard=world), 4, once)
+    assert (plain.gathered + plain.gradient_buffers == 0) == (world == 1)
+
+
+def test_a_check_of_a_step_has_two_gradients_more_and_sends_to_every_replica() -> None:
+    """What real steps hold is measured in tests/distributed/plan/test_traced_memory.py."""
+    train = TrainSection(global_batch_size=64, threads=1, same_on_any_world=True)
+    config = Config(train=train, integrity=IntegritySection(recompute_interval=10))
+    shape, once = Shape.of(ModelSection(dim=1024), 32000), Choice(reduce_once=True)
+    for replicas in (1, 3):
+        mesh = MeshDegrees(replicate=replicas, shard=8)
+        found = estimate_memory(config, shape, mesh, 2, once)
+        sent = (replicas - 1) * found.gradient_buffers
+        assert found.recomputation == 2 * found.parameters + sent
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])

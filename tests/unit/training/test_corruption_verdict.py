@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -19,6 +20,7 @@ from kempner.training.corruption import (
     CorruptionVerdict,
     StepPart,
     certified_step,
+    doubted_step,
     judge,
     judge_memory,
     plan_return,
@@ -59,6 +61,12 @@ def test_a_rank_that_lies_is_named_by_a_third_one(seed: int) -> None:
     assert told == CorruptionVerdict(part, (liar,), sure=True)
 
 
+def test_the_sentence_names_slot_rank_and_host() -> None:
+    verdict = CorruptionVerdict(StepPart.SLOT, (1,), sure=True, slot=3)
+    said = "in step 9: the loss or gradient of slot 3 of rank 1 on n1 has wrong bits"
+    assert said in verdict.sentence(9, ["n0", "n1"])
+
+
 def test_of_two_ranks_the_one_that_lied_once_is_named_and_one_that_sticks_is_not() -> None:
     part = StepPart.UPDATE
     first = claims(2, [0], {1: 9}, part) + claims(2, [1], {}, part)
@@ -80,9 +88,28 @@ def test_where_all_ranks_received_something_wrong_none_is_named() -> None:
     assert told == CorruptionVerdict(StepPart.GRADIENT, (0, 1, 2, 3), sure=False)
 
 
-def test_memory_names_its_own_rank() -> None:
-    assert judge_memory([False, False]) is None
-    assert judge_memory([False, True]) == CorruptionVerdict(StepPart.MEMORY, (1,), sure=True)
+@pytest.mark.parametrize(
+    ("world", "shards", "liars", "sure"),
+    [(6, 2, (1,), True), (6, 2, (2, 3), False), (8, 4, (1,), True), (4, 1, (2,), True)],
+)
+def test_where_a_whole_replica_lies_one_of_it_may_have_sent_the_others_its_lies(
+    world: int, shards: int, liars: tuple[int, ...], sure: bool
+) -> None:
+    wrong = {rank: 10 + rank for rank in liars}
+    second = 2 * shards % world or shards + 1
+    told = judge(claims(world, [0, shards, second], wrong, StepPart.SLOT), shards)
+    assert told == CorruptionVerdict(StepPart.SLOT, liars, sure)
+
+
+def test_memory_names_its_own_rank_and_replicas_the_one_that_differs_from_the_others() -> None:
+    assert judge_memory([0, 0], [5, 6], shards=2) is None
+    told = CorruptionVerdict(StepPart.MEMORY, (1,), sure=True)
+    assert judge_memory([False, True], [5, 6], shards=1) == told
+    assert judge_memory([0] * 6, [5, 6, 5, 6, 5, 6], shards=2) is None
+    told = CorruptionVerdict(StepPart.REPLICA, (3,), sure=True)
+    assert judge_memory([0] * 6, [5, 6, 5, 7, 5, 6], shards=2) == told
+    told = CorruptionVerdict(StepPart.REPLICA, (1, 3), sure=False)
+    assert judge_memory([0] * 4, [5, 6, 5, 7], shards=2) == told
 
 
 @pytest.mark.parametrize(
@@ -96,6 +123,7 @@ def test_the_run_goes_back_to_what_is_certified(
 
 
 FOUND = CorruptionFound(9, "update", (1,), ("n1",), sure=True, to=4, reason="it lies")
+DOUBTED = replace(FOUND, sure=False)
 
 
 @pytest.mark.parametrize(
@@ -113,3 +141,13 @@ FOUND = CorruptionFound(9, "update", (1,), ("n1",), sure=True, to=4, reason="it 
 def test_what_is_made_again_is_not_certified(events: list[object], certified: int) -> None:
     history = RunHistory({"event": e.name, **e.to_fields()} for e in events)  # type: ignore[attr-defined]
     assert certified_step(history) == certified
+
+
+@pytest.mark.parametrize(
+    ("events", "step"),
+    [([], 0), ([FOUND], 0), ([FOUND, DOUBTED], 9), ([DOUBTED, FOUND], 0)],
+)
+def test_where_it_is_not_known_who_lied_every_step_is_checked_until_there(
+    events: list[CorruptionFound], step: int
+) -> None:
+    assert doubted_step(RunHistory({"event": e.name, **e.to_fields()} for e in events)) == step

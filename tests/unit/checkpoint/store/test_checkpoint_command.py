@@ -199,7 +199,7 @@ def test_prune_tells_what_it_cannot_delete(run: RunDirectory, capsys: Captured) 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["list", "{run}/nowhere"], "contains no checkpoint; name a run's directory"),
+        (["list", "{run}/nowhere"], "nowhere does not exist; name a run's directory"),
         (["verify", "{run}", "15"], "step 15 is not committed in {run}/checkpoints; these are: 10"),
         (["prune", "{run}"], "--keep-last"),
         (["prune", "{run}", "--keep-last=0"], "--keep-last"),

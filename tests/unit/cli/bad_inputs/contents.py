@@ -171,7 +171,7 @@ FAULTS += [
 
 SAMPLE = [
     Row("sample", "RUN_DIR|DIR is missing"),
-    Row("sample missing --prompt a", "missing contains no checkpoint"),
+    Row("sample missing --prompt a", "missing does not exist"),
     Row("sample folder --prompt a", "folder contains no checkpoint"),
     Row("sample loop --prompt a", "loop cannot be a path"),
     Row("sample run", "give either --prompt, how a text begins, or --chat, what a user says"),

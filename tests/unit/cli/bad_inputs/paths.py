@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bad_inputs import FOLDER, LONG, Link, Row
 
-NO_CHECKPOINT = "contains no checkpoint; name a run's directory, the folder that contains its"
+NAME_ANOTHER = "name a run's directory, the folder that contains its"
+NO_CHECKPOINT = f"contains no checkpoint; {NAME_ANOTHER}"
 NO_RUN = "is not a run: it has no ledger.jsonl; name <run.dir>/<run.name>, or a job id"
 LOOP = "loop cannot be a path: Too many levels of symbolic links"
 TOO_LONG = "nnn... cannot be a path: File name too long"
@@ -18,13 +19,13 @@ CHECKPOINT_COMMANDS = (
     "compare run {}",
 )
 CHECKPOINT_PLACES = {
-    "missing": f"missing {NO_CHECKPOINT}",
+    "missing": f"missing does not exist; {NAME_ANOTHER}",
     "file": f"file {NO_CHECKPOINT}",
     "folder": f"folder {NO_CHECKPOINT}",
     "x.toml": f"x.toml {NO_CHECKPOINT}",
     "dangling": f"dangling {NO_CHECKPOINT}",
     "/dev/null": f"/dev/null {NO_CHECKPOINT}",
-    "file/below": f"file/below {NO_CHECKPOINT}",
+    "file/below": f"file/below does not exist; {NAME_ANOTHER}",
     "loop": LOOP,
     LONG: TOO_LONG,
     "'~nobody-here/run'": NO_HOME,

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from kempner.checkpoint.slots.pour import Offer
+from kempner.run.process.exit_codes import ExitCode
 from kempner.run.record.history import RunHistory
 from kempner.supervisor.policy.outcome import OUT_OF_MEMORY
 from kempner.supervisor.policy.restart import (
     decide_salvage,
     dismissed_steps,
+    is_salvageable,
     salvage_patience,
     useless_salvage,
     why_not_kept,
@@ -51,6 +53,28 @@ def test_the_newest_step_that_all_ranks_hold_alike(
 
 def line(attempt: int, event: str, **fields: Any) -> dict[str, Any]:
     return {"event": event, "attempt": attempt, "time": float(attempt), **fields}
+
+
+def corrupted(attempt: int) -> dict[str, Any]:
+    found = {"part": "update", "ranks": [1], "nodes": ["n1"], "sure": True, "to": 4, "reason": "-"}
+    return line(attempt, "corruption_found", step=9, **found)
+
+
+@pytest.mark.parametrize(
+    ("code", "found_in", "salvageable"),
+    [
+        (ExitCode.CRASHED, [], True),
+        (ExitCode.CRASHED, [2], False),
+        (ExitCode.PEERS_LOST, [1, 2], False),
+        (ExitCode.CRASHED, [1], True),  # the next attempt has begun at a certified step
+        (ExitCode.DIVERGED, [], False),
+    ],
+)
+def test_steps_of_an_attempt_with_wrong_bits_are_not_salvaged(
+    code: ExitCode, found_in: Sequence[int], salvageable: bool
+) -> None:
+    history = RunHistory(map(corrupted, found_in))
+    assert is_salvageable(code, history, attempt=2) is salvageable
 
 
 COMMITTED = line(1, "checkpoint_committed", step=20)

@@ -140,7 +140,7 @@ def plan_replay(run: RecordedRun, first: int, last: int, ranks: int | None) -> R
     remark = ""
     if others and not same:
         had = " and on ".join(map(str, sorted(worlds)))
-        remark = f"; the run made them on {had}, so the last bits may differ"
+        remark = f"; the run made them on {had}, so that the last bits may differ"
     if run.unkept:
         remark += (
             f"; the files of attempt {run.unkept[0]} were deleted (supervise.keep_attempts), so "
@@ -185,7 +185,7 @@ def _refuse_what_cannot_be_the_same(
         if (start or 0) <= back.to < last:
             raise UsageError(
                 f"the run went back from step {back.at} to step {back.to}, and no checkpoint after "
-                f"that and before step {first} is left: name a step after the next one"
+                f"that and before step {first} is left: name a step after the next checkpoint"
             )
     attempts = list(dict.fromkeys(line["attempt"] for line in run.lines.values()))
     for number in attempts[:-1]:
@@ -193,8 +193,8 @@ def _refuse_what_cannot_be_the_same(
         if changed:
             until = max(step for step, line in run.lines.items() if line["attempt"] == number)
             raise UsageError(
-                f"the configuration has changed after step {until} ({', '.join(changed)}): choose "
-                "--to up to there, or a step after the next checkpoint"
+                f"the configuration has changed after step {until} ({', '.join(changed)}): let "
+                f"--to be at most {until}, or --step be after the next checkpoint"
             )
 
 

@@ -46,25 +46,29 @@ def replay(
     run_dir: Annotated[str, typer.Argument(metavar=RUN_METAVAR, help=RUN)],
     step: Annotated[int, typer.Option(min=1, help="The first step to compare.")],
     to: Annotated[
-        int | None, typer.Option(min=1, help="The last one; by default the same step.")
+        int | None, typer.Option(min=1, help="The last one; by default --step itself.")
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="Ranks on this machine; by default as many as the run had."),
+        typer.Option(
+            min=1,
+            help="Ranks, on this machine, that compute; by default as many as the run had.",
+        ),
     ] = None,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Keep the folder of the replay, replays/ in RUN_DIR.")
+        bool, typer.Option("--keep", help="Keep the replay's folder, in replays/ of RUN_DIR.")
     ] = False,
     trace: Annotated[
         Path | None,
-        typer.Option(help="A file for what the steps compute: lines of JSON, by module."),
+        typer.Option(help="Also write what each module computes to this file, as lines of JSON."),
     ] = None,
 ) -> int:
     """Compute steps of a run again from the checkpoint before them; exit 1 if a bit differs.
 
-    Compares loss, gradient norm and learning rate of each step, and weights and optimizer where the
-    run has a checkpoint of the last one. The run itself is only read, and may go on meanwhile.
-    After an interruption the same command continues. In a Slurm job its nodes compute.
+    Compares loss, gradient norm, learning rate and fingerprint of each step; and weights and
+    optimizer, if the run has a checkpoint of the last one. The run itself is only read, and may go
+    on meanwhile. After an interruption the same command continues. Within a Slurm job the job's
+    nodes compute, unless --ranks is given.
     """
     run, last = run_of(run_dir), step if to is None else to
     theirs = CheckpointFolder(checkpoint_folder(run))

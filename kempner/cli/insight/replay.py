@@ -50,10 +50,7 @@ def replay(
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Ranks, on this machine, that compute; by default as many as the run had.",
-        ),
+        typer.Option(min=1, help="Ranks on this machine; by default as many as the run had."),
     ] = None,
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep the replay's folder, in replays/ of RUN_DIR.")
@@ -66,9 +63,8 @@ def replay(
     """Compute steps of a run again from the checkpoint before them; exit 1 if a bit differs.
 
     Compares loss, gradient norm, learning rate and fingerprint of each step; and weights and
-    optimizer, if the run has a checkpoint of the last one. The run itself is only read, and may go
-    on meanwhile. After an interruption the same command continues. Within a Slurm job the job's
-    nodes compute, unless --ranks is given.
+    optimizer, if the run has a checkpoint of the last one. The run is only read, and may go on. The
+    same command continues after an interruption. Without --ranks a Slurm job's nodes compute.
     """
     run, last = run_of(run_dir), step if to is None else to
     theirs = CheckpointFolder(checkpoint_folder(run))

@@ -75,8 +75,10 @@ def salvage(context: SupervisorContext, follower: AttemptFollower, decision: Dec
     ranks hold it in memory. If that fails the step is lost, and the run goes on. Raises
     `SupersededError` if a newer attempt owns the run."""
     wanted = context.program.ours and context.config.checkpoint.in_memory
+    if not wanted:
+        return
     attempt, history = follower.attempt, context.history
-    if not wanted or not is_salvageable(decision.code, history, attempt.number):
+    if not is_salvageable(decision.code, history, attempt.number):
         return
     try:
         patience = context.config.resilience.patience

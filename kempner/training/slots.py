@@ -26,14 +26,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kempner.checkpoint.tensors.state import is_sharded
+from kempner.checkpoint.tensors.state import is_sharded, local_parts
 from kempner.cluster.world import discover
 from kempner.data.order.global_batches import samples_at
 from kempner.model.spec.communication import Choice
 from kempner.model.spec.slot_tree import SubtreeSums, slots_of
 from kempner.run.process.exit_codes import UsageError
+from kempner.training.compute.any_shard import exact_norm
 from kempner.training.compute.forward_backward import set_rng
-from kempner.training.compute.optimizer import clip_gradients
+from kempner.training.compute.optimizer import clip_to
 from kempner.training.compute.slot_exchange import (
     add_each,
     sum_of_slots,
@@ -140,9 +141,14 @@ class Slots:
         """Scale the gradient to a norm of at most `max_norm` (0: leave it); return the norm before,
         a float32 scalar, the same bits for shards and replicas. To be called by every rank, after
         `sum`; `torch.nn.utils.clip_grad_norm_` adds up shards, whose bits follow ranks."""
-        if any(parameter.grad is None for parameter in self._parameters):
+        found = [parameter.grad for parameter in self._parameters]
+        gradients = local_parts(gradient for gradient in found if gradient is not None)
+        if len(gradients) < len(found):
             raise UsageError("Slots.clip: call it after slots.sum()")
-        return clip_gradients(self._model, max_norm, any_shard=True)
+        ranks = None if self._sharded is None else self._sharded.shard_ranks
+        norm = exact_norm(gradients, ranks)
+        clip_to(gradients, norm, max_norm)
+        return norm
 
     def _sum_replicas(self) -> None:
         parameters, device = self._parameters, self._losses.device

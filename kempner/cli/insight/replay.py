@@ -41,14 +41,6 @@ from kempner.run.record.run_dir import RunDirectory
 app = typer.Typer(rich_markup_mode=None)
 
 
-RanksOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Ranks, on this machine, that compute; by default as many as the run had."
-    ),
-]
-
-
 @app.command()
 def replay(
     run_dir: Annotated[str, typer.Argument(metavar=RUN_METAVAR, help=RUN)],
@@ -56,7 +48,10 @@ def replay(
     to: Annotated[
         int | None, typer.Option(min=1, help="The last one; by default --step itself.")
     ] = None,
-    ranks: RanksOption = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks on this machine; by default as many as the run had."),
+    ] = None,
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep the replay's folder, in replays/ of RUN_DIR.")
     ] = False,
@@ -68,9 +63,8 @@ def replay(
     """Compute steps of a run again from the checkpoint before them; exit 1 if a bit differs.
 
     Compares loss, gradient norm, learning rate and fingerprint of each step; and weights and
-    optimizer, if the run has a checkpoint of the last one. The run itself is only read, and may go
-    on meanwhile. After an interruption the same command continues. In a job of Slurm its nodes
-    compute.
+    optimizer, if the run has a checkpoint of the last one. The run is only read, and may go on. The
+    same command continues after an interruption. Without --ranks a Slurm job's nodes compute.
     """
     run, last = run_of(run_dir), step if to is None else to
     theirs = CheckpointFolder(checkpoint_folder(run))

@@ -23,7 +23,7 @@ OF_SLOTS = PROGRAM.with_name("slots_on_meshes.py")
 WORLDS = ["1x1", "1x2 1x2* 2x1", "1x3 1x3* 3x1"]
 LARGER = ["1x1", "1x4 1x4* 2x2 2x2* 4x1", "1x5 1x5*", "2x3 2x3* 3x2*", "1x8 1x8* 2x4"]
 
-LARGER_OF_SLOTS = ["1x2 2x1", "1x3 3x1", "1x4 2x2 4x1", "1x5", "1x8 2x4 4x2"]
+LARGER_OF_SLOTS = ["1x2 2x1", "1x4 2x2", "1x5", "1x8 2x4"]
 
 
 def ranks(meshes: str) -> int:
@@ -57,7 +57,7 @@ def test_losses_norms_weights_and_moments_are_the_same_bits(
         ("eager", 4, ["1x1 plain", "1x3 3x1"]),
         *drills(
             ("eager", 4, ["1x1", *LARGER_OF_SLOTS]),
-            ("AdamW", 120, ["1x1", *(f"{world} plain" for world in LARGER_OF_SLOTS)]),
+            ("AdamW", 40, ["1x1", *(f"{world} plain" for world in LARGER_OF_SLOTS)]),
             ("compiled", 4, ["1x1 plain", "1x2", "1x3"]),
         ),
     ],

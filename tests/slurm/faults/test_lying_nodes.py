@@ -62,6 +62,18 @@ def test_a_node_that_lies_is_named_and_left_out_and_no_bit_of_its_lies_is_left(
     note("lying node", node="node2", since=LIES_FROM, found=found["step"], back_to=found["to"])
 
 
+@pytest.mark.drill
+def test_a_node_that_has_lied_is_not_taken_back_however_well_it_looks(project: Project) -> None:
+    """A restart would take it back, as it costs nothing then: it has been well for long enough."""
+    others = "slow rank 0 by 20 from step 11 attempt 2; kill rank 1 at step 60 attempt 2"
+    options = ("--train.max_steps=70", *OPTIONS[1:], "--supervise.min_nodes=2")
+    job = project.train(*options, nodes=3, KEMPNER_FAULTS=f"{LIE}; {others}")
+    project.end(job)
+    assert [event["ranks"] for event in project.events("attempt_started")] == [3, 2, 2]
+    assert project.events("nodes_taken_back") == []
+    assert len(project.events("corruption_found")) == 1
+
+
 def hosts(project: Project, attempt: int) -> list[str]:
     """Those of the ranks of an attempt."""
     logs = [project.run.record.log(attempt, rank) for rank in range(3)]

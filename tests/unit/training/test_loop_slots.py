@@ -110,12 +110,18 @@ def test_of_shards_only_rows_on_a_mesh_of_all_ranks_are_taken() -> None:
             fully_shard(part, **{"mesh": mesh, **options})
         return model
 
+    def of_tensor_ranks() -> nn.Module:
+        model = distribute_module(nn.Linear(2, 2), mesh["a"])
+        fully_shard(model, mesh=mesh["b"])
+        return model
+
     try:
         Slots(sharded(), 2)
         Slots(sharded(mesh=mesh["b"]), 2)
         for model, why in (
             (sharded(whole=False), "is not sharded as a whole"),
             (distribute_module(nn.Linear(2, 2), mesh["b"]), "is not sharded as a whole"),
+            (of_tensor_ranks(), "cannot add up"),
             (sharded(ignored_params=True), "0.bias trains and is not sharded"),
             (sharded(shard_placement_fn=lambda p: Shard(p.ndim - 1)), "cannot add up"),
             (sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)), "cannot add up"),

@@ -26,6 +26,7 @@ from kempner.run.record.events import (
     AttemptFailed,
     AttemptStarted,
     CheckpointCommitted,
+    CorruptionFound,
     JobHandedBack,
     LedgerEvent,
     NodesLeft,
@@ -62,8 +63,8 @@ from kempner.supervisor.policy.restart import (
 from kempner.supervisor.slurm.job_nodes import excluded_by_user
 
 EVENTS = [kind for kinds in SUBJECTS.values() for kind in kinds]
-BY_SUBJECT = (AttemptFailed, CheckpointCommitted, NodesLeft, NodesTakenBack, NodeSuspected,
-              PhaseDurationsLearned, Requeued)  # fmt: skip
+BY_SUBJECT = (AttemptFailed, CheckpointCommitted, CorruptionFound, NodesLeft, NodesTakenBack,
+              NodeSuspected, PhaseDurationsLearned, Requeued)  # fmt: skip
 """Kinds of which more than the last ones matter."""
 
 READ = "the ledger is read"

@@ -431,10 +431,8 @@ def clip_gradients(
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     own = local_parts(gradients)
     if any_shard:
-        ranks = _row_group(gradients[0])
-        assert ranks is not None  # what is the same in any shard is sharded
         with waiting("the gradient norm"):
-            norm = exact_norm(own, ranks)
+            norm = exact_norm(own, _row_group(gradients[0]))
     elif gradients and is_sharded(gradients[0]):
         # What several ranks hold, each adds a part of.
         held: defaultdict[int, list[Tensor]] = defaultdict(list)

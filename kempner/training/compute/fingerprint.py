@@ -69,7 +69,9 @@ def _sum(bits: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 def _weighed(bits: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     words = bits.to(torch.int64)
-    return words.mul_(columns).sum(1).mul_(rows).sum()
+    if words.device.type != "cpu":  # GPUs multiply no matrices of integers
+        return words.mul_(columns).sum(1).mul_(rows).sum()
+    return torch.dot(torch.mv(words.t(), rows), columns)
 
 
 def name_key(name: str) -> int:

@@ -206,7 +206,7 @@ def untold(run: RunDirectory, deaths: Sequence[Death], folder: Path) -> list[str
         status = RunFollower(then, JobWatch(None, wait=False), patient=True).read()
         told = {
             "report": f"{one.cause} {one.detail}",
-            "triage": verdict.told.raised,
+            "triage": verdict.first_error.raised,
             "status": json.dumps(status.to_json(), ensure_ascii=False),
             "Job.reason": job.reason,
             "Job.failure": job.failure,

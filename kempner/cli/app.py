@@ -69,9 +69,9 @@ class _Commands(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         limit = formatter.width - 6 - max(map(len, _MODULES))
         for title, names in _GROUPS.items():
-            told = [(name, load_command(name).get_short_help_str(limit)) for name in names]
+            rows = [(name, load_command(name).get_short_help_str(limit)) for name in names]
             with formatter.section(title):
-                formatter.write_dl(told, col_max=2 + max(map(len, _MODULES)))
+                formatter.write_dl(rows, col_max=2 + max(map(len, _MODULES)))
 
 
 def path_of(arguments: Sequence[str]) -> str:

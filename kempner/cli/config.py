@@ -151,8 +151,10 @@ class PlannedJob:
         """By the options, else by `[slurm]`. Raises `UsageError` if the nodes would have different
         numbers of ranks."""
         slurm = config.slurm
-        told = nodes or slurm.hosts or slurm.procs or slurm.gpus_per_node
-        return cls(world, ranks_on_a_node(config, world, nodes), gpu_memory or None, told is None)
+        given_size = nodes or slurm.hosts or slurm.procs or slurm.gpus_per_node
+        return cls(
+            world, ranks_on_a_node(config, world, nodes), gpu_memory or None, given_size is None
+        )
 
 
 def needs(config: Config, vocab_size: int, job: PlannedJob) -> str:

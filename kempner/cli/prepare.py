@@ -126,12 +126,12 @@ def _kind(chats: bool, preferences: bool, seq_len: int | None) -> Kind:
 @contextmanager
 def _reporter(console: Console) -> Iterator[Callable[[int, int], None]]:
     """Yields a callback that shows a progress bar on a terminal, elsewhere a line per tenth."""
-    told = 0
+    printed_tenths = 0
 
     def tell(done: int, total: int) -> None:
-        nonlocal told
-        if (tenths := 10 * done // total) > told:
-            told = tenths
+        nonlocal printed_tenths
+        if (tenths := 10 * done // total) > printed_tenths:
+            printed_tenths = tenths
             console.print(f"preparing: {done:,} of {total:,} bytes", highlight=False)
 
     with bar(console, "preparing") as update:

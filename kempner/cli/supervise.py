@@ -260,9 +260,9 @@ def _is_complete(run: RunDirectory, config: Config, command: Sequence[str]) -> E
 
     over = time.monotonic() + LOOKED_WITHIN
     look = partial(complete_before, config, run, command)
-    if not (told := unless(lambda: time.monotonic() > over, look, "complete")):
+    if not (sentence := unless(lambda: time.monotonic() > over, look, "complete")):
         return None
-    say(told)
+    say(sentence)
     exports = MetricsExports()
     exports.start(run, config.metrics)  # export what is still missing
     exports.close(complete=True)

@@ -108,8 +108,8 @@ def describe_error(details: ErrorDetails, known: Sequence[str]) -> str:
         place = f"[{dotted(keys)}] " if keys and table else f"{dotted(keys)}: " if keys else ""
         return f"{place}{context['error']}"
     bounds = {name: f"{x:g}" if isinstance(x, float) else x for name, x in context.items()}
-    told = PATTERNS.get(str(context.get("pattern"))) or DEMANDS.get(kind, "").format(**bounds)
-    demand = told or f"is refused ({details['msg']})"
+    rule = PATTERNS.get(str(context.get("pattern"))) or DEMANDS.get(kind, "").format(**bounds)
+    demand = rule or f"is refused ({details['msg']})"
     return f"{dotted(keys)} {demand}, not {quote(value)}"
 
 

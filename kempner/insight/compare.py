@@ -118,8 +118,8 @@ def first_parameter(a: Sequence[Line], b: Sequence[Line]) -> str | None:
     both = [name for name in ours if name in theirs]
     for key in ("gradient", "update", "weight"):
         if differing := [n for n in both if ours[n][key] != theirs[n][key]]:
-            told = f"the {key} of {differing[0]} differs, the first of {len(differing)}"
-            return f"parameter: {told} among {len(both)}"
+            difference = f"the {key} of {differing[0]} differs, the first of {len(differing)}"
+            return f"parameter: {difference} among {len(both)}"
     return None
 
 

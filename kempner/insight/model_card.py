@@ -213,5 +213,5 @@ def _read_base_model(checkpoints: Path) -> dict[str, str]:
         found = json.loads((checkpoints / _BASE_MODEL).read_bytes())
     except (OSError, ValueError):
         return {}
-    told = found.items() if isinstance(found, dict) else ()
-    return {key: value for key, value in told if isinstance(value, str)}
+    items = found.items() if isinstance(found, dict) else ()
+    return {key: value for key, value in items if isinstance(value, str)}

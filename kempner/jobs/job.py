@@ -203,15 +203,15 @@ class Job:
         """
         end = None if timeout is None else time.monotonic() + timeout
         pause = _SLURM_EVERY if self._job else _OWN_EVERY
-        told = False
+        warned = False
         while not self.done():
-            if not told and (why := self._held):
-                told = True
+            if not warned and (why := self._held):
+                warned = True
                 logger().warning(f"{self.run_dir} waits: {why}")
             left = pause if end is None else end - time.monotonic()
             if left <= 0:
-                told_now = describe_unfinished(self.state, self._held)
-                raise TimeoutError(f"{self.run_dir} is not done after {timeout:g} s: {told_now}")
+                state_now = describe_unfinished(self.state, self._held)
+                raise TimeoutError(f"{self.run_dir} is not done after {timeout:g} s: {state_now}")
             time.sleep(min(pause, left))
         if check and (failure := self.failure):
             raise RunError(f"{self.run_dir} has failed: {failure}")
@@ -252,11 +252,11 @@ class Job:
     def _raised(self, reason: str) -> str:
         """The first exception, or the supervisor's last line; empty if unknown. The ledger may know
         no more of it than `reason`."""
-        found = triage_run(self._run).told.raised if self._run.ledger.is_file() else ""
+        found = triage_run(self._run).first_error.raised if self._run.ledger.is_file() else ""
         if found not in reason or self.log is None or not self.log.is_file():
             return found
         lines = self.log.read_text(errors="replace").split("\n")
-        return triage_logs([self.log]).told.raised or next(filter(None, reversed(lines)), "")
+        return triage_logs([self.log]).first_error.raised or next(filter(None, reversed(lines)), "")
 
     def _follow(self, job: str) -> None:
         self._job = job

@@ -103,8 +103,8 @@ def compare_identities(saved: Identity, now: Identity, accept: Collection[str]) 
     bits."""
     keys = {**saved.model, **now.model} if saved.model else {}
     refusals = [
-        f"model.{key} is {_told(now.model, key)} but the checkpoint was made with "
-        f"{_told(saved.model, key)}"
+        f"model.{key} is {_describe_value(now.model, key)} but the checkpoint was made with "
+        f"{_describe_value(saved.model, key)}"
         for key in keys
         if now.model.get(key) != saved.model.get(key)
     ]
@@ -232,7 +232,7 @@ def _divided(mesh: Mapping[str, int]) -> str:
     return " x ".join(f"{name} {size}" for name, size in sizes.items())
 
 
-def _told(model: Mapping[str, Any], key: str) -> str:
+def _describe_value(model: Mapping[str, Any], key: str) -> str:
     """The value of a key in words; a key that is not recorded has its default."""
     return repr(model[key]) if key in model else "the default"
 

@@ -118,5 +118,5 @@ def _read_record(folder: Path) -> dict[str, Any]:
 def downloaded_from(folder: Path) -> dict[str, str]:
     """`repository` and `commit` of a folder that `kempner download` has filled; else nothing."""
     found = _read_record(folder)
-    told = {key: found.get(key) for key in ("repository", "commit")}
-    return {key: value for key, value in told.items() if isinstance(value, str)}
+    source = {key: found.get(key) for key in ("repository", "commit")}
+    return {key: value for key, value in source.items() if isinstance(value, str)}

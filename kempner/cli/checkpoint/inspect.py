@@ -143,8 +143,8 @@ def prune(
             verb = "would go" if dry_run else "failed" if item.step in failed else kept
         typer.echo(f"{verb:<8}  {item.path.name}  {item.note}".rstrip())
     if failed:
-        told = ", ".join(f"step {step} ({error.strerror})" for step, error in failed.items())
-        raise CheckpointWriteError(f"could not delete: {told}")
+        failures = ", ".join(f"step {step} ({error.strerror})" for step, error in failed.items())
+        raise CheckpointWriteError(f"could not delete: {failures}")
 
 
 def warn_unmarked(error: OSError) -> None:

@@ -336,23 +336,23 @@ def _eval(
         found = _evaluate(chosen, manifest, held_out)
     at = manifest.train_state.step
     if as_json:
-        told = {
+        sets = {
             name: {**scores.known(), "tokens": tokens, "data": str(held_out.data[name])}
             for name, (scores, tokens) in found.items()
         }
-        first = told.pop("", {})
-        typer.echo(json.dumps({"step": at, **first, **({"sets": told} if told else {})}))
+        first = sets.pop("", {})
+        typer.echo(json.dumps({"step": at, **first, **({"sets": sets} if sets else {})}))
         return
     for name, (scores, tokens) in found.items():
-        said = f"step {at}{name and f', {name}'}: loss {scores.loss:.4f}"
+        start = f"step {at}{name and f', {name}'}: loss {scores.loss:.4f}"
         if held_out.beta is not None:
             right = "" if scores.accuracy is None else f", accuracy {scores.accuracy:.1%}"
-            typer.echo(f"{said}{right} ({tokens:,} pairs of {held_out.data[name]})")
+            typer.echo(f"{start}{right} ({tokens:,} pairs of {held_out.data[name]})")
             continue
         bits = scores.bits_per_byte
         more = "" if bits is None else f", {bits:.4f} bits per byte"
         typer.echo(
-            f"{said}, perplexity {scores.perplexity:,.2f}{more} "
+            f"{start}, perplexity {scores.perplexity:,.2f}{more} "
             f"({tokens:,} tokens of {held_out.data[name]})"
         )
 

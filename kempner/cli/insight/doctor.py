@@ -152,19 +152,19 @@ def _plan(script: Path) -> JobPlan:
 
 
 def _tell(findings: Iterable[Finding], as_json: bool, asked: Collection[str] = ()) -> int:
-    told = list[Finding]()
+    reported = list[Finding]()
 
     def keeping() -> Iterator[Finding]:
         for each in findings:
-            told.append(each)
+            reported.append(each)
             yield each
 
     if as_json:
         plain = [one.to_json() for one in keeping()]
-        typer.echo(json.dumps({"level": worst(told), "findings": plain}, indent=2))
+        typer.echo(json.dumps({"level": worst(reported), "findings": plain}, indent=2))
     elif sys.stdout.isatty():
         show(keeping(), asked, Console())
     else:
         for line in lines(keeping(), asked):
             typer.echo(line)
-    return ExitCode.USAGE if worst(told) is Level.FAIL else ExitCode.COMPLETED
+    return ExitCode.USAGE if worst(reported) is Level.FAIL else ExitCode.COMPLETED

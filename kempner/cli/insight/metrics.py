@@ -71,20 +71,20 @@ def metrics(
     if not run.path.is_dir():
         raise UsageError(f"{run.path} is not a run's directory")
     ((kind, open_exporter),) = openers.items()
-    told = threading.Event()
+    stop_event = threading.Event()
     if following:
-        _set_when_told(told)
+        _set_on_stop(stop_event)
     else:
-        told.set()
-    if not follow(run, kind, open_exporter, told.wait) and not following:
+        stop_event.set()
+    if not follow(run, kind, open_exporter, stop_event.wait) and not following:
         raise CannotWriteError(
             f"not all metrics of {run.path} were exported; the same command goes on from there"
         )
 
 
-def _set_when_told(told: threading.Event) -> None:
+def _set_on_stop(stop_event: threading.Event) -> None:
     """Set the event on a stop signal, or when the supervisor that started this is gone."""
     inbox().install()
-    inbox().react_with(lambda _: told.set())
+    inbox().react_with(lambda _: stop_event.set())
     if supervisor := os.environ.get(EXPORT_FOR):
         follow_parent(int(supervisor), signal.SIGTERM)

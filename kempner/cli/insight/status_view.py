@@ -326,14 +326,14 @@ def _draw(watcher: Watcher, console: Console, *, together: bool) -> None:
 
 
 def print_lines(watcher: Watcher) -> None:
-    told: dict[str, str] = {}
+    printed_lines: dict[str, str] = {}
     complaint = ""
     while True:
         last = watcher.last
         for name, status in last.found:
             text = line(name or "no run yet", status)
-            if told.get(name) != text:
-                told[name] = text
+            if printed_lines.get(name) != text:
+                printed_lines[name] = text
                 typer.echo(f"{time.strftime('%H:%M:%S')}  {text}")
         sentence = "" if last.error is None else str(last.error)
         if sentence != complaint:

@@ -81,12 +81,12 @@ def step(progress: RunProgress) -> str:
 
 
 def loss(progress: RunProgress) -> str:
-    said = _known(progress.loss, "{:.4f}")
+    train_loss = _known(progress.loss, "{:.4f}")
     losses = {"held-out": progress.eval_loss}
     losses |= {name: found.get("loss") for name, found in progress.eval_sets.items()}
-    told = [f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None]
-    right = [] if progress.accuracy is None else [f"accuracy {progress.accuracy:.0%}"]
-    return ", ".join([said, *right, *told])
+    held_out = [f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None]
+    accuracy = [] if progress.accuracy is None else [f"accuracy {progress.accuracy:.0%}"]
+    return ", ".join([train_loss, *accuracy, *held_out])
 
 
 def speed(progress: RunProgress) -> str:
@@ -178,8 +178,8 @@ _IN_LINE = {
 
 def line(name: str, status: Status) -> str:
     found = numbers(status)
-    told = (form.format(found[key]) for key, form in _IN_LINE.items() if found[key] is not None)
-    return "  ".join([f"{name}:", short_state(status), *told])
+    parts = (form.format(found[key]) for key, form in _IN_LINE.items() if found[key] is not None)
+    return "  ".join([f"{name}:", short_state(status), *parts])
 
 
 def short_state(status: Status) -> str:

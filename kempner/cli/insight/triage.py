@@ -128,15 +128,15 @@ def _rows(verdict: Verdict) -> Iterator[tuple[str, str]]:
         rank = "" if verdict.rank is None else f"rank {verdict.rank}"
         node = "" if verdict.node is None else f"on {verdict.node}"
         yield "failed first", f"{rank} {node}".strip()
-    if verdict.told.raised:
-        yield "said", verdict.told.raised
-    if verdict.told.frame:
-        yield "line of code", verdict.told.frame
+    if verdict.first_error.raised:
+        yield "said", verdict.first_error.raised
+    if verdict.first_error.frame:
+        yield "line of code", verdict.first_error.frame
     yield "what to do", verdict.do
     for name, sentences in (("note", verdict.notes), ("others", verdict.consequences)):
         for sentence in sentences:
             yield name, sentence
     for evidence in verdict.evidence:
-        if evidence.text != verdict.told.raised or len(verdict.evidence) == 1:
+        if evidence.text != verdict.first_error.raised or len(verdict.evidence) == 1:
             name = "evidence" if verdict.known else "likely line"
             yield name, f"{evidence.place}: {evidence.text}"

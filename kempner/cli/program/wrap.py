@@ -71,7 +71,7 @@ def _carry_out(script: Path, output: Path | None, text: bytes) -> str:
     target, new = (script, kept) if output is None else (output, output)
     if new.exists():
         raise UsageError(f"{new} is there already: name a new file, or delete it")
-    told = f"wrote {target}" + (f"; {kept} is the script as it was" if output is None else "")
+    outcome = f"wrote {target}" + (f"; {kept} is the script as it was" if output is None else "")
     try:
         if output is None:
             shutil.copy2(script, kept)
@@ -83,7 +83,7 @@ def _carry_out(script: Path, output: Path | None, text: bytes) -> str:
     except OSError as error:
         raise cannot_write(target, error) from error
     return (
-        f"{told}\nthe program must go on from its own checkpoint when it is started again: "
+        f"{outcome}\nthe program must go on from its own checkpoint when it is started again: "
         "`kempner rehearse -- COMMAND` shows whether it does"
     )
 

@@ -490,7 +490,7 @@ class SlurmAccess:
     pause: Callable[[float], object] = time.sleep
 
 
-def came_back(asked: JobState, now: JobState) -> bool:
+def was_requeued(asked: JobState, now: JobState) -> bool:
     """Whether the job was requeued since its state was `asked`."""
     return now.restarts > asked.restarts or now.queued
 
@@ -532,7 +532,7 @@ class _RequeueTries:
             except SlurmError as error:
                 outcome = RequeueOutcome.DONE if self.taken else RequeueOutcome.SILENT
                 return self._end(outcome, str(error))
-            if self.asked is not None and came_back(self.asked, state):
+            if self.asked is not None and was_requeued(self.asked, state):
                 return self._end(RequeueOutcome.DONE, "", state)
             decision = self.decide(state)
             if not decision.requeue:

@@ -250,7 +250,7 @@ def _good_rows(
     on_bytes: Callable[[int], None],
 ) -> Iterator[Taken]:
     tally.start(piece)
-    told = 0
+    reported_bytes = 0
     for row, share, item in rows:
         try:
             taken = take(item)
@@ -259,8 +259,8 @@ def _good_rows(
         else:
             tally.add_good()
             yield taken
-        on_bytes(int(share * piece.size) - told)
-        told = int(share * piece.size)
+        on_bytes(int(share * piece.size) - reported_bytes)
+        reported_bytes = int(share * piece.size)
 
 
 def _text_of_row(text: bytes | None, text_key: str) -> bytes:

@@ -110,17 +110,17 @@ def where(finding: Finding, asked: Collection[str]) -> str:
 
 def lines(findings: Iterable[Finding], asked: Collection[str]) -> Iterator[str]:
     """Yield a line for each finding as it comes, and a summary; `asked` are all nodes."""
-    told = []
+    reported = []
     for each in findings:
-        told.append(each)
+        reported.append(each)
         yield f"{each.level.value:<7} {each.check:<{_WIDTH}}  {where(each, asked)}{each.sentence}"
-    yield summary(told)
+    yield summary(reported)
 
 
 def show(findings: Iterable[Finding], asked: Collection[str], console: Console) -> None:
-    told = []
+    reported = []
     for each in findings:
-        told.append(each)
+        reported.append(each)
         style, passed = _STYLES[each.level], each.level in (Level.PASS, Level.SKIPPED)
         row = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
         row.add_column(no_wrap=True, width=len(Level.SKIPPED.value))
@@ -129,7 +129,7 @@ def show(findings: Iterable[Finding], asked: Collection[str], console: Console) 
         sentence = Text(where(each, asked) + each.sentence, "dim" if passed else "")
         row.add_row(Text(each.level.value, style), Text(each.check), sentence)
         console.print(row)
-    console.print(Text(summary(told), _STYLES[worst(told)]))
+    console.print(Text(summary(reported), _STYLES[worst(reported)]))
 
 
 def summary(findings: Sequence[Finding]) -> str:

@@ -154,12 +154,12 @@ def prometheus_text(run: str, values: dict[str, float], given_up: bool) -> str:
     See https://prometheus.io/docs/instrumenting/exposition_formats/.
     """
     label = run.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-    told: dict[str, list[str]] = {}
+    samples_by_name: dict[str, list[str]] = {}
     for key, number in values.items():
         name, of_set = split_set(key)
         more = f',set="{of_set}"' if of_set else ""
-        told.setdefault(name, []).append(f'{{run="{label}"{more}}} {number!r}')
-    known = [(*_GAUGES[name], told[name]) for name in _GAUGES if name in told]
+        samples_by_name.setdefault(name, []).append(f'{{run="{label}"{more}}} {number!r}')
+    known = [(*_GAUGES[name], samples_by_name[name]) for name in _GAUGES if name in samples_by_name]
     last = [f'{{run="{label}"}} {float(given_up)!r}']
     known.append(("given_up", "1 if kempner gave up: a person has to look", last))
     return "".join(
@@ -281,9 +281,9 @@ def _metrics(run: str, points: Sequence[Point]) -> list[Metric]:
         values = point.values if point.evaluation else {**point.values, "step": point.step}
         for key, number in values.items():
             name, of_set = split_set(key)
-            told: Mapping[str, str | int] = {"run": run, "attempt": point.attempt}
-            told = {**told, "set": of_set} if of_set else told
-            one = NumberDataPoint(told, 0, round(point.time * 1e9), number)
+            attributes: Mapping[str, str | int] = {"run": run, "attempt": point.attempt}
+            attributes = {**attributes, "set": of_set} if of_set else attributes
+            one = NumberDataPoint(attributes, 0, round(point.time * 1e9), number)
             found.setdefault(name, []).append(one)
     return [
         Metric(name, about, unit, Gauge(found[key]))

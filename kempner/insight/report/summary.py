@@ -115,8 +115,8 @@ def _interruption(
     following = later[0] if later else None
     facts, ready = time.facts, time.facts.ready_at is not None
     # The next attempt that reached a step repeats what was lost.
-    came = [each for each in later if each.facts.ready_at is not None]
-    resumed = came[0] if came and ready else None
+    later_ready = [each for each in later if each.facts.ready_at is not None]
+    resumed = later_ready[0] if later_ready and ready else None
     kind, cause, detail, rank, node = cause_of(facts)
     place = InterruptionPlace(
         rank=rank,
@@ -498,7 +498,7 @@ def _time_spent(attempts: Sequence[AttemptFacts], timeline: Timeline) -> TimeSpe
     seconds = timeline.seconds()
     wall, train = timeline.end - timeline.begin, float(seconds[Category.TRAIN])
     held = sum(float(seconds[c]) for c in Category if c.holds_machines)
-    told = not timeline.reports_nothing
+    steps_reported = not timeline.reports_nothing
     ready = [e.event.device for a in attempts for e in a.all(RankReady)]
     machines = Machines(
         ranks=max(a.started.ranks for a in attempts),
@@ -509,8 +509,8 @@ def _time_spent(attempts: Sequence[AttemptFacts], timeline: Timeline) -> TimeSpe
         begin=timeline.begin,
         end=timeline.end,
         machines=machines,
-        goodput=train / wall if told and wall else None,
-        while_held=train / held if told and held else None,
+        goodput=train / wall if steps_reported and wall else None,
+        while_held=train / held if steps_reported and held else None,
         seconds={c.key: float(seconds[c]) for c in Category},
         gpu_hours=_gpu_hours(timeline),
     )

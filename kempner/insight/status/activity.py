@@ -138,8 +138,8 @@ def _between(last: AttemptFacts) -> ActivityNote:
     doing = _ended(last)
     if doing.activity is Activity.STOPPED and not last.stop_reason.changes_nodes:
         where = "its job goes back into the queue" if last.requeued_at else "every rank has left"
-        told = f"{doing.reason}; {where}" if doing.reason else where
-        return ActivityNote(Activity.STOPPING, told)
+        reason = f"{doing.reason}; {where}" if doing.reason else where
+        return ActivityNote(Activity.STOPPING, reason)
     if last.given_up is not None:
         return ActivityNote(Activity.GIVEN_UP, last.given_up.event.reason)
     return ActivityNote(Activity.RESTARTING, doing.reason)
@@ -150,10 +150,10 @@ def _in_attempt(facts: RunFacts, last: AttemptFacts) -> ActivityNote:
         return ActivityNote(Activity.STOPPING, f"a hang: {hang.event.reason}")
     if last.stop_reason:
         asked = last.last(StopRequested)
-        said = "" if asked is None else asked.event.sentence
+        sentence = "" if asked is None else asked.event.sentence
         words = last.stop_reason.words
-        told = f"{words}: {said}" if said and said != words else words
-        return ActivityNote(Activity.STOPPING, told)
+        reason = f"{words}: {sentence}" if sentence and sentence != words else words
+        return ActivityNote(Activity.STOPPING, reason)
     if facts.live.alive is None:
         return ActivityNote(Activity.UNKNOWN)
     stuck = [place for place in facts.live.ranks if place.storage]
@@ -184,8 +184,8 @@ def _on_the_way(facts: RunFacts, last: AttemptFacts, phases: Collection[str]) ->
     if last.started.own_program and Phase.STEP in phases:
         return ActivityNote(Activity.TRAINING)  # one rank of it may speak for all
     if len(facts.live.ranks) < last.started.ranks:
-        told = f"{len(facts.live.ranks):,} of {last.started.ranks:,} ranks have connected"
-        return ActivityNote(Activity.STARTING, told)
+        reason = f"{len(facts.live.ranks):,} of {last.started.ranks:,} ranks have connected"
+        return ActivityNote(Activity.STARTING, reason)
     return _first_of(_FIRST_PHASES, facts.live.ranks) or ActivityNote(Activity.RUNNING)
 
 

@@ -99,8 +99,8 @@ class JobStatus:
         if self.held:
             return how_to_release(self.job, self.state, self.reason)
         words = _REASONS.get(self.reason, "")
-        told = f"{self.reason}: {words}" if words else self.reason
-        return told or self.state.lower()
+        reason = f"{self.reason}: {words}" if words else self.reason
+        return reason or self.state.lower()
 
 
 _REASONS = {

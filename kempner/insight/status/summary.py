@@ -105,14 +105,14 @@ def describe_waiting(places: Sequence[RankPlace]) -> str:
     if not waiting:
         return ""
     ((what, many),) = waiting.most_common(1)
-    told = f"{many:,} of {len(places):,} ranks wait in {what}"
+    sentence = f"{many:,} of {len(places):,} ranks wait in {what}"
     front = max(place.step for place in places)
     others = [p for p in places if p.waiting != what or p.step < front]
     if not others or len(others) == len(places):
-        return told
+        return sentence
     behind = sorted(place.rank for place in others)
     first = min(others, key=lambda place: (place.step, place.rank))
-    return f"{told} for {name_or_count(behind)} (step {first.step}, {first.phase})"
+    return f"{sentence} for {name_or_count(behind)} (step {first.step}, {first.phase})"
 
 
 RECENT = 50  # logged steps over which speed is averaged
@@ -152,13 +152,13 @@ class RunProgress:
 def measure(lines: Iterable[Mapping[str, Any]], total: int | None) -> RunProgress:
     """The progress by lines of metrics; `total` is the number of steps of the whole run. Skips
     lines that are not kempner's."""
-    told = [line for line in lines if _is_number(line.get("step"))]
-    steps = [line for line in told if "loss" in line]
-    held_out = [line["eval_loss"] for line in told if _is_number(line.get("eval_loss"))]
+    own_lines = [line for line in lines if _is_number(line.get("step"))]
+    steps = [line for line in own_lines if "loss" in line]
+    held_out = [line["eval_loss"] for line in own_lines if _is_number(line.get("eval_loss"))]
     evaluated = RunProgress(
         total=total,
         eval_loss=held_out[-1] if held_out else None,
-        eval_sets=_last_sets(told),
+        eval_sets=_last_sets(own_lines),
     )
     if not steps:
         return evaluated
@@ -209,9 +209,9 @@ def _waited(lines: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, flo
     """The times that rank 0 waited, as shares of the `seconds` that the lines cover."""
     found = {}
     for name, key in _WAITS.items():
-        told = [line[key] for line in lines if _is_number(line.get(key))]
-        if told:
-            found[name] = round(min(1.0, sum(told) / seconds), 4)
+        times = [line[key] for line in lines if _is_number(line.get(key))]
+        if times:
+            found[name] = round(min(1.0, sum(times) / seconds), 4)
     return found
 
 
@@ -374,8 +374,8 @@ def summarise(facts: RunFacts) -> Status:
     last = attempts[-1] if attempts else None
     progress = measure(facts.metrics.lines, facts.metrics.total_steps)
     if progress.step is None:  # a program without metrics may report its step
-        told = [p.step for p in facts.live.ranks] + [a.known_step for a in attempts]
-        progress = replace(progress, step=max(told, default=0) or None)
+        known_steps = [p.step for p in facts.live.ranks] + [a.known_step for a in attempts]
+        progress = replace(progress, step=max(known_steps, default=0) or None)
     doing = decide(facts)
     still = _stands_still(facts, progress, last) if doing.activity in _BETWEEN_STEPS else ""
     if still:
@@ -487,8 +487,8 @@ def _stands_still(facts: RunFacts, progress: RunProgress, last: AttemptFacts | N
 def _slow_storage(facts: RunFacts) -> str:
     took = [c.took.total for c in facts.history.events(CheckpointCommitted) if c.took is not None]
     usual = nearest_rank(took, 0.5)
-    told = "" if usual is None else f"; a save usually takes {duration(usual)}"
-    return f"storage: the files of a checkpoint are still being written{told}"
+    remark = "" if usual is None else f"; a save usually takes {duration(usual)}"
+    return f"storage: the files of a checkpoint are still being written{remark}"
 
 
 def _last_ones(places: Sequence[RankPlace]) -> str:

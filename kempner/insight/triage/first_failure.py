@@ -110,7 +110,7 @@ def _judge(run: RunDirectory, attempt: AttemptFacts) -> Verdict:
     node = (failed.event.node if failed else "") or None
     if rank is not None:
         node = scan.places.nodes.get(rank) or node
-    told = decide(scan)
+    log_verdict = decide(scan)
     shown = Evidence(str(run.ledger), f"attempt {attempt.number}: {ended.reason}")
     return Verdict(
         cause.name,
@@ -122,11 +122,11 @@ def _judge(run: RunDirectory, attempt: AttemptFacts) -> Verdict:
         ),
         FirstError(
             _raised(attempt) or ended.reason,
-            told.told.frame if told.rank in (rank, None) else "",
-            (shown, *(told.evidence if told.known else ())),
+            log_verdict.first_error.frame if log_verdict.rank in (rank, None) else "",
+            (shown, *(log_verdict.evidence if log_verdict.known else ())),
         ),
         tuple(_others(attempt, rank)),
-        (*_notes(attempt), *told.notes),
+        (*_notes(attempt), *log_verdict.notes),
     )
 
 
@@ -142,9 +142,9 @@ def _cause(attempt: AttemptFacts, scan: Scan) -> tuple[Cause, Sure]:
         return CAUSES["host_out_of_memory"], Sure.CERTAIN
     if (hit := match(said)) is not None and hit[0].level < SignLevel.SYMPTOM:
         return hit[1], hit[0].sure
-    told = decide(scan)
-    if told.known and told.cause not in ("peer_lost", "exception"):
-        return CAUSES[told.cause], told.sure
+    log_verdict = decide(scan)
+    if log_verdict.known and log_verdict.cause not in ("peer_lost", "exception"):
+        return CAUSES[log_verdict.cause], log_verdict.sure
     return _by_status(attempt, raised)
 
 
@@ -224,7 +224,7 @@ def _stopped(history: RunHistory) -> Verdict:
     reason = StopReason.of_label(last.reason)
     cause = CAUSES.get(_STOPS.get(reason, ""), STOPPED)
     says = last.sentence or f"stopped after step {last.step}, {last.lost_steps} steps lost"
-    return Verdict(cause.name, cause.says, cause.do, Sure.CERTAIN, told=FirstError(says))
+    return Verdict(cause.name, cause.says, cause.do, Sure.CERTAIN, first_error=FirstError(says))
 
 
 def triage_logs(paths: Sequence[Path]) -> Verdict:

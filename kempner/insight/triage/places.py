@@ -115,10 +115,10 @@ class Places:
         """
         if len(self.uses) < 2:
             return None
-        told = [used for used, _ in self.uses.values()]
+        interfaces = [used for used, _ in self.uses.values()]
         for used, line in self.uses.values():
             name, _, address = used.partition(":")
-            shared = sum(other.endswith(f":{address}") for other in told) > 1
+            shared = sum(other.endswith(f":{address}") for other in interfaces) > 1
             if _VIRTUAL.match(name) or shared:
                 return line
         return None

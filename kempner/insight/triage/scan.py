@@ -397,9 +397,9 @@ class Scan:
         if announces(line.text):
             self._tracebacks.doubt(line, self.lines)
         self.suspects.learn(replace(line, warning=False))
-        told = replace(line, warning=True)
-        if suspicious(line.text) and (hit := match(line.text, told.warning)) is not None:
-            self._signed(*hit, told, "")
+        as_warning = replace(line, warning=True)
+        if suspicious(line.text) and (hit := match(line.text, as_warning.warning)) is not None:
+            self._signed(*hit, as_warning, "")
 
     def _ended(self, end: End) -> None:
         if end.node is not None and end.task:

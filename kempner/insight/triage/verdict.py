@@ -207,7 +207,7 @@ class Verdict:
     do: str
     sure: Sure
     where: FailureLocation = FailureLocation()
-    told: FirstError = FirstError()
+    first_error: FirstError = FirstError()
     consequences: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -225,12 +225,12 @@ class Verdict:
 
     @property
     def evidence(self) -> tuple[Evidence, ...]:
-        return self.told.evidence
+        return self.first_error.evidence
 
     def to_json(self) -> dict[str, Any]:
         fields = asdict(self)
-        where, told = fields.pop("where"), fields.pop("told")
-        return {**fields, "sure": self.sure.label, **where, **told}
+        where, first_error = fields.pop("where"), fields.pop("first_error")
+        return {**fields, "sure": self.sure.label, **where, **first_error}
 
 
 def decide(scan: Scan) -> Verdict:
@@ -332,8 +332,8 @@ def _without_late_ends(found: Sequence[LogFinding]) -> list[LogFinding]:
     ends = [finding for finding in found if finding.cause.ends_from_outside]
     if not ends:
         return list(found)
-    told = [f for f in found if f.cause.name == "cascade" and _TOLD_TO_END.search(f.line.text)]
-    begins = min(finding.order for finding in [*ends, *told])
+    cascades = [f for f in found if f.cause.name == "cascade" and _TOLD_TO_END.search(f.line.text)]
+    begins = min(finding.order for finding in [*ends, *cascades])
     earlier = [
         finding
         for finding in found

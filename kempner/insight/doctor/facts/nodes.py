@@ -71,20 +71,20 @@ def survey_nodes(wanted: NodeQuestions, allocation: Allocation) -> Survey:
         wanted = replace(wanted, details=met)
         with _asking(wanted, len(nodes)) as (question, unwritable):
             task, began = probe.command(question), time.time()
-            told = run_on_nodes(nodes, inside, task, ASK_WITHIN, resources)
-            hidden = bool(gpus) and not told.out
+            output = run_on_nodes(nodes, inside, task, ASK_WITHIN, resources)
+            hidden = bool(gpus) and not output.out
             if hidden:  # not every step can get the GPUs of a job
-                told = run_on_nodes(nodes, inside, task, ASK_WITHIN)
+                output = run_on_nodes(nodes, inside, task, ASK_WITHIN)
             during, shared = (began, time.time()), question.folders
             place = {node: number for number, node in enumerate(nodes)}
-            found = probe.read_results(told.out.splitlines())
+            found = probe.read_results(output.out.splitlines())
             answers = tuple(sorted(found, key=lambda answer: place.get(answer.node, len(place))))
             unseen = {
                 answer.node: tuple(str(Path(folder).parent) for folder in missing)
                 for answer in answers
                 if (missing := tuple(probe.unseen(question, answer)))
             }
-    return Survey(nodes, answers, during, unseen, unwritable, told.complaints, hidden, shared)
+    return Survey(nodes, answers, during, unseen, unwritable, output.complaints, hidden, shared)
 
 
 @contextmanager

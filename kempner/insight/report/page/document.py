@@ -202,7 +202,7 @@ def story(report: RunReport) -> str:
         who += f" ({count(report.time.machines.nodes, 'node')})"
     unit = tables.unit_of(report)
     state = text(report.training.state[:1].upper() + report.training.state[1:])
-    told = [
+    sentences = [
         f"{state} after {duration(report.time.wall)} on {who}: "
         f"step {report.training.step:,}{total}.",
         "How much of the wall time trained is not known: its program does not say."
@@ -219,13 +219,13 @@ def story(report: RunReport) -> str:
             for kind in InterruptionKind
             if kind in kinds
         )
-        told.append(
+        sentences.append(
             f"{count(many, 'interruption')} ({listed}) cost {unit.show(report.lost_hours)} "
             f"{unit.name}."
         )
     else:
-        told.append("Nothing interrupted it.")
-    return " ".join(told)
+        sentences.append("Nothing interrupted it.")
+    return " ".join(sentences)
 
 
 def _run(run: RunData, plots: Sequence[Plot] | None) -> str:

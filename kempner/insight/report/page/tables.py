@@ -119,8 +119,8 @@ def _hang_parts(cost: Cost) -> str:
         (cost.still_seconds - evidence, "until that was a hang"),
         (evidence, "for its evidence"),
     )
-    told = ", ".join(f"{duration(seconds)} {what}" for seconds, what in parts if seconds >= 0.05)
-    return f" since the last step ({told})"
+    details = ", ".join(f"{duration(seconds)} {what}" for seconds, what in parts if seconds >= 0.05)
+    return f" since the last step ({details})"
 
 
 def save_table(report: RunReport) -> str:

@@ -81,7 +81,7 @@ class Tracebacks:
     _open: dict[object, _OpenTraceback] = field(default_factory=dict)
     _muted: set[object] = field(default_factory=set)
     _linked: set[object] = field(default_factory=set)
-    _told_below: dict[object, int] = field(default_factory=dict)
+    _announced_at: dict[object, int] = field(default_factory=dict)
     _repeated: dict[object, int] = field(default_factory=dict)
     _of_ray: dict[object, re.Match[str]] = field(default_factory=dict)
 
@@ -94,7 +94,7 @@ class Tracebacks:
 
     def doubt(self, line: LogLine, order: int) -> None:
         """A traceback of the same writer right below this line may have been handled."""
-        self._told_below[line.writer] = order
+        self._announced_at[line.writer] = order
 
     def feed(self, line: LogLine, order: int) -> FoundException | None:
         """The exception that ends with this line, if any; `order` is the line's number over all
@@ -106,7 +106,7 @@ class Tracebacks:
             self._repeated[writer] = int(of[1] or of[2])
         if _HEADER in text:
             muted, follows = writer in self._muted, writer in self._linked
-            doubtful = self._told_below.pop(writer, -1) == order - 1
+            doubtful = self._announced_at.pop(writer, -1) == order - 1
             rank = self._repeated.pop(writer, line.rank)
             self._open[writer] = _OpenTraceback(muted, doubtful, follows, rank)
             self._muted.discard(writer)

@@ -287,7 +287,7 @@ def test_a_file_that_is_missing_is_told_from_one_that_has_a_substitute() -> None
     fatal = raised("[default0]:", 'OSError: Not found: "/b.model": No such file or directory')
     verdict = verdict_on([f"[default1]:{mild}", *fatal, *torchrun("n2", (8, 0, 1))])
     assert (verdict.cause, verdict.rank, verdict.node) == ("missing_file", 8, "n2")
-    assert "b.model" in verdict.told.raised
+    assert "b.model" in verdict.first_error.raised
 
 
 EXITED = "srun: error: n2: task 4: Exited with exit code 1"

@@ -70,7 +70,7 @@ def test_of_several_logs_the_earliest_failure_counts(tmp_path: Path) -> None:
     later = write(tmp_path / "a.log", "[rank0]: 2026-01-01 10:00:09,5 KeyError: 'later'")
     first = write(tmp_path / "b.log", "[rank1]: 2026-01-01 10:00:03,5 ValueError: first")
     verdict = triage_logs([later, first])
-    assert (verdict.rank, verdict.told.raised) == (1, "ValueError: first")
+    assert (verdict.rank, verdict.first_error.raised) == (1, "ValueError: first")
 
 
 def test_the_exception_has_the_user_s_own_line() -> None:
@@ -83,7 +83,7 @@ def test_the_exception_has_the_user_s_own_line() -> None:
         "[rank2]: RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x3 and 4x3)",
     )
     assert (verdict.cause, verdict.rank) == ("exception", 2)
-    assert verdict.told.frame == "/home/u/train.py:31 in step"
+    assert verdict.first_error.frame == "/home/u/train.py:31 in step"
 
 
 def test_tracebacks_of_ranks_that_write_at_once_are_told_apart() -> None:
@@ -97,8 +97,8 @@ def test_tracebacks_of_ranks_that_write_at_once_are_told_apart() -> None:
         "[rank1]: KeyError: 'one'",
         "[rank0]: ValueError: two",
     )
-    assert (verdict.rank, verdict.told.raised) == (1, "KeyError: 'one'")
-    assert verdict.told.frame == "/home/u/a.py:1 in one"
+    assert (verdict.rank, verdict.first_error.raised) == (1, "KeyError: 'one'")
+    assert verdict.first_error.frame == "/home/u/a.py:1 in one"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_the_last_of_several_launches_in_one_log_counts_however_many_failed() ->
         for line in (*(f"step {launch * 10 + n}" for n in range(10)), "ValueError: old")
     ]
     verdict = verdict_on(*launches, *(f"step {n}" for n in range(2000, 2010)), "KeyError: 'new'")
-    assert verdict.told.raised == "KeyError: 'new'"
+    assert verdict.first_error.raised == "KeyError: 'new'"
 
 
 NCCL = "{node}:{pid}:{pid} [0] NCCL INFO "
@@ -236,7 +236,7 @@ def test_what_a_worker_has_raised_counts_and_not_that_it_did() -> None:
         assert verdict_on(*(line.format(**words) for line in lines)).cause == "stale_file_handle"
     words = {"kind": "KeyError", "where": "DataLoader worker process 0", "said": "KeyError: 'de'"}
     verdict = verdict_on(*(line.format(**words) for line in lines))
-    assert (verdict.told.raised, verdict.told.frame) == (
+    assert (verdict.first_error.raised, verdict.first_error.frame) == (
         "KeyError: 'de'",
         "/home/u/data.py:7 in load",
     )

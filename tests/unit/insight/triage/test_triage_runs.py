@@ -30,14 +30,16 @@ REAL = [
 def test_a_run_that_really_failed(name: str, cause: str, rank: int, said: str) -> None:
     verdict = triage_run(RunDirectory(RAN / name))
     assert (verdict.cause, verdict.rank, verdict.node) == (cause, rank, "node1")
-    assert said in verdict.told.raised
+    assert said in verdict.first_error.raised
     (other,) = verdict.consequences
     assert other.startswith(f"rank {1 - rank}: ")
 
 
 def test_the_rank_s_log_has_the_line_of_code() -> None:
     verdict = triage_run(RunDirectory(RAN / "crashed"))
-    assert verdict.told.frame.endswith("kempner/training/fault_injection.py:93 in maybe_inject")
+    assert verdict.first_error.frame.endswith(
+        "kempner/training/fault_injection.py:93 in maybe_inject"
+    )
     assert "attempts 1-4 failed; this is the last of them" in verdict.notes
     later = triage_run(RunDirectory(RAN / "killed"))
     assert "a later attempt completed the run" in later.notes

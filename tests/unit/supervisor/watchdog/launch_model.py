@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kempner.cluster.slurm.job import JobState, parse_job
-from kempner.cluster.slurm.scontrol import RequeueDecision, came_back, decide_orphan_requeue
+from kempner.cluster.slurm.scontrol import RequeueDecision, decide_orphan_requeue, was_requeued
 from kempner.run.process.exit_codes import ExitCode
 from kempner.supervisor.policy.outcome import Decision
 from kempner.supervisor.policy.restart import decide_requeue
@@ -244,7 +244,7 @@ def _request(
     """The next step of one who looks, decides, asks, and looks again, as `put_back` does."""
     if getattr(world, who) != "looked":
         job = JOBS[world.job]
-        back = getattr(world, who) == "asked" and came_back(JOBS["runs"], job)
+        back = getattr(world, who) == "asked" and was_requeued(JOBS["runs"], job)
         goes = not back and decide(job).requeue
         yield f"{who}: looks", world._replace(**{who: "looked" if goes else "done"})
     else:

@@ -193,11 +193,11 @@ class StackReader:
             return None
 
 
-def main_place(told: bytes, pid: int) -> CodePlace | None:
+def main_place(dump: bytes, pid: int) -> CodePlace | None:
     """The place of the main thread in the output of `py-spy dump --json`; None if it has no such
     thread."""
     try:
-        threads: list[dict[str, Any]] = json.loads(told)
+        threads: list[dict[str, Any]] = json.loads(dump)
         stacks = {
             int(thread["os_thread_id"]): [
                 (str(frame["filename"]), str(frame["name"]).rpartition(".")[2], int(frame["line"]))

@@ -200,8 +200,8 @@ def look_at_software(imports: Sequence[str] = ()) -> Software:
         last = [line.strip() for line in done.stderr.splitlines() if line.strip()][-1:]
         trouble = last[0] if last else f"the process ended with {done.returncode}"
         return Software(python, trouble=trouble)
-    told = json.loads(done.stdout.splitlines()[-1])
-    return Software(python, **told)
+    fields = json.loads(done.stdout.splitlines()[-1])
+    return Software(python, **fields)
 
 
 LARGEST = 128 * 2**20

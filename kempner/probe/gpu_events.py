@@ -150,7 +150,7 @@ def main(parent: int) -> None:
     except ImportError:
         return
     try:
-        watch(_Nvml(nvml), lambda told: print(json.dumps(asdict(told)), flush=True))
+        watch(_Nvml(nvml), lambda trouble: print(json.dumps(asdict(trouble)), flush=True))
     except nvml.NVMLError as error:
         sys.exit(str(error))
 

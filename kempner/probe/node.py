@@ -368,8 +368,8 @@ def _meet(found: NetworkDetails, bound: Interface, there: str, port: int) -> Net
     try:
         asked_at = time.time()
         with socket.create_connection((there, port), CONNECT_WITHIN, (own, 0)) as meeting:
-            told = float(meeting.makefile().readline() or "nan")
-        ahead = (asked_at + time.time()) / 2 - told
+            doctor_time = float(meeting.makefile().readline() or "nan")
+        ahead = (asked_at + time.time()) / 2 - doctor_time
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         words = f"{there} cannot be reached from {own} ({bound.name}): {why}"

@@ -27,7 +27,7 @@ def still_runs(pid: int, proc: Path = Path("/proc")) -> bool:
     return any(state not in ("Z", "X") for state in thread_states(pid, proc))
 
 
-def came_after(pid: int, earlier: int, proc: Path = Path("/proc")) -> bool:
+def started_later_by_same_user(pid: int, earlier: int, proc: Path = Path("/proc")) -> bool:
     """Whether process `pid` has the same owner as `earlier` and was started no sooner: the pid of a
     rank in a container may be that of another process here."""
     try:
@@ -47,10 +47,10 @@ def describe_process(pid: int, proc: Path = Path("/proc")) -> str:
         waits_in = (proc / str(pid) / "wchan").read_text().strip() or "0"
     except OSError as error:
         return f"process {pid} cannot be looked at: {error.strerror}"
-    told = [" ".join(line.split()) for line in lines if line.split(":")[0] in _FIELDS]
+    parts = [" ".join(line.split()) for line in lines if line.split(":")[0] in _FIELDS]
     stuck = thread_states(pid, proc).count("D")
-    told += [f"{stuck} thread{'s' * (stuck > 1)} in D (disk sleep)"] if stuck else []
-    return f"process {pid}: {', '.join(told)}, waits in {waits_in}"
+    parts += [f"{stuck} thread{'s' * (stuck > 1)} in D (disk sleep)"] if stuck else []
+    return f"process {pid}: {', '.join(parts)}, waits in {waits_in}"
 
 
 def answer(node: str, pids: Sequence[int]) -> str:
@@ -60,8 +60,8 @@ def answer(node: str, pids: Sequence[int]) -> str:
 def read_answer(line: str) -> tuple[str, tuple[int, ...]] | None:
     """A node, and the processes that still run there; None if the line is no answer."""
     try:
-        told = json.loads(line)
-        return str(told["node"]), tuple(int(pid) for pid in told["left"])
+        fields = json.loads(line)
+        return str(fields["node"]), tuple(int(pid) for pid in fields["left"])
     except (ValueError, TypeError, KeyError):
         return None
 
@@ -69,11 +69,11 @@ def read_answer(line: str) -> tuple[str, tuple[int, ...]] | None:
 def main(asked: Sequence[str]) -> None:
     if asked[0].startswith("{"):
         node = node_name(os.environ)
-        told = [answer(node, json.loads(asked[0]).get(node, ()))]
+        lines = [answer(node, json.loads(asked[0]).get(node, ()))]
     else:
-        told = [describe_process(int(pid)) for pid in asked]
+        lines = [describe_process(int(pid)) for pid in asked]
     # At one go, or it mixes with other nodes' where Python's output is unbuffered.
-    sys.stdout.write("".join(f"{line}\n" for line in told))
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
     sys.stdout.flush()
 
 

@@ -58,7 +58,7 @@ class RehearsalFindings:
     at: int = 0
     """Its first step."""
     sentences: list[str] = field(default_factory=list)
-    told_only: list[str] = field(default_factory=list)
+    output_only: list[str] = field(default_factory=list)
     """Variables that were not restored, but are only output."""
 
 
@@ -98,7 +98,7 @@ def _find_first(seen: RehearsalRecord, findings: RehearsalFindings, used: frozen
         outcome = differences(records, start.records)
         changes = _changes(seen, number) if number or outcome else []
         kept = [c for c in changes if _must_come_back(c, used, bool(outcome))]
-        findings.told_only += [c.name for c in changes if c not in kept and c.kind in IF_USED]
+        findings.output_only += [c.name for c in changes if c not in kept and c.kind in IF_USED]
         wrong_place = _wrong_place(seen, number)
         if outcome or kept or wrong_place:
             findings.verdict = RehearsalVerdict.DIFFERS if number else RehearsalVerdict.BY_ITSELF
@@ -359,9 +359,9 @@ def about_changes(changes: Sequence[Changed]) -> list[str]:
     order = ["names", "weight", "buffer", "optimizer", "scheduler", "generator", "object"]
     rank = lambda key: order.index(key[1]) if key[1] in order else len(order)  # noqa: E731
     keys = sorted(groups, key=rank)
-    told = [_about(name, kind, groups[name, kind]) for name, kind in keys[:MOST]]
+    sentences = [_about(name, kind, groups[name, kind]) for name, kind in keys[:MOST]]
     more = len(keys) - MOST
-    return [*told, f"and {more} more variables"] if more > 0 else told
+    return [*sentences, f"and {more} more variables"] if more > 0 else sentences
 
 
 def _about(name: str, kind: str, changes: Sequence[Changed]) -> str:
@@ -429,25 +429,25 @@ def _without_a_variable(seen: RehearsalRecord, findings: RehearsalFindings) -> l
 def _by_itself(seen: RehearsalRecord, findings: RehearsalFindings) -> list[str]:
     """Explain why two undisturbed runs differ."""
     one = findings.first[0] if findings.first else None
-    told = [
+    sentences = [
         "two undisturbed runs differ"
         + (f": {_FIELDS[one.field]} from step {one.step}" if one is not None else "")
         + ": no resume can be exact"
     ]
-    told += [
+    sentences += [
         f"it reads {shown(path)}, which an earlier start has written" for path in read_again(seen)
     ]
     sets = [change for change in findings.changes if change.kind == "set"]
     hints = [h for path, text in sources_of(seen).items() for h in find_hints(shown(path), text)]
     if seen.again is not None and not differences(seen.undisturbed.records, seen.again.records):
-        told.append(
+        sentences.append(
             "the order of a set, or hash(), differs in each process (PYTHONHASHSEED): sort "
             + (", ".join(f"`{change.name}`" for change in sets) or "what is iterated over")
         )
-        return told
-    told += hints
+        return sentences
+    sentences += hints
     others = [change for change in findings.changes if change.kind != "set"]
-    return told + [
+    return sentences + [
         f"`{change.name}` is {change.now.words} instead of {change.before.words}"
         for change in others[:MOST]
         if change.kind in ("value", "container", "tensor", "generator")
@@ -473,8 +473,8 @@ def report(seen: RehearsalRecord, size: int) -> tuple[str, ExitCode]:
     lines = [*_table(findings.rows), ""]
     lines += [f"- {sentence}" for sentence in explain(seen, findings)]
     lines += _outside(seen)
-    if findings.told_only:
-        names = ", ".join(f"`{name}`" for name in sorted(set(findings.told_only))[:MOST_FILES])
+    if findings.output_only:
+        names = ", ".join(f"`{name}`" for name in sorted(set(findings.output_only))[:MOST_FILES])
         lines.append(f"begins anew, and only tells people something: {names}")
     lines.append(_verdict(seen, findings, size))
     code = ExitCode.COMPLETED if findings.verdict is RehearsalVerdict.EXACT else ExitCode.CRASHED

@@ -253,9 +253,9 @@ def _resume(
     if train_state is None:
         record(StartedAnew())
         return TrainState()
-    told = ranks.broadcast(remembered(history))
-    assert isinstance(told, tuple)  # read by rank 0
-    later = [rollback for rollback in told if rollback not in train_state.rollbacks]
+    agreed = ranks.broadcast(remembered(history))
+    assert isinstance(agreed, tuple)  # read by rank 0
+    later = [rollback for rollback in agreed if rollback not in train_state.rollbacks]
     return dataclasses.replace(train_state, rollbacks=(*train_state.rollbacks, *later))
 
 

@@ -127,8 +127,8 @@ def judge_memory(
     ranks = tuple(rank for rank, one in enumerate(broken) if one)
     if ranks:
         return CorruptionVerdict(StepPart.MEMORY, ranks, sure=True)
-    told = enumerate(noted)
-    claims = (Claim(StepPart.REPLICA, rank % shards, rank, value) for rank, value in told)
+    hashes = enumerate(noted)
+    claims = (Claim(StepPart.REPLICA, rank % shards, rank, value) for rank, value in hashes)
     return judge(claims, shards)
 
 

@@ -56,7 +56,7 @@ class LastWords:
 
     def end_with(self, error: RunError) -> NoReturn:
         """End this process with an error where Python would ignore the exception."""
-        self._told(error)
+        self._report(error)
         leave(error.code)
 
     def _say(self) -> None:
@@ -71,7 +71,7 @@ class LastWords:
     def _hook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if not self._told(error):
+        if not self._report(error):
             self._earlier_hook(kind, error, trace)
 
     def _thread_hook(self, ended: threading.ExceptHookArgs) -> None:
@@ -83,17 +83,17 @@ class LastWords:
             self._status = self.code or ExitCode.COMPLETED
         else:
             self._status = _code_of(error, self._rank_link)
-            if not self._told(error):
+            if not self._report(error):
                 self._earlier_thread_hook(ended)
 
-    def _told(self, error: BaseException) -> bool:
+    def _report(self, error: BaseException) -> bool:
         """Report to the supervisor; returns whether the user needs no traceback."""
         after_loop, self.code = self.code is ExitCode.COMPLETED, None
         self.uncommitted = None  # the exception says more
         code = _code_of(error, self._rank_link)
         if not isinstance(error, RunError):
-            told = after_loop or code is ExitCode.PEERS_LOST
-            where = f"{place_of(error.__traceback__).words}: " if told else ""
+            with_place = after_loop or code is ExitCode.PEERS_LOST
+            where = f"{place_of(error.__traceback__).words}: " if with_place else ""
             self._rank_link.leave(code, f"{where}{type(error).__name__}: {error}")
             return False
         self._status = code
@@ -139,10 +139,10 @@ class Home:
                 mine = begin_attempt(self.folder)
             except UsageError as error:
                 mine = str(error)
-        told = ranks.broadcast(mine)
-        if not isinstance(told, Attempt):
-            raise UsageError(str(told))
-        return Fence(self.folder.attempts, told)
+        agreed = ranks.broadcast(mine)
+        if not isinstance(agreed, Attempt):
+            raise UsageError(str(agreed))
+        return Fence(self.folder.attempts, agreed)
 
 
 @dataclass(frozen=True)
@@ -223,8 +223,8 @@ def _choose(ranks: Ranks, usual: Path, program: RunIdentity, accepted: Collectio
     chosen: ChosenRun | None = None
     if ranks.world.rank == 0:
         chosen = choose_run(usual, program, accepted)
-    told = ranks.broadcast(chosen)
-    assert isinstance(told, ChosenRun)  # rank 0 made one
-    if told.sentence:
-        ranks.say(told.sentence)
-    return told.path
+    agreed = ranks.broadcast(chosen)
+    assert isinstance(agreed, ChosenRun)  # rank 0 made one
+    if agreed.sentence:
+        ranks.say(agreed.sentence)
+    return agreed.path

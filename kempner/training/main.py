@@ -111,13 +111,13 @@ def main(config: Config, rank_link: RankLink, shutdown: StopListener) -> NoRetur
 def classify(error: BaseException, rank_link: RankLink) -> ExitCode:
     """The exit code for an unexpected exception: a lost peer, failing storage, or a crash of this
     rank. A lost peer reported by the supervisor takes precedence over the error itself."""
-    told = rank_link.link is not None and rank_link.link.peer_lost is not None
+    reported = rank_link.link is not None and rank_link.link.peer_lost is not None
     if isinstance(error, OSError) and error.filename is not None and error.errno in PASSING:
         return ExitCode.STORAGE_UNAVAILABLE  # with a file name: not a network error
     lost = isinstance(error, torch.distributed.DistError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in _PEER_GONE)
     )
-    return ExitCode.PEERS_LOST if told or lost else ExitCode.CRASHED
+    return ExitCode.PEERS_LOST if reported or lost else ExitCode.CRASHED
 
 
 def run_rank(config: Config, rank_link: RankLink, shutdown: StopListener) -> ExitCode:
@@ -204,11 +204,11 @@ def take_run(
     mine: Ownership | str = ""
     if ranks.world.rank == 0:
         mine = _begin(run, ranks.world, section)
-    told = ranks.broadcast(mine.attempt if isinstance(mine, Ownership) else mine)
-    if isinstance(told, str):
-        raise UsageError(told)
-    assert isinstance(told, Attempt)  # rank 0 made one
-    return mine if isinstance(mine, Ownership) else Ownership(told)
+    agreed = ranks.broadcast(mine.attempt if isinstance(mine, Ownership) else mine)
+    if isinstance(agreed, str):
+        raise UsageError(agreed)
+    assert isinstance(agreed, Attempt)  # rank 0 made one
+    return mine if isinstance(mine, Ownership) else Ownership(agreed)
 
 
 def _begin(run: RunDirectory, world: World, section: SuperviseSection) -> Ownership | str:

@@ -122,14 +122,14 @@ def recognise(
         if before is not None and any(folder.checkpoints.glob("step-*")):
             found = compare(before, program, accepted)
             standing = RunComparison(folder, before, program, tuple(found))
-    told = ranks.broadcast(standing)
-    assert isinstance(told, RunComparison)  # rank 0 made one
-    if refusal := describe_refusal(told.differences, folder.path, _ANOTHER_RUN):
+    agreed = ranks.broadcast(standing)
+    assert isinstance(agreed, RunComparison)  # rank 0 made one
+    if refusal := describe_refusal(agreed.differences, folder.path, _ANOTHER_RUN):
         raise DataError(refusal)
-    for each in told.differences:
+    for each in agreed.differences:
         accepted_first = "accepted: " if each.verdict is Consequence.ACCEPTED else ""
         ranks.say(f"{accepted_first}{each.sentence}")
-    return told
+    return agreed
 
 
 _HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
@@ -155,12 +155,12 @@ def _is_setting(value: object) -> bool:
 def this_program(ranks: Ranks, facts: Mapping[str, object]) -> RunIdentity:
     """The identity of this process's program, with the `facts` of its loop; on rank 0 with its
     files."""
-    told = {name: plain(value) for name, value in facts.items()}
+    plain_facts = {name: plain(value) for name, value in facts.items()}
     if ranks.world.rank != 0:
-        return RunIdentity(facts=told)
+        return RunIdentity(facts=plain_facts)
     return replace(
         identity_of_process(sys.argv, sys.modules, os.environ, Path.cwd()),
-        facts=told,
+        facts=plain_facts,
         surroundings={"ranks": ranks.world.size, "host": platform.node(), **versions()},
         claimed_by=asdict(Holder.here(0.0)),
     )
@@ -206,7 +206,7 @@ class RunEntry:
         usual = (
             terms.run if terms is not None else self._named or place_of(_usual(name, sys.argv[0]))
         )
-        link = join(RunDirectory(usual), _as_told(terms), self._shutdown)
+        link = join(RunDirectory(usual), _supervisor_timeouts(terms), self._shutdown)
         entered = SupervisedProcess(link, self._shutdown, LastWords(link), terms)
         if launch is not None:
             LOOPS.supervised = entered
@@ -243,13 +243,13 @@ class RunEntry:
             ranks.agree_on({**agree_on, "number of loops before": LOOPS.count})
         self.rank_link.progress.begin_another()
         self._entered.last_words.code = None
-        told = dict(facts or {})
+        run_facts = dict(facts or {})
         if self._output_dir is not None:
-            told[OUTPUT_DIR] = relative(str(self._output_dir), Path.cwd())
-        program = this_program(ranks, told)
+            run_facts[OUTPUT_DIR] = relative(str(self._output_dir), Path.cwd())
+        program = this_program(ranks, run_facts)
         home = LOOPS.find_home(ranks, self.rank_link, self._named, program, self._accepted)
         link = self.rank_link = replace(self.rank_link, run=home.run)
-        claim = LOOPS.claim(ranks, link, _as_told(self._entered.terms))
+        claim = LOOPS.claim(ranks, link, _supervisor_timeouts(self._entered.terms))
         session = Session(link, claim, home, ranks, self._shutdown, self._entered.last_words)
         self._session = session
         session.fence = home.fence(ranks, claim.attempt)
@@ -429,7 +429,7 @@ def at_prompt() -> bool:
     return hasattr(sys, "ps1")
 
 
-def _as_told(terms: LaunchTerms | None) -> SuperviseSection:
+def _supervisor_timeouts(terms: LaunchTerms | None) -> SuperviseSection:
     """The supervisor's timeouts; without one the defaults, which are not used."""
     if terms is None:
         return SuperviseSection()

@@ -69,7 +69,7 @@ class StepChecks:
         certified: int,
         doubted: int,
     ) -> None:
-        self.certified = self._told_of = certified
+        self.certified = self._recorded_up_to = certified
         self._passed: int | None = None
         self._doubted = doubted
         self._gradient, self._ranks, self._interval, self._read = gradient, ranks, interval, read
@@ -85,7 +85,7 @@ class StepChecks:
     def begin_again(self, step: int) -> None:
         """The state after an earlier `step` was loaded."""
         self._passed = None
-        self.certified = self._told_of = min(self.certified, step)
+        self.certified = self._recorded_up_to = min(self.certified, step)
         self._chain.forget()
         self._chain.remember()
 
@@ -101,7 +101,7 @@ class StepChecks:
     def agree(self, step: int, doubtful: bool) -> tuple[CorruptionVerdict | None, bool]:
         """What is wrong with the memory of any rank, and whether the step is to be checked."""
         wanted = doubtful or self._due(step)
-        broken, asked, noted = self._told(self._chain.broken, wanted, self._chain.noted)
+        broken, asked, noted = self._gather(self._chain.broken, wanted, self._chain.noted)
         return judge_memory(broken, noted, self._gradient.shards), any(asked)
 
     def check_gradient(self, before: TrainState) -> tuple[CorruptionVerdict | None, bool]:
@@ -112,7 +112,7 @@ class StepChecks:
         first: Sequence[MicroBatch] | None = None
         with suppress(WaitStoppedError):
             first = self._read(before, partner)
-        if any(self._told(first is None)[0]):
+        if any(self._gather(first is None)[0]):
             return None, False
 
         def read(part: int) -> Sequence[MicroBatch]:
@@ -138,8 +138,8 @@ class StepChecks:
         committed = run.checkpoints.committed_step
         if run.ranks.world.rank or committed is None:
             return
-        if self._told_of < committed <= self.certified:
-            self._told_of = self.certified
+        if self._recorded_up_to < committed <= self.certified:
+            self._recorded_up_to = self.certified
             run.checkpoints.pin_up_to(self.certified)
             run.record(CheckpointsCertified(self.certified))
 
@@ -154,16 +154,16 @@ class StepChecks:
         """Make the last certified checkpoint the newest, say what was found, and end the attempt.
         Raises `CorruptionError` on the ranks that lie, or of which one does, and `PeersLostError`
         on all others."""
-        told = run.ranks.broadcast(verdict)
-        assert isinstance(told, CorruptionVerdict)  # rank 0's, for all
+        agreed = run.ranks.broadcast(verdict)
+        assert isinstance(agreed, CorruptionVerdict)  # rank 0's, for all
         run.checkpoints.forget_steps()
         run.checkpoints.join()
         plan = run.ranks.broadcast(plan_return(run.checkpoints.branch(), self.certified))
         assert isinstance(plan, ReturnPlan)  # rank 0 made it
         if plan.to is not None:
             run.checkpoints.go_on_from(plan.to)
-        sentence = self._report(run, told, plan)
-        lies = run.ranks.world.rank in told.ranks
+        sentence = self._report(run, agreed, plan)
+        lies = run.ranks.world.rank in agreed.ranks
         raise CorruptionError(sentence) if lies else PeersLostError(sentence)
 
     def _report(self, run: CheckedRun, verdict: CorruptionVerdict, plan: ReturnPlan) -> str:
@@ -182,10 +182,10 @@ class StepChecks:
         start = "the beginning" if plan.to is None else f"step {plan.to}"
         return f"{sentence}; the run goes back to {start}, since {plan.reason}"
 
-    def _told(self, *numbers: int) -> list[list[int]]:
+    def _gather(self, *numbers: int) -> list[list[int]]:
         """Each number of all ranks."""
         own = torch.tensor(numbers, dtype=torch.int64)
-        told = [torch.empty_like(own) for _ in range(self._ranks.world.size)]
-        dist.all_gather(told, own, group=self._ranks.votes)
-        found: list[list[int]] = torch.stack(told).T.tolist()
-        return found
+        gathered = [torch.empty_like(own) for _ in range(self._ranks.world.size)]
+        dist.all_gather(gathered, own, group=self._ranks.votes)
+        by_number: list[list[int]] = torch.stack(gathered).T.tolist()
+        return by_number

@@ -315,9 +315,9 @@ def agree_on_next_decision(run: StoppableLoop, tries_left: int) -> tuple[SaveDec
             suspicious=run.suspicious,
         )
     )
-    told = run.ranks.broadcast(move)
-    assert isinstance(told, SaveDecision)  # rank 0 made it
-    return told, agreed
+    decision = run.ranks.broadcast(move)
+    assert isinstance(decision, SaveDecision)  # rank 0 made it
+    return decision, agreed
 
 
 def next_try(run: StoppableLoop, agreed: VoteResult, tries_left: int) -> float | None:

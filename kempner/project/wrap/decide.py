@@ -31,12 +31,12 @@ class Change:
 def complete(directives: Directives) -> list[Change]:
     """The options that a script's head lacks for its job to be warned and requeued."""
     changes, missing = list[Change](), list[tuple[str, str]]()
-    told = "the job's log goes on where it was; it would be emptied at each start"
+    append_reason = "the job's log goes on where it was; it would be emptied at each start"
     wanted: Mapping[str, tuple[str, str]] = {
         "signal": (f"--signal={WARNING}", "Slurm warns the batch process before the job's time is "
                    "over"),
         "requeue": ("--requeue", "Slurm may put the job back into the queue"),
-        "open-mode": ("--open-mode=append", told),
+        "open-mode": ("--open-mode=append", append_reason),
     }  # fmt: skip
     for name, (option, reason) in wanted.items():
         given = directives.last(name)
@@ -336,13 +336,13 @@ def _supervised(
             f"line {command.line} has other commands before the program: write them on lines of "
             "their own"
         )
-    told = "trap 'kill -TERM $!' TERM  # this shell passes the warning on\n(trap '' TERM; "
-    waited = "what follows runs once the program is complete"
+    opening = "trap 'kill -TERM $!' TERM  # this shell passes the warning on\n(trap '' TERM; "
+    wait_reason = "what follows runs once the program is complete"
     return [
-        Change(command.head, command.head, told, ""),
+        Change(command.head, command.head, opening, ""),
         Change(first, start.kept, f"exec {supervise} \\\n    {own}", EXPLAINED),
         *changes,
-        Change(command.tail, command.tail, WAITING, waited),
+        Change(command.tail, command.tail, WAITING, wait_reason),
     ]
 
 
@@ -371,5 +371,5 @@ def _apply(text: bytes, changes: Sequence[Change]) -> bytes:
 
 
 def _reasons(text: bytes, changes: Sequence[Change]) -> tuple[tuple[int, str], ...]:
-    told = [(text.count(b"\n", 0, change.start) + 1, change.reason) for change in changes]
-    return tuple((line, reason) for line, reason in told if reason)
+    reasons = [(text.count(b"\n", 0, change.start) + 1, change.reason) for change in changes]
+    return tuple((line, reason) for line, reason in reasons if reason)

@@ -210,9 +210,9 @@ def _redirects(node: Node, chain: list[Node]) -> Iterator[Redirect]:
             if child.type.endswith("_redirect"):
                 operator = next((c for c in child.children if not c.is_named), child.children[0])
                 files = [c for c in child.named_children if c.type != "file_descriptor"]
-                told = (files[-1].text or b"").decode(errors="replace") if files else ""
+                file = (files[-1].text or b"").decode(errors="replace") if files else ""
                 kind = operator.type if child.type == "file_redirect" else "<<"
-                yield Redirect(kind, operator.start_byte, operator.end_byte, told)
+                yield Redirect(kind, operator.start_byte, operator.end_byte, file)
 
 
 def _is_in_background(node: Node) -> bool:
@@ -223,8 +223,8 @@ def _is_in_background(node: Node) -> bool:
 def _is_last(statement: Node) -> bool:
     after = statement.next_named_sibling
     while after is not None:
-        told = (after.text or b"").split(maxsplit=1)
-        if after.type != "comment" and told[:1] != [b"exit"]:
+        words = (after.text or b"").split(maxsplit=1)
+        if after.type != "comment" and words[:1] != [b"exit"]:
             return False
         after = after.next_named_sibling
     return True
@@ -246,9 +246,9 @@ def _variables(root: Node) -> dict[str, str]:
     found: dict[str, list[str | None]] = {}
     for node in _assignments(root):
         name, value = node.child_by_field_name("name"), node.child_by_field_name("value")
-        told = None if value is None else _word(value).value
+        text = None if value is None else _word(value).value
         if name is not None:
-            found.setdefault((name.text or b"").decode(errors="replace"), []).append(told)
+            found.setdefault((name.text or b"").decode(errors="replace"), []).append(text)
     once = {name: values[0] for name, values in found.items() if len(values) == 1}
     return {name: value for name, value in once.items() if value is not None}
 

@@ -143,7 +143,7 @@ LAST_WORDS = 3.0
 """Seconds that a rank waits, at its end, until the supervisor confirms its last messages; longer
 than an attempt to connect takes."""
 
-STALLED_TOLD = 100
+MOST_STALLED = 100
 """Most connections that a rank reports: the length of a message is limited."""
 
 _LISTEN = 0.1
@@ -310,7 +310,7 @@ class ControlClient:
 
     def _tell_of_stalled(self) -> None:
         if ends := self._react.stalled():
-            self.record(ConnectionsStalled(tuple(ends[:STALLED_TOLD])))
+            self.record(ConnectionsStalled(tuple(ends[:MOST_STALLED])))
 
     def _dial(self) -> Connection:
         door = Door(self._launch.secret, ranks_at(self._launch.socket))

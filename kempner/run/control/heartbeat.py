@@ -70,7 +70,7 @@ class Progress:
         self._started = time.monotonic()
         self._waited = self._elsewhere = 0.0
         self._held_up = {"saves": 0.0, "data": 0.0}
-        self._told = 0.0
+        self._waited_taken = 0.0
         self._waiting_for = ""
         self._whereabouts = Whereabouts() if own_program else None
         self._seen_moves = 0
@@ -117,8 +117,8 @@ class Progress:
 
     def take_held_up(self) -> StepDelays:
         """What held up the steps since the last call, without evaluations."""
-        held_up = StepDelays(**self._held_up, ranks=self._waited - self._told)
-        self._held_up, self._told = {"saves": 0.0, "data": 0.0}, self._waited
+        held_up = StepDelays(**self._held_up, ranks=self._waited - self._waited_taken)
+        self._held_up, self._waited_taken = {"saves": 0.0, "data": 0.0}, self._waited
         return held_up
 
     @contextmanager

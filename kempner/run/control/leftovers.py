@@ -24,16 +24,16 @@ from kempner.run.record.run_dir import RunDirectory
 
 
 def processes_to_signal(
-    process: psutil.Process, told: Collection[int] = ()
+    process: psutil.Process, informed: Collection[int] = ()
 ) -> list[tuple[psutil.Process, bool]]:
     """The process and those of its descendants to send SIGTERM, each with whether it handles a stop
-    for its children: it traps the signal, or its id is in `told` (it is asked in another way).
+    for its children: it traps the signal, or its id is in `informed` (it is asked in another way).
     Below such a process none is signalled."""
     with suppress(psutil.Error):
-        if process.pid in told or _traps(process.pid, signal.SIGTERM):
+        if process.pid in informed or _traps(process.pid, signal.SIGTERM):
             return [(process, True)]
         children = process.children()
-        below = (found for child in children for found in processes_to_signal(child, told))
+        below = (found for child in children for found in processes_to_signal(child, informed))
         return [(process, False), *below]
     return []
 
@@ -108,11 +108,11 @@ def leftovers(run: RunDirectory) -> Sequence[psutil.Process]:
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             environ = process.environ()
-            mark, told = mark_of(environ), run_of(environ)
+            mark, named_run = mark_of(environ), run_of(environ)
             if mark is not None and mark == ours:
                 mine.append(process)
             elif (mark is not None and str(mark.run) == where) or (
-                mark is None and told is not None and os.path.realpath(told) == where
+                mark is None and named_run is not None and os.path.realpath(named_run) == where
             ):
                 found.append(process)
     kept = {process.pid for process in mine} | {pid for one in mine for pid in _above(one)}

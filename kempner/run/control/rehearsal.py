@@ -33,8 +33,8 @@ class RehearsalPart:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> RehearsalPart | None:
         """The part that this process belongs to; None where nothing is rehearsed."""
-        told = environ.get(_VARIABLE)
-        return None if told is None else cls(**json.loads(told))
+        text = environ.get(_VARIABLE)
+        return None if text is None else cls(**json.loads(text))
 
 
 def place_of(path: str | Path, environ: Mapping[str, str] = os.environ) -> Path:

@@ -287,7 +287,7 @@ class LinkServer(Generic[Member, Heard]):
             del self._strangers[peer]
             self._members[member] = peer
         now = time.monotonic()
-        standing = (message.aged(now - told_at) for message, told_at in self._standing)
+        standing = (message.aged(now - sent_at) for message, sent_at in self._standing)
         first = (self._door.welcome(hello, peer.nonce), *standing, *orders)
         self._send(peer, b"".join(map(encode, first)))
 

@@ -147,7 +147,7 @@ class StorageWaits:
         self._lock = threading.Lock()
         self._waiting: dict[int, str] = {}
         self._announced = False
-        self._untold, self._told_at = StorageWait("", 0.0, 0), -TELL_EVERY
+        self._unlogged, self._logged_at = StorageWait("", 0.0, 0), -TELL_EVERY
 
     def configure(self, patience: float, stop: Callable[[], bool] = lambda: False) -> None:
         """From now on retry for `patience` seconds, but no longer once `stop` returns True."""
@@ -186,8 +186,8 @@ class StorageWaits:
                     raise failure
                 if not decision.again:
                     after = f", and has not worked for {waited:.0f} s" if waited >= 1 else ""
-                    told = f"storage is not available{after}: {describe(failure)}"
-                    raise StorageUnavailableError(told) from failure
+                    sentence = f"storage is not available{after}: {describe(failure)}"
+                    raise StorageUnavailableError(sentence) from failure
                 self._announce(failure)
                 self._pause(decision.pause, clock, stop)
                 tries, self.tries = tries + 1, self.tries + 1
@@ -207,7 +207,7 @@ class StorageWaits:
         """Log that this process waits: once, and not just after another wait was logged."""
         with self._lock:
             self._waiting[threading.get_ident()] = describe(failure)
-            silent = time.monotonic() - self._told_at < TELL_EVERY
+            silent = time.monotonic() - self._logged_at < TELL_EVERY
             say = not (silent or self._announced)
             self._announced = self._announced or say
         if say:
@@ -228,16 +228,16 @@ class StorageWaits:
         """Log a wait that is over, with those before it that came too soon to be logged."""
         now = time.monotonic()
         with self._lock:
-            before = self._untold
-            self._untold = StorageWait(
+            before = self._unlogged
+            self._unlogged = StorageWait(
                 waited.what, before.seconds + waited.seconds, before.tries + waited.tries
             )
-            if now - self._told_at < TELL_EVERY:
+            if now - self._logged_at < TELL_EVERY:
                 return
-            told, self._untold, self._told_at = self._untold, StorageWait("", 0.0, 0), now
-        seconds = round(told.seconds, 1)
-        logger().warning(f"storage works again: {told.what}", waited=seconds, tries=told.tries)
-        self._tell(told)
+            total, self._unlogged, self._logged_at = self._unlogged, StorageWait("", 0.0, 0), now
+        seconds = round(total.seconds, 1)
+        logger().warning(f"storage works again: {total.what}", waited=seconds, tries=total.tries)
+        self._tell(total)
 
 
 def _named(error: OSError, path: Path | None) -> OSError:

@@ -98,8 +98,8 @@ class Whereabouts:
     def _processor_time(self) -> float:
         """Seconds in which the thread had a CPU or waited for one."""
         try:
-            told = Path(f"/proc/self/task/{self._number}/schedstat").read_text().split()
-            return (int(told[0]) + int(told[1])) / 1e9
+            times = Path(f"/proc/self/task/{self._number}/schedstat").read_text().split()
+            return (int(times[0]) + int(times[1])) / 1e9
         except (OSError, ValueError, IndexError):
             return time.clock_gettime(time.pthread_getcpuclockid(self.thread))
 

@@ -184,7 +184,7 @@ def _of_environment(before: RunIdentity, now: RunIdentity) -> Iterator[Differenc
             yield Difference(f"environment.{name}", old, new, Consequence.REFUSED, shown)
 
 
-_TOLD_FACTS = frozenset({"save_every", "keep_last"})
+_HARMLESS_FACTS = frozenset({"save_every", "keep_last"})
 """Facts on which the result does not depend."""
 
 
@@ -198,8 +198,8 @@ def _of_facts(before: RunIdentity, now: RunIdentity) -> Iterator[Difference]:
             yield Difference(name, old, None, Consequence.TOLD, shown)
             continue
         longer = isinstance(old, int) and isinstance(new, int) and new > old
-        told = (longer and name == "steps") or name in _TOLD_FACTS
-        verdict = Consequence.TOLD if told else Consequence.REFUSED
+        harmless = (longer and name == "steps") or name in _HARMLESS_FACTS
+        verdict = Consequence.TOLD if harmless else Consequence.REFUSED
         yield Difference(name, old, new, verdict, _changes(name, old, new))
 
 
@@ -313,11 +313,11 @@ def refuse_other_command(path: Path, now: RunIdentity, accepted: Collection[str]
 
 
 def command_digest(identity: RunIdentity) -> str:
-    told = {name: value for name, value in identity.environment.items() if value is not None}
-    said = json.dumps([identity.command or identity.launched, told], sort_keys=True)
+    variables = {name: value for name, value in identity.environment.items() if value is not None}
+    text = json.dumps([identity.command or identity.launched, variables], sort_keys=True)
     if (folder := identity.facts.get(OUTPUT_DIR)) is not None:
-        said += f" {folder}"
-    return hashlib.sha256(said.encode()).hexdigest()[:8]
+        text += f" {folder}"
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def has_results(run: RunDirectory) -> bool:

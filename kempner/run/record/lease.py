@@ -219,7 +219,7 @@ def wait_until_free(
     """Return when the owner that was `seen` is known to be gone: at once if this machine or Slurm
     knows it, otherwise when its lease expires. Raises `UsageError`, naming the owner, if it is
     alive."""
-    clock, first, told = AwakeClock(), seen, False
+    clock, first, warned = AwakeClock(), seen, False
     lasts = seen.holder.lasts if seen.holder is not None else me.lasts
     while not (reason := reason_to_take(seen, me, holder_lives(seen.holder))):
         if seen != first:
@@ -230,8 +230,8 @@ def wait_until_free(
         if clock.now() > lasts:
             reason = f"{seen.holder or 'its supervisor'} did not renew its lease for {lasts:g} s"
             break
-        if not told:
-            told = True
+        if not warned:
+            warned = True
             logger().warning(f"run is owned by {seen.holder}; waiting {lasts:g} s for its lease")
         pause(min(1.0, lasts / RENEWALS / 2))
         seen = look(folder) or seen

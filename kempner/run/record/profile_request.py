@@ -43,22 +43,22 @@ class ProfileMail:
 
     def asked(self) -> ProfileRequest | None:
         """The current request. Raises `OSError`."""
-        told = self._read("asked")
-        steps = told.get("steps")
-        if not told.get("id") or not isinstance(steps, int):
+        content = self._read("asked")
+        steps = content.get("steps")
+        if not content.get("id") or not isinstance(steps, int):
             return None
-        return ProfileRequest(str(told["id"]), max(1, steps))
+        return ProfileRequest(str(content["id"]), max(1, steps))
 
     def answer(self, answer: ProfileAnswer) -> None:
         self._write("answer", asdict(answer))
 
     def answered(self, request: ProfileRequest) -> ProfileAnswer | None:
         """The rank's answer to this request; None before it. Raises `OSError`."""
-        told = self._read("answer")
-        files = told.get("files")
-        if told.get("id") != request.id or not isinstance(files, list):
+        content = self._read("answer")
+        files = content.get("files")
+        if content.get("id") != request.id or not isinstance(files, list):
             return None
-        return ProfileAnswer(request.id, tuple(map(str, files)), str(told.get("error", "")))
+        return ProfileAnswer(request.id, tuple(map(str, files)), str(content.get("error", "")))
 
     def _path(self, what: str) -> Path:
         return self.folder / f"rank-{self.rank:05d}.profile-{what}.json"
@@ -69,7 +69,7 @@ class ProfileMail:
     def _read(self, what: str) -> dict[str, object]:
         """The content; empty if the file is missing or not of this form."""
         try:
-            told = json.loads(self._path(what).read_bytes())
+            content = json.loads(self._path(what).read_bytes())
         except (FileNotFoundError, ValueError):
             return {}
-        return told if isinstance(told, dict) else {}
+        return content if isinstance(content, dict) else {}

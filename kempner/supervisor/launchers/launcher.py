@@ -453,9 +453,11 @@ class Launcher:
             within = srun_probe.survey_within(question)
             if self._unconnected(left):
                 within += self.agents.connect_timeout()
-            came = self._fleet.ask(dict.fromkeys(left, asked), within, self._is_gone)
-            answers |= {n: v for n, a in came.items() if (v := read_result(a.vitals)) is not None}
-            left = [node for node in nodes if node not in came]
+            replies = self._fleet.ask(dict.fromkeys(left, asked), within, self._is_gone)
+            answers |= {
+                n: v for n, a in replies.items() if (v := read_result(a.vitals)) is not None
+            }
+            left = [node for node in nodes if node not in replies]
             for node in set(left) - set(self.nodes.joined):
                 if not self._is_gone(node) and not self._is_well(node):
                     self.agents.remove(node)

@@ -191,7 +191,7 @@ class MemoryMonitor:
         self._reserve = section.memory_reserve
         self._growth: defaultdict[tuple[int, str], GrowthTracker] = defaultdict(GrowthTracker)
         self._short: set[str] = set()
-        self._told: set[tuple[int, str]] = set()
+        self._reported: set[tuple[int, str]] = set()
 
     def check(self, snapshot: Snapshot) -> Sequence[ResourceTrouble]:
         return [*self._shortages(snapshot), *self._growing(snapshot)]
@@ -217,9 +217,9 @@ class MemoryMonitor:
                 ("open files", seen.files, seen.files_limit - seen.files),
             ):
                 seconds = self._growth[rank, what].full_in(value, room, snapshot.now)
-                if seconds is None or seconds > HORIZON or (rank, what) in self._told:
+                if seconds is None or seconds > HORIZON or (rank, what) in self._reported:
                     continue
-                self._told.add((rank, what))
+                self._reported.add((rank, what))
                 reason = (
                     f"{what} grew for {SPANS * GROWTH_SPAN / 60:.0f} minutes without pause; at "
                     f"this rate nothing is left in {seconds / 3600:.1f} h: {describe_usage(seen)}"

@@ -332,7 +332,7 @@ STEPS_REMEMBERED = 100
 _TO_THE_FIRST_STEP = (Phase.START, Phase.RENDEZVOUS, Phase.LOAD, Phase.COMPILE)
 """Phases that every attempt goes through, in this order."""
 
-_TOLD_LITTLE = (Phase.SAVE, Phase.EXIT)
+_NOT_LEARNED = (Phase.SAVE, Phase.EXIT)
 """Phases whose durations are not learned from reports: training waits for a save only if the next
 one is due, or if it is the last. Commits give the durations of saves."""
 
@@ -362,15 +362,15 @@ class PhaseStats:
         self._seen: dict[Phase, deque[float]] = {}
         self._phase, self._step, self._since = Phase.START, 0, 0.0
         self._begun = self._disturbed = False
-        self._told_at = 0.0
+        self._recorded_at = 0.0
         self._first_steps: float | None = None
         """Seconds of the first steps and of phases that may have come before them."""
 
     def check(self, snapshot: Snapshot) -> Sequence[PhasesLearned]:
         self._follow(snapshot)
-        if snapshot.now - self._told_at <= RECORD_EVERY:
+        if snapshot.now - self._recorded_at <= RECORD_EVERY:
             return ()
-        self._told_at = snapshot.now
+        self._recorded_at = snapshot.now
         return self.findings()
 
     def findings(self) -> Sequence[PhasesLearned]:
@@ -396,7 +396,7 @@ class PhaseStats:
 
     def _learn(self, step: int, phase: Phase, took: float) -> None:
         made = step - self._step
-        if phase is not self._phase and self._phase not in (Phase.STEP, *_TOLD_LITTLE):
+        if phase is not self._phase and self._phase not in (Phase.STEP, *_NOT_LEARNED):
             way, before = (*_TO_THE_FIRST_STEP, phase), self._phase
             over = (before,) if self._begun else way[way.index(before) : way.index(phase)]
             for passed in over:

@@ -20,8 +20,8 @@ CONFIRMED, LEFT = 3.0, 10.0
 """Seconds for which a deadlock must last, since reports are up to two seconds apart; and where a
 rank has exited, which may have sent its part before."""
 
-TOLD = 4
-"""Places that a sentence names at most."""
+MOST_NAMED = 4
+"""Places, or ranges of ranks, that a sentence names at most."""
 
 _DEADLOCK = "deadlock: "
 
@@ -48,13 +48,13 @@ class Deadlock:
         found: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
         for rank, wait in sorted(self.waits.items()):
             found[(wait.collectives.under_way[0].operation, wait.line)].append(rank)
-        told = [
+        parts = [
             f"{named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {operation}"
             + (f" at {line}" if line else "")
-            for (operation, line), ranks in list(found.items())[:TOLD]
+            for (operation, line), ranks in list(found.items())[:MOST_NAMED]
         ]
         gone = f", and {named(self.left)} {_has(self.left)} ended" if self.left else ""
-        return f"{_DEADLOCK}{', '.join(told)}{gone}"
+        return f"{_DEADLOCK}{', '.join(parts)}{gone}"
 
     @property
     def place(self) -> str:
@@ -120,8 +120,8 @@ def named(ranks: Collection[int]) -> str:
         else:
             runs.append([rank])
     parts = [_span(run) for run in runs]
-    if len(parts) > TOLD + 1:
-        parts = [*parts[:TOLD], f"{len(ranks) - sum(map(len, runs[:TOLD]))} more"]
+    if len(parts) > MOST_NAMED + 1:
+        parts = [*parts[:MOST_NAMED], f"{len(ranks) - sum(map(len, runs[:MOST_NAMED]))} more"]
     words = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {words}"
 

@@ -12,7 +12,7 @@ from math import inf
 from typing import TypeAlias
 
 from kempner.config.resilience import ResilienceSection
-from kempner.probe.processes import came_after, describe_process, still_runs
+from kempner.probe.processes import describe_process, started_later_by_same_user, still_runs
 from kempner.run.control.heartbeat import Standstill, patience
 from kempner.run.control.protocol import Connected, DumpStacks, FromSupervisor, Phase, Report
 from kempner.run.output.logs import logger
@@ -55,7 +55,7 @@ def describe_stuck(rank: int, there: Connected) -> str:
 
 
 def _runs_here(there: Connected) -> bool:
-    ours = is_here(there.host) and came_after(there.pid, os.getpid())
+    ours = is_here(there.host) and started_later_by_same_user(there.pid, os.getpid())
     return ours and still_runs(there.pid)
 
 
@@ -83,8 +83,8 @@ class ProcessLook:
         return not any(thread.is_alive() for thread in self._asked)
 
     def _ask(self, node: str, pids: Sequence[int]) -> None:
-        told = self._ask_node(node, pids)
-        self.lines.extend(f"{node}: {line}" for line in told or ["no answer"])
+        answer = self._ask_node(node, pids)
+        self.lines.extend(f"{node}: {line}" for line in answer or ["no answer"])
 
 
 _ORDER = (
@@ -100,7 +100,7 @@ GROWTH = 5.0
 """Factor by which a standstill must exceed one that was ended as a hang after the same step, where
 a rank may have been at work."""
 
-TOLD_EVERY = 300.0
+LOG_EVERY = 300.0
 """Seconds between two log lines that say that a rank is at work."""
 
 NAMED = 10
@@ -132,7 +132,7 @@ class HangDetector:
         self._section, self._must_report, self._hung = section, must_report, hung or {}
         self._still: Standstill[_Places] = Standstill({}, now)
         self._stacks: Standstill[dict[int, int]] = Standstill({}, now)
-        self._worked_at = self._told_at = -inf
+        self._worked_at = self._logged_at = -inf
 
     def check(self, snapshot: Snapshot) -> Sequence[Hang | LongWork]:
         places = {rank: (r.step, r.phase, r.moves.tries) for rank, r in snapshot.reports.items()}
@@ -153,7 +153,7 @@ class HangDetector:
         if not places and not self._must_report:
             return self._silent_hang(snapshot)
         if still <= usual_limit:
-            self._told_at = -inf
+            self._logged_at = -inf
             return ()
         if still <= limit:
             return self._long_work(snapshot, still, limit)
@@ -227,13 +227,13 @@ class HangDetector:
         return since <= self._section.hang_timeout_min
 
     def _long_work(self, snapshot: Snapshot, still: float, limit: float) -> Sequence[LongWork]:
-        """A rank that works for longer than ranks may wait, every `TOLD_EVERY` seconds."""
+        """A rank that works for longer than ranks may wait, every `LOG_EVERY` seconds."""
         if limit == inf or not self._moving(snapshot.now):
-            self._told_at = -inf
+            self._logged_at = -inf
             return ()
-        if snapshot.now - self._told_at < TOLD_EVERY:
+        if snapshot.now - self._logged_at < LOG_EVERY:
             return ()
-        self._told_at = snapshot.now
+        self._logged_at = snapshot.now
         at_work = [rank for rank, report in snapshot.reports.items() if not report.waiting]
         if not at_work:
             return ()
@@ -297,7 +297,7 @@ def behind_all_others(snapshot: Snapshot) -> int | None:
 EVIDENCE, NODES_ANSWER = 3.0, 12.0
 """Seconds that ranks, and nodes at most, have to report evidence before the ranks are killed."""
 
-PLACES_TOLD = 4
+PLACES_NAMED = 4
 """Places that a sentence names at most."""
 
 
@@ -368,8 +368,8 @@ class HangEvidence:
         waiting, processes = by_what_they_wait_for(snapshot.reports), tuple(self._look.lines)
         evidence = snapshot.now - self._began
         still = round(hang.still + evidence, 1)
-        told = (hang.sentence, hang.laggard, waiting, processes, still, round(evidence, 1))
-        self._ledger.record(HangFound(*told, stands), self._attempt)
+        fields = (hang.sentence, hang.laggard, waiting, processes, still, round(evidence, 1))
+        self._ledger.record(HangFound(*fields, stands), self._attempt)
 
     def _all_places(self, snapshot: Snapshot) -> dict[int, CodePlace]:
         """Where ranks stand, as they report or else as seen from outside. Native code, such as that
@@ -401,10 +401,12 @@ def _say_places(places: Mapping[int, CodePlace], busy: int | None) -> str:
     first: dict[str, int] = {}
     for rank, place in sorted(places.items()):
         first.setdefault(place.words, rank)
-    told = ", ".join(f"rank {rank} is {words}" for words, rank in list(first.items())[:PLACES_TOLD])
+    sentence = ", ".join(
+        f"rank {rank} is {words}" for words, rank in list(first.items())[:PLACES_NAMED]
+    )
     if busy is None:
-        return told
-    return f"{told}; if rank {busy} was at work there, put that into `with steps.evaluation():`"
+        return sentence
+    return f"{sentence}; if rank {busy} was at work there, put that into `with steps.evaluation():`"
 
 
 def processes_to_look_at(hang: Hang, snapshot: Snapshot) -> dict[str, list[int]]:

@@ -40,7 +40,7 @@ WAKES_EVERY, LONGEST_PAUSE = 2.0, 300.0
 """Seconds between two looks at the watchdog, and the longest before one that died is replaced; each
 pause doubles the last."""
 
-TOLD_WITHIN = 5.0
+TELL_WITHIN = 5.0
 """Seconds that telling of a requeue may take, which storage may hold up."""
 
 REQUEUED = 75
@@ -92,9 +92,9 @@ def _keep(board: JobBoard, supervisor: int, environ: Mapping[str, str]) -> NoRet
         signal.signal(number, signal.SIG_DFL)  # blocked; one that is ignored would not be seen
     watchdog = _WatchdogProcess(board, environ)
     while board.status is None:
-        came = signal.sigtimedwait(_AWAITED, WAKES_EVERY)
-        if came is not None and came.si_signo in PASSED_ON:
-            _signal(supervisor, PASSED_ON[signal.Signals(came.si_signo)])
+        received = signal.sigtimedwait(_AWAITED, WAKES_EVERY)
+        if received is not None and received.si_signo in PASSED_ON:
+            _signal(supervisor, PASSED_ON[signal.Signals(received.si_signo)])
         watchdog.look_after()
         if (status := _ended(supervisor)) is not None:
             board.tell_status(status)
@@ -174,7 +174,7 @@ def _leave_storage() -> None:
 
 def _leave(board: JobBoard, teller: int | None) -> NoReturn:
     """End as the supervisor did, or as one that has put the job back into the queue."""
-    until = time.monotonic() + TOLD_WITHIN
+    until = time.monotonic() + TELL_WITHIN
     while teller is not None and _ended(teller) is None and time.monotonic() < until:
         time.sleep(0.05)
     if board.verdict is not WatchdogVerdict.REQUEUED:

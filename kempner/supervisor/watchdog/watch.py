@@ -178,10 +178,12 @@ class Commands:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._what = {name: _opened(name, environ) for name in ("scontrol", "scancel")}
-        told = client_environment(environ)
-        self._environ = {name: value for name, value in told.items() if not name.startswith("LD_")}
+        variables = client_environment(environ)
+        self._environ = {
+            name: value for name, value in variables.items() if not name.startswith("LD_")
+        }
         if self.run(["scontrol", "--version"]).status != 0:
-            self._environ = told  # it finds its libraries by these variables
+            self._environ = variables  # it finds its libraries by these variables
 
     def run(
         self,

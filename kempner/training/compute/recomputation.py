@@ -246,13 +246,13 @@ class Recomputation:
         return claims
 
     def _claims_of(self, part: StepPart, shift: int, value: Tensor) -> list[Claim]:
-        told = zip(self._parts(shift), self._gathered(value.cpu()[None]), strict=True)
-        return [Claim(part, of, by, value) for by, (of, (value,)) in enumerate(told)]
+        part_values = zip(self._parts(shift), self._gathered(value.cpu()[None]), strict=True)
+        return [Claim(part, of, by, value) for by, (of, (value,)) in enumerate(part_values)]
 
     def _gathered(self, vector: Tensor) -> list[list[int]]:
-        told = [torch.empty_like(vector) for _ in range(self._world)]
-        dist.all_gather(told, vector, group=self._votes)
-        return [each.tolist() for each in told]
+        vectors = [torch.empty_like(vector) for _ in range(self._world)]
+        dist.all_gather(vectors, vector, group=self._votes)
+        return [each.tolist() for each in vectors]
 
     @cached_property
     def _groups(self) -> list[tuple[dict[str, Any], list[Tensor]]]:

@@ -79,14 +79,14 @@ def agree_on_network(store: Store, world: World, node: str, chosen: Interface | 
     """Check that all nodes use the same network, on which a group would otherwise hang. Raises
     `UsageError`, with the interface of every node, on all ranks."""
     keys = [f"kempner/network/{rank}" for rank in range(world.size)]
-    told = {"node": node, "interface": None if chosen is None else asdict(chosen)}
-    store.set(keys[world.rank], json.dumps(told))
+    own_choice = {"node": node, "interface": None if chosen is None else asdict(chosen)}
+    store.set(keys[world.rank], json.dumps(own_choice))
     if world.rank == 0:
         store.wait(keys)
         bound: dict[str, Interface | None] = {}
         for text in store.multi_get(keys):
-            said = json.loads(text)
-            bound[said["node"]] = said["interface"] and Interface(**said["interface"])
+            choice = json.loads(text)
+            bound[choice["node"]] = choice["interface"] and Interface(**choice["interface"])
         store.set("kempner/network", disagreement(bound))
     sentence = store.get("kempner/network").decode()
     if not sentence:
@@ -136,9 +136,9 @@ class Ranks:
     def agree_on(self, facts: Mapping[str, object]) -> None:
         """Check that all ranks have the same `facts`, on which their steps depend. Raises
         `UsageError`, on all ranks, with each difference and the ranks' values."""
-        told: list[dict[str, object]] = [{} for _ in range(self.world.size)]
-        dist.all_gather_object(told, {**facts, "host": platform.node()}, group=self.votes)
-        if differing := describe_disagreement(told):
+        rank_facts: list[dict[str, object]] = [{} for _ in range(self.world.size)]
+        dist.all_gather_object(rank_facts, {**facts, "host": platform.node()}, group=self.votes)
+        if differing := describe_disagreement(rank_facts):
             raise UsageError(differing)
 
     def final_barrier(self) -> None:
@@ -152,27 +152,29 @@ class Ranks:
             self.store.wait([_leave_key(rank) for rank in range(1, self.world.size)], _FAREWELL)
 
 
-def describe_disagreement(told: Sequence[Mapping[str, object]]) -> str:
+def describe_disagreement(rank_facts: Sequence[Mapping[str, object]]) -> str:
     """The facts that differ, with the ranks; empty if none. "host" is each rank's host."""
-    names = dict.fromkeys(name for facts in told for name in facts if name != "host")
-    return "; ".join(said for name in names if (said := _disagreement(name, told)))
+    names = dict.fromkeys(name for facts in rank_facts for name in facts if name != "host")
+    return "; ".join(
+        difference for name in names if (difference := _disagreement(name, rank_facts))
+    )
 
 
-def _disagreement(name: str, told: Sequence[Mapping[str, object]]) -> str:
+def _disagreement(name: str, rank_facts: Sequence[Mapping[str, object]]) -> str:
     """The values of a fact, each with its ranks, the rarest first, which is probably wrong."""
     holders: dict[str, list[int]] = {}
-    for rank, facts in enumerate(told):
+    for rank, facts in enumerate(rank_facts):
         holders.setdefault(str(facts.get(name, "no such fact")), []).append(rank)
     if len(holders) == 1:
         return ""
     ordered = sorted(holders.items(), key=lambda item: (len(item[1]), -item[1][0]))
-    shown = [f"{_holders(ranks, told)} {value}" for value, ranks in ordered]
+    shown = [f"{_holders(ranks, rank_facts)} {value}" for value, ranks in ordered]
     return f"{name} is not the same on all ranks: {', '.join(shown)}"
 
 
-def _holders(ranks: Sequence[int], told: Sequence[Mapping[str, object]]) -> str:
+def _holders(ranks: Sequence[int], rank_facts: Sequence[Mapping[str, object]]) -> str:
     if len(ranks) == 1:
-        return f"rank {ranks[0]} on {told[ranks[0]].get('host')} has"
+        return f"rank {ranks[0]} on {rank_facts[ranks[0]].get('host')} has"
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"ranks {', '.join(map(str, ranks[:8]))}{more} have"
 

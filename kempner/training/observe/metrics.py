@@ -205,15 +205,15 @@ class StepMetrics:
             line |= {f"eval_{key}": value for key, value in sets.pop("", {}).items()}
             line |= {"eval_sets": sets} if sets else {}
             self._metrics.append({**line, "time": round(time.time(), 3)})
-            told = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
-            self._display.say(f"step {train_state.step}: {told}")
+            loss_text = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+            self._display.say(f"step {train_state.step}: {loss_text}")
 
     def say(self, sentence: str) -> None:
         self._display.say(sentence)
 
     def end(self, sentence: str, completed: bool) -> None:
-        told = ", ".join(f"{name} {loss:.4f}" for name, loss in self._losses.items())
-        self.say(f"{sentence}: {told}" if told and completed else sentence)
+        loss_text = ", ".join(f"{name} {loss:.4f}" for name, loss in self._losses.items())
+        self.say(f"{sentence}: {loss_text}" if loss_text and completed else sentence)
 
     def close(self) -> None:
         """Restore the terminal."""

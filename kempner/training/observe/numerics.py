@@ -53,7 +53,7 @@ class Figures:
         largest = max(self.largest, other.largest)
         return Figures(self.squares + other.squares, largest, self.bits + other.bits)
 
-    def told(self) -> Line:
+    def to_line(self) -> Line:
         """For a line: nine digits of the norm, which no order of the sum changes."""
         norm = math.sqrt(self.squares) if self.squares >= 0 else math.nan
         return {
@@ -93,7 +93,7 @@ class _MicroBatch:
     def lines(self) -> list[Line]:
         kinds = {"output": self.outputs, "gradient": self.gradients}
         return [
-            {"kind": kind, "module": name, **measured.read().told()}
+            {"kind": kind, "module": name, **measured.read().to_line()}
             for kind, seen in kinds.items()
             for name, measured in seen
         ]
@@ -135,11 +135,11 @@ class Numerics:
     ) -> None:
         """Write what step `step` on `batch` came to; `numbers` are its loss, norm and rate."""
         if self._on:
-            told = self._micro_batches(batch, order), list(self._parameters())
+            own = self._micro_batches(batch, order), list(self._parameters())
             gathered: list[Any] | None = None
             if self._ranks.world.rank == 0:
                 gathered = [None] * self._ranks.world.size
-            dist.gather_object(told, gathered, group=self._ranks.votes, group_dst=0)
+            dist.gather_object(own, gathered, group=self._ranks.votes, group_dst=0)
             if gathered is not None:
                 self._write(
                     step, {k: finite_or_none(float(v)) for k, v in numbers.items()}, gathered
@@ -229,9 +229,9 @@ def lines_of_step(
         for kind, figures in part.items():
             known[kind] = known[kind] + figures if kind in known else figures
     for name, figures_of in whole.items():
-        told = {kind: figures.told() for kind, figures in figures_of.items()}
-        if told:  # it trains
-            lines.append({"kind": "parameter", "parameter": name, **told})
+        entries = {kind: figures.to_line() for kind, figures in figures_of.items()}
+        if entries:  # it trains
+            lines.append({"kind": "parameter", "parameter": name, **entries})
     return lines
 
 

@@ -510,8 +510,8 @@ class Recorder:
             self._write({"after": self._step, "evaluation": self._hooks.now.evaluation})
             self._hooks.now = ComputedStep()
         outside = self._outside
-        told = {"wrote": outside.written, "read": outside.read, "called": outside.called}
-        self._write({name: list(names) for name, names in told.items()})
+        accesses = {"wrote": outside.written, "read": outside.read, "called": outside.called}
+        self._write({name: list(names) for name, names in accesses.items()})
 
     def _stop(self, asked_to_stop: Callable[[], bool]) -> None:
         """Signal this process, and wait until the request is known, before this step's vote."""

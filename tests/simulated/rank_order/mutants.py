@@ -48,7 +48,7 @@ MUTANTS = (
            "self.settle(timeout=0)",
            "self._in_flight is not None and self._in_flight.done.done() and self.join()"),
     Mutant("each rank chooses its final save", vote, "agree_on_next_decision",
-           "told = run.ranks.broadcast(move)", "told = move"),
+           "decision = run.ranks.broadcast(move)", "decision = move"),
     Mutant("a rank without data leaves alone", loop, "train",
            "agreed.void or (", "batch is None or ("),
     Mutant("a rank that is asked to stop leaves alone", loop, "train",

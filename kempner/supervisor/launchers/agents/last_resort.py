@@ -36,9 +36,9 @@ ASKING = 8
 TURN = 2.0
 """Seconds after an agent in which the next one has its turn."""
 
-STORAGE_WITHIN, TOLD_WITHIN = 15.0, 5.0
+STORAGE_WITHIN, RECORD_WITHIN = 15.0, 5.0
 """Seconds that an agent which could leave waits for storage: to say whether the run has a
-supervisor, which takes a few renewals of its lease, and to take what was done."""
+supervisor, which takes a few renewals of its lease, and to record the requeue."""
 
 TRY_FOR = 60.0
 """Seconds for which to ask a Slurm that does not answer; as a rule it ends this process before."""
@@ -91,7 +91,7 @@ class LastResort:
         self._leaves.set()
         if self._thread is not None and self._asks.wait(STORAGE_WITHIN):
             self._asked.wait()
-            self._thread.join(TOLD_WITHIN)
+            self._thread.join(RECORD_WITHIN)
 
     def _see_to_it(self, job: str, attempt: int, ending: bool) -> None:
         try:
@@ -120,8 +120,8 @@ class LastResort:
         logger().info(end.reason)
         if end.outcome is RequeueOutcome.DONE and end.asked is not None and not end.by_another:
             held = end.asked.nodes.held
-            told = Requeued(history.last_step, job, end.asked.restarts, held, reason=end.reason)
-            Ledger(self._run.ledger).record(told, attempt)
+            requeued = Requeued(history.last_step, job, end.asked.restarts, held, reason=end.reason)
+            Ledger(self._run.ledger).record(requeued, attempt)
 
     def _may_be_needed(self, job: str, decide: Callable[[JobState], RequeueDecision]) -> bool:
         """Whether there is something to wait for: an agent that leaves holds up its job."""

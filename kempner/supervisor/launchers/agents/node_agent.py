@@ -349,8 +349,8 @@ class NodeAgent:
             last_resort.finish(self._job, self._attempt)
         return True
 
-    def take_signal(self, came: ReceivedSignal) -> None:
-        self._incoming.put(came)
+    def take_signal(self, received: ReceivedSignal) -> None:
+        self._incoming.put(received)
 
     def _leave(self, code: int) -> int:
         self._over.set()

@@ -12,7 +12,7 @@ import pytest
 
 from kempner.cluster.slurm.allocation import Allocation
 from kempner.config.sections import SuperviseSection
-from kempner.probe.processes import answer, came_after, read_answer
+from kempner.probe.processes import answer, read_answer, started_later_by_same_user
 from kempner.supervisor.launchers.agents import step
 from kempner.supervisor.launchers.agents.step import SlurmAgents, StepErrors, task_ends
 from kempner.supervisor.launchers.launcher import Launcher
@@ -78,11 +78,11 @@ def test_a_node_tells_which_processes_still_run() -> None:
 
 def test_a_process_that_was_there_before_is_none_of_ours() -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
-        assert came_after(child.pid, os.getpid())
-        assert not came_after(os.getpid(), child.pid)
-        assert not came_after(1, os.getpid())
+        assert started_later_by_same_user(child.pid, os.getpid())
+        assert not started_later_by_same_user(os.getpid(), child.pid)
+        assert not started_later_by_same_user(1, os.getpid())
         child.kill()
-    assert not came_after(child.pid, os.getpid())
+    assert not started_later_by_same_user(child.pid, os.getpid())
 
 
 FAKE_SRUN = """#!/bin/sh

@@ -112,9 +112,9 @@ def checked_turn(
     again = Recomputation(gradient, optimizer, dist.group.WORLD, hop=1)
     rank, world = dist.get_rank(), dist.get_world_size()
     told = [torch.zeros(2, dtype=torch.bool) for _ in range(world)]
-    everyone: list[list[MicroBatch]] = [[] for _ in range(world)]
-    dist.all_gather_object(everyone, batches)
-    of_partner = everyone[(rank - 1) % world]
+    of_ranks: list[list[MicroBatch]] = [[] for _ in range(world)]
+    dist.all_gather_object(of_ranks, batches)
+    of_partner = of_ranks[(rank - 1) % world]
 
     def turn() -> None:
         loss = gradient.add(batches, 1, again.watch() if every_step else None)

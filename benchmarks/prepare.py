@@ -98,7 +98,7 @@ def _encode(text: str, out: str, bounds: tuple[int, int]) -> int:
 
 
 def plain_pool(text: Path, tokenizer: Path, out: Path, workers: int) -> None:
-    """What anyone would write first, with care for the size of the pieces."""
+    """What an engineer would write first, with care for the size of the pieces."""
     out.mkdir()
     edges = [0]
     with open(text, "rb") as file:

@@ -148,7 +148,7 @@ class Measured:
 
 
 def measure(size: int, rounds: int, seconds: float, config: Path) -> Measured:
-    """Let the three take turns of about so many seconds, in worlds of `size`."""
+    """Let the three take turns of about `seconds`, in worlds of `size`."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ[STORE_PORT] = str(store.port)
     programs: dict[str, Program] = {}
@@ -210,7 +210,7 @@ def ratios(ours: Sequence[float], plain: Sequence[float]) -> list[float]:
 
 
 def prepare(folder: Path, size: int) -> Path:
-    """A corpus, and a configuration over it for so many ranks."""
+    """A corpus, and a configuration over it for `size` ranks."""
     text = folder / "text.txt"
     text.write_text("\n".join(f"line {n} of {n * n % 977}" for n in range(50_000)))
     kempner = [sys.executable, "-m", "kempner"]

@@ -51,7 +51,7 @@ def stop_again_and_again(project: Project, stops: int, nodes: int) -> None:
 
 
 def raw_write(folder: Path, size: int) -> float:
-    """Seconds of a write and fsync of so many bytes."""
+    """Seconds of a write and fsync of `size` bytes."""
     content, path = os.urandom(size), folder / "raw"
     start = time.perf_counter()
     with open(path, "wb") as file:

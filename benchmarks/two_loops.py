@@ -63,7 +63,7 @@ class What(StrEnum):
 
 @dataclass(frozen=True)
 class Turn:
-    """So many of them."""
+    """`count` of them."""
 
     count: int
     what: What = What.STEPS

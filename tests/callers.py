@@ -102,7 +102,7 @@ class Supervisor:
             self.agent.ranks.pass_on(message)
 
     def close(self) -> None:
-        """End both sides; nobody is left to call at a port that somebody else may get."""
+        """End both sides: a link that is left would call at a port that another test may get."""
         for link in self.links:
             link.leave(0, "")
         self.agent.ranks.end()

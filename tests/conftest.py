@@ -197,7 +197,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def limited(tmp_path: Path) -> Iterator[Callable[[int], MemoryGroup]]:
-    """Makes a real control group that may have so many bytes, below that of this process."""
+    """Makes a real control group with a limit of bytes, below that of this process."""
     own = memory_group()
     if own is None or not os.access(own.path, os.W_OK):
         pytest.skip("a control group with a limit needs root, and cgroups that can be written to")

@@ -46,7 +46,7 @@ class Repository:
 @dataclass(frozen=True)
 class Fault:
     """What happens to a request in place of its answer: `status` is answered, or `body` in the
-    place of what would have been; with `cut` the connection breaks after so many bytes of the
+    place of what would have been; with `cut` the connection breaks after that many bytes of the
     answer, or, of an upload, of what is sent."""
 
     status: int | None = None

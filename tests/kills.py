@@ -28,7 +28,7 @@ MOMENTS = (*EARLY, "step", *SAVING)
 class Kill:
     """SIGKILL to `rank` at a moment of an attempt; of the step, where there is one.
 
-    `after` is for whoever kills in `start` from outside: seconds since the process is there.
+    `after` is for a test that kills in `start` from outside: seconds since the process is there.
     """
 
     attempt: int
@@ -45,7 +45,7 @@ class Kill:
 
 
 def plan_kills(count: int, world: int, interval: int, seed: int) -> list[Kill]:
-    """So many kills, spread evenly over `MOMENTS`, in a run that saves every `interval` steps."""
+    """`count` kills, spread evenly over `MOMENTS`, in a run that saves every `interval` steps."""
     random, step = Random(seed), 0
     kills: list[Kill] = []
     for moment in _order(count, random):

@@ -56,7 +56,7 @@ def faults_of_the_list(promises: Sequence[Promise], ids: Sequence[str] = IDS) ->
     count = Counter(entry.get("id") for entry in promises)
     faults = [f"{name}: there is no such promise" for name in ids if not count[name]]
     faults += [f"{name}: there are {n} entries" for name, n in count.items() if n > 1]
-    faults += [f"{name}: nobody knows this id" for name in count if name not in ids]
+    faults += [f"{name}: the id is unknown" for name in count if name not in ids]
     return faults + [f"{e.get('id')}: {fault}" for e in promises for fault in _faults_of(e)]
 
 

@@ -1,4 +1,4 @@
-"""A terminal with a command in it, as somebody has who types and looks."""
+"""A terminal with a command in it, as for a user who types and looks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def lines_of(shown: bytes) -> list[str]:
 class Terminal:
     """A terminal with a session of its own in it, which runs a command of the shell.
 
-    `silence` is for how many seconds nothing was shown, at the longest, as far as somebody looked;
+    `silence` is the longest time in seconds in which nothing was shown, as far as `look` has seen;
     `after` is the line that stood there.
     """
 
@@ -92,7 +92,7 @@ class Terminal:
     def has_ended(self) -> bool:
         """Whether the command is over, and all of it seen."""
         over = self.shell.poll() is not None
-        self.look()  # or it may wait for somebody to read
+        self.look()  # or it may wait for its output to be read
         if over and not self.ended:
             self.ended = True
             self._hear(len(self.shown))
@@ -115,11 +115,11 @@ class Terminal:
         os.write(self.master, keys)
 
     def resize(self, columns: int) -> None:
-        """As somebody who drags the window's edge."""
+        """As a user who drags the window's edge."""
         termios.tcsetwinsize(self.master, (40, columns))
 
     def close(self) -> None:
-        """As somebody who closes the window: the kernel hangs up."""
+        """As a user who closes the window: the kernel hangs up."""
         if not self.closed:
             self.closed = True
             os.close(self.master)

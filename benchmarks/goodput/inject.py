@@ -1,6 +1,6 @@
 """Runs of two ranks that are struck many times, for `prediction_drill.py`: by SIGKILL, or a hang.
 
-A fault comes so many seconds after the first step of an attempt as a seed says. What it cost is not
+A seed says how many seconds after the first step of an attempt a fault comes. What it cost is not
 looked at here: that is read from the run's own ledger and metrics afterwards.
 """
 

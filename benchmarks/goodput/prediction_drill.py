@@ -36,7 +36,7 @@ COMPARED = ("detect", "start", "load", "recompute", "stall")
 
 
 class Replay(Run):
-    """A run that is struck so many seconds after the first step of each attempt."""
+    """A run that is struck `after` seconds after the first step of each attempt."""
 
     def __init__(self, times: PhaseTimes, strikes: list[Strike], seed: int) -> None:
         measures = Measures(INTERVAL * times.mean("step"))

@@ -25,7 +25,7 @@ class Measures:
     `interval`: seconds of steps between two saves to disk. `start`, `load`: which samples a start
     and a load draw from. `slots`: steps are kept in the memory of their host, so that a failure
     that leaves the host costs the step under way, and with the chance `slot_misses` one more.
-    `buddy_steps`: every so many steps are kept on another host, too; 0 is none.
+    `buddy_steps`: every `buddy_steps`-th step is kept on another host, too; 0 is none.
     """
 
     interval: float

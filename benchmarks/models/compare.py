@@ -222,7 +222,7 @@ class TurnsOfTrainer:
         os.dup2(2, 1)  # what a trainer prints is no answer
 
     def go_on(self, made: int = 1) -> bool:
-        """To be asked before a first step, and after so many more; False when it is over."""
+        """To be asked before a first step, and after each `made` more; False when it is over."""
         now = time.perf_counter(), time.process_time()
         self._left -= made
         if self._left > 0:
@@ -387,7 +387,7 @@ def share(ours: list[float], theirs: list[float]) -> tuple[float, list[float]]:
 
 
 def compared(how: str, size: str, rounds: int, steps: int) -> list[dict[str, Any]]:
-    """A row for each library, after so many turns of each."""
+    """A row for each library, after `rounds` turns of each."""
     passed_on = ["--size", size, "--steps", str(steps), "--how", how]
     names = TRAINERS if how == "sft" else LIBRARIES
     contenders = {library: Contender(library, passed_on) for library in names}

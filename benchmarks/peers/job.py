@@ -114,14 +114,14 @@ class Job:
 
     def _interrupt(self, how: How, rank: int, done: Path) -> None:
         """What is asked for by the process `rank`; `done` tells it to go on."""
-        everyone = [process.pid for process in processes(self.start.folder)]
+        pids = [process.pid for process in processes(self.start.folder)]
         match how:
             case How.KILL:
                 self._send(signal.SIGKILL, [rank])
             case How.HANG:
                 return  # the rank waits for ever
-            case How.EVERYONE:
-                self._send(self.start.warning, everyone)
+            case How.EVERY_PROCESS:
+                self._send(self.start.warning, pids)
             case How.APART:
                 self._apart(done)
             case _:

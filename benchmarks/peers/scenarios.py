@@ -17,7 +17,7 @@ class How(StrEnum):
 
     NOT = "not"
     STOP = "the warning signal, to what the scheduler has started"
-    EVERYONE = "the warning signal, to every process of the job"
+    EVERY_PROCESS = "the warning signal, to every process of the job"
     APART = "the warning signal, to one rank half a second after the other"
     KILL = "SIGKILL to a rank"
     HANG = "a rank that waits for ever"
@@ -51,7 +51,7 @@ def scenarios(seed: int) -> list[Scenario]:
         Scenario("save", How.STOP, f"end of {saved}"),
         Scenario("evaluation", How.STOP, f"evaluation after {3 * EVALUATE_EVERY}"),
         Scenario("random", How.STOP, f"within {drawn.choice(inner)}"),
-        Scenario("workers", How.EVERYONE, f"within {drawn.choice(inner)}", workers=2),
+        Scenario("workers", How.EVERY_PROCESS, f"within {drawn.choice(inner)}", workers=2),
         Scenario("apart", How.APART, f"within {drawn.choice(inner)}"),
         Scenario("kill", How.KILL, f"within {drawn.choice(inner)}", rank=1),
         Scenario("world", How.STOP, f"within {drawn.choice(inner)}", ranks_after=1),

@@ -47,7 +47,7 @@ OVERRIDES = (
 )
 FAULTS = "kill rank 1 at step 90; hang rank 1 at step 160 attempt 2"
 STOP_AFTER, AWAY = 180, 10.0
-"""The step after which the run is stopped, and for how many seconds nobody runs it then."""
+"""The step after which the run is stopped, and for how many seconds it is not run then."""
 
 WIDTH = 1000
 PICTURES = {"report.png": "section:nth-of-type(2)", "report_top.png": ".strip"}

@@ -133,7 +133,7 @@ class Disk:
         folder = self._parent(source)
         assert folder is self._parent(target), "a rename between folders is not modelled"
         node = self._find(source)
-        assert node is not None, f"{source} is renamed, but nobody made it"
+        assert node is not None, f"{source} is renamed, but no call made it"
         folder.change({_name(source): None, _name(target): node})
 
     def _offset(self, call: Call) -> int:
@@ -142,12 +142,12 @@ class Disk:
 
     def _file(self, path: str) -> File:
         node = self._find(path)
-        assert isinstance(node, File), f"{path} is written to, but nobody made it"
+        assert isinstance(node, File), f"{path} is written to, but no call made it"
         return node
 
     def _parent(self, path: str) -> Folder:
         node = self._find(path.rpartition("/")[0])
-        assert isinstance(node, Folder), f"{path} changes, but nobody made its folder"
+        assert isinstance(node, Folder), f"{path} changes, but no call made its folder"
         return node
 
     def _find(self, path: str) -> Node | None:

@@ -325,7 +325,7 @@ def _follow_parent(mount: str, faults: Faults) -> None:
     sys.stdin.buffer.read()
     faults.clear(None)
     subprocess.run(["fusermount3", "-u", "-z", mount], check=False)
-    os._exit(0)  # whoever has a file open keeps even an unmounted file system from ending
+    os._exit(0)  # an open file would keep even an unmounted file system from ending
 
 
 if __name__ == "__main__":

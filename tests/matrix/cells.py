@@ -83,7 +83,7 @@ class Cell:
 
 
 MOST = {"stop": 5, "kill": 4, "world": 3}
-"""Cells of a program on so many ranks; which ones differs from program to program."""
+"""The most cells of a program on a number of ranks; which ones differs from program to program."""
 
 
 def cells_of(programs: Iterable[Program]) -> list[Cell]:
@@ -99,7 +99,7 @@ def cells_of(programs: Iterable[Program]) -> list[Cell]:
 
 
 def _some(cells: Sequence[Cell], number: int) -> list[Cell]:
-    """So many of the cells at most, in their order."""
+    """At most `number` of the cells, in their order."""
     drawn = random.Random(cells[0].name).sample(cells, min(number, len(cells)))
     return [cell for cell in cells if cell in drawn]
 
@@ -136,7 +136,7 @@ def _places(program: Program, ranks: int, how: str) -> Iterator[tuple[str, str]]
 
 
 def draw(cells: Sequence[Cell], seed: str, number: int) -> set[Cell]:
-    """So many cells by `seed`, of every kind and family of programs about as many. Of a program
+    """`number` cells by `seed`, of every kind and family of programs about as many. Of a program
     that is drawn there is one of each way to strike: they share its undisturbed run."""
     drawn = random.Random(seed)
     by_kind: dict[tuple[str, str], list[list[Cell]]] = {}

@@ -1,4 +1,4 @@
-"""What stands in README.md and docs/ is typed word by word, by somebody with their own data."""
+"""What stands in README.md and docs/ is typed word by word, by a user with their own data."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ KILLED, LEFT = int(signal.SIGKILL), 0
 
 
 class _Pause(Exception):
-    """The watchdog waits for so many seconds before it asks Slurm again."""
+    """The watchdog waits for a number of seconds before it asks Slurm again."""
 
 
 class Batch:

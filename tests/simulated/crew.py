@@ -47,7 +47,7 @@ class Crew(ABC):
         self.stopped: set[int] = set()
         """Ranks of which no thread goes on."""
         self.cut: set[int] = set()
-        """Ranks that nobody hears or can kill, but that can write."""
+        """Ranks that cannot be heard or killed, but that can write."""
         self._mute: set[int] = set()
         self.phase, self.train_state = Phase.START, TrainState()
         self.asked_at: float | None = None
@@ -84,7 +84,7 @@ class Crew(ABC):
         self._notice(1.0 if heard_after == BROKEN_AFTER else COLLECTIVE)
 
     def crash(self, rank: int, sentence: str) -> None:
-        """A rank raises what nobody expects."""
+        """A rank raises an unexpected error."""
         self.end(rank, ExitCode.CRASHED, sentence)
         self._notice(1.0)
 
@@ -129,7 +129,7 @@ class Crew(ABC):
                 self.die(rank, BROKEN_AFTER if loud else SILENT_AFTER)
 
     def peers_leave(self, told: bool) -> None:
-        """Whoever knows that a peer is gone leaves.
+        """Each rank that knows that a peer is gone leaves.
 
         `told` by the supervisor, a thread does that even for a rank that is stuck; a collective
         that fails ends those that wait in it.

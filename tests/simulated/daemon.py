@@ -255,7 +255,7 @@ class Daemon:
         return self._job_ends - self._awake()
 
     def _ends_within(self, seconds: float) -> bool:
-        """Whether a stop has to begin within so many seconds (fewer in a short job), or by now."""
+        """Whether a stop has to begin within `seconds` (fewer in a short job), or by now."""
         left = self._seconds_left()
         if left is None or self._seen is None:
             return False

@@ -18,7 +18,7 @@ class Kind(Enum):
     CRASH = "an exception at the step that is `amount` steps ahead, every time, until it is mended"
     KILLER = "rank `who` is killed at the step that is `amount` steps ahead, every time, until then"
     NODE_LOST = "node `who` crashes: its connections break"
-    NODE_SILENT = "node `who` loses power: nobody is told"
+    NODE_SILENT = "node `who` loses power: its connections stay open"
     ORPHANS = "node `who` is cut off: its ranks go on, and write for `amount` seconds more"
     BATCH_HOST_LOST = "the node of the supervisor crashes"
     SUPERVISOR_KILLED = "SIGKILL to the supervisor"

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from simulated.world import World
 
 MANY = 100
-"""Checkpoints that a load may find damaged; there are never so many."""
+"""Checkpoints that a load may find damaged; there are always fewer."""
 
-_NOBODY_READS = SimpleNamespace(are_reading=lambda step: False)
+_NO_READERS = SimpleNamespace(are_reading=lambda step: False)
 
 
 class Saves:
@@ -208,7 +208,7 @@ class Saves:
             retention.prune(
                 self._folder,
                 Keep(checkpoint.keep_last, checkpoint.keep_every),
-                _NOBODY_READS,  # type: ignore[arg-type]
+                _NO_READERS,  # type: ignore[arg-type]
                 self._fence.check,
             )
         except SupersededError:

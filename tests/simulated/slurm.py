@@ -50,7 +50,7 @@ class Job:
         self.again = False
         """Whether it goes back into the queue once it has completed."""
         self.shortened = False
-        """Whether somebody has cut its time."""
+        """Whether an administrator has cut its time."""
         self.bereaved_at = 0.0
         """When its supervisor was lost without a word to Slurm."""
         self.agents: set[int] = set()
@@ -144,7 +144,7 @@ class Slurm:
         self._later(grace + TICK if grace else 0.0, job, self.put_back)
 
     def shorten(self, job: Job, left: float) -> None:
-        """Somebody has moved the job's end."""
+        """An administrator has moved the job's end."""
         if job.state == "RUNNING" and job.preempt_time is None:
             job.end_time = min(job.end_time or 1e9, self._engine.now + left)
             job.shortened = True

@@ -13,7 +13,7 @@ from simulated.engine import Engine
 from simulated.faults import Fault, Kind
 from simulated.files import Disk, Place
 
-_NOBODY = Identity(1, {}, 0, None, {})
+_EMPTY_IDENTITY = Identity(1, {}, 0, None, {})
 
 
 class Died(BaseException):
@@ -55,7 +55,7 @@ class Storage(ABC):
 
     def manifest(self, train_state: TrainState, attempt: int) -> Manifest:
         """What a commit of this train state says."""
-        return Manifest(train_state, _NOBODY, attempt, self.engine.now, {})
+        return Manifest(train_state, _EMPTY_IDENTITY, attempt, self.engine.now, {})
 
     def is_damaged(self, manifest: Manifest) -> bool:
         """Whether the files of a checkpoint were damaged."""
@@ -86,7 +86,7 @@ class Storage(ABC):
 
     @staticmethod
     def _may(fault: Fault, name: str) -> bool:
-        """Nobody comes between a check of the fence and the change right after it."""
+        """No attempt comes between a check of the fence and the change right after it."""
         return fault.kind is Kind.TORN or name in ("write", "fsync")
 
     def _second_comes_first(self) -> None:

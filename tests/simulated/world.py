@@ -257,7 +257,7 @@ class World(Storage):
         self.engine.call(2 * silent + 10 * self.setting.step, leave)
 
     def bereave(self, job: Job) -> None:
-        """The batch host is gone, and nobody has told Slurm: the ranks hear nothing any more."""
+        """The batch host is gone, and Slurm has not been told: the ranks hear nothing any more."""
         if job.batch is not None:
             job.batch.end()
         job.batch = job.daemon = None

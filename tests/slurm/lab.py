@@ -114,7 +114,7 @@ class Cluster(cluster.Cluster):
         self.restore_controller()
 
     def lose_controller(self) -> None:
-        """The controller goes away: nobody's job ends, and no command gets an answer."""
+        """The controller goes away: no job ends, and no command gets an answer."""
         login = self.machines[LOGIN]
         patience = time.monotonic() + 5 * slowness()
 

@@ -132,7 +132,7 @@ class Project:
         self.cluster.run("login1", "scancel", "--batch", "--signal=TERM", job)
 
     def end_in_minutes(self, job: str, minutes: int) -> None:
-        """Have a job's time be over in so many minutes, to the next full one of its run time."""
+        """Have a job's time be over in `minutes`, to the next full one of its run time."""
         hours, gone, _ = self.cluster.job(job)["RunTime"].rpartition("-")[2].split(":")
         limit = 60 * int(hours) + int(gone) + 1 + minutes
         self.cluster.scontrol("update", f"jobid={job}", f"TimeLimit={limit}")

@@ -75,7 +75,7 @@ def fork_spare() -> None:
 
 
 def main(kind: str, folder: str, stdout: str, *arguments: str) -> None:
-    """Be the program, as if somebody had just typed its command."""
+    """Be the program, as if a user had just typed its command."""
     if stdout:
         file = os.open(stdout, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         os.dup2(file, 1)

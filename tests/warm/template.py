@@ -67,7 +67,7 @@ class Warm:
     def _follow(self, forked: ForkedProcess) -> None:
         status = forked.wait()
         if status is None:
-            self._ended.set_exception(RuntimeError("the template has died, and nobody else knows"))
+            self._ended.set_exception(RuntimeError("the template died; only it knew the status"))
         else:
             self._ended.set_result(status)
 

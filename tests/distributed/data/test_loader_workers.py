@@ -217,7 +217,7 @@ def make_stuck(tokens: Path) -> None:
 
 
 def blocked_in_open(pid: int) -> bool:
-    """Whether a worker has started up, and waits for somebody to open the other end of a FIFO."""
+    """Whether a worker has started up, and waits for a FIFO to be opened at its other end."""
     ignored = Path(f"/proc/{pid}/status").read_text().split("SigIgn:")[1].split()[0]
     openat = {"x86_64": "257", "aarch64": "56"}[os.uname().machine]
     return (

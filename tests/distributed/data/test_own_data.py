@@ -91,14 +91,14 @@ def test_the_example_trains_on_each_sample_once_and_changes_its_world(program: P
     """Slurm sends its signals to all processes of a step, the workers of a loader among them."""
     job = program.start(nproc=3)
     program.reach(5, job)
-    everybody = psutil.Process(job.process.pid).children(recursive=True)
-    for process in everybody:
+    processes = psutil.Process(job.process.pid).children(recursive=True)
+    for process in processes:
         with suppress(psutil.NoSuchProcess):  # some have asked Slurm, say, and are done
             process.send_signal(signal.SIGTERM)
     assert job.wait() == 75, job.output()
     (stopped,) = program.events("stopped")
     assert stopped["lost_steps"] == 0
-    wait_until(lambda: not any(map(is_alive, everybody)), "nothing of it is left", 30)
+    wait_until(lambda: not any(map(is_alive, processes)), "nothing of it is left", 30)
 
     job = program.start(nproc=2)
     program.reach(stopped["step"] + 5, job)

@@ -47,7 +47,7 @@ def test_a_run_survives_the_death_and_the_silence_of_its_fork_server(
     run.reach(max(run.steps(), default=0) + 3, job)
     assert run.attempt() == 1
 
-    os.kill(ranks[1], signal.SIGKILL)  # nobody else could tell how it ended
+    os.kill(ranks[1], signal.SIGKILL)  # no other process could tell how it ended
     run.ready_pid(2, 1, job)
     assert run.events("attempt_failed")[0]["raised"] == ""
     assert "killed by SIGKILL" in run.events("attempt_ended")[0]["reason"]

@@ -63,7 +63,7 @@ folder, schedules = Path(sys.argv[1]), int(sys.argv[2])
 
 @contextmanager
 def late(pause: Callable[[], float]) -> Iterator[None]:
-    """While it is open, so many seconds pass before and after each call that waits for ranks."""
+    """While it is open, `pause()` seconds pass before and after each call that waits for ranks."""
 
     def wrapped(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         time.sleep(pause())
@@ -107,7 +107,7 @@ def run(
     stop_after: float | None = None,
     in_step: Callable[[int, CheckpointEngine], object] = lambda step, checkpoints: None,
 ) -> tuple[str, int, int]:
-    """Train for so many steps, and call `in_step` in each.
+    """Train for `steps` steps, and call `in_step` in each.
 
     How it ended, the steps made, and the saves that are said to have failed.
     """

@@ -213,7 +213,7 @@ def refused(**arguments: Any) -> str:
 
 
 class Mute:
-    """Has no state that anybody could ask for."""
+    """Has no state that a manager could ask for."""
 
 
 class Holding:

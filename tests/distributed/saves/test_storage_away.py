@@ -58,7 +58,7 @@ def assert_nothing_was_lost(run: Run, expected: Run) -> None:
 def test_data_that_is_away_is_waited_for_in_a_run_and_at_a_restart(
     run: Run, undisturbed: Callable[..., Run], moving: Path, tmp_path: Path
 ) -> None:
-    """A rank is killed while nobody sees the data: 65 and GAVE_UP, once."""
+    """A rank is killed while no rank sees the data: 65 and GAVE_UP, once."""
     away = tmp_path / "away"
     job = run.supervise(WORLD)
     pid = run.ready_pid(1, 1, job)

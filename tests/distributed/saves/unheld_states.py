@@ -100,7 +100,7 @@ manager.close()
 for name, tensor in table(resumed).items():
     assert torch.equal(tensor, expected[0][name]), name
 
-# Those that nobody shares.
+# Running statistics that the ranks do not share.
 alone = DistributedDataParallel(net(), broadcast_buffers=False)
 manager, optimizer = opened("alone", alone)
 manager.check_state()
@@ -108,7 +108,7 @@ train(alone, optimizer, range(1))
 differs = r"^model\.1\.running_mean is not the same on rank 0 and rank 1"
 refused(manager.check_state, differs)
 
-# They differ later than anybody looked: the save fails, and the next one is refused.
+# They differ only after the check: the save fails, and the next one is refused.
 later = DistributedDataParallel(net(), broadcast_buffers=False)
 manager, optimizer = opened("later", later)
 manager.save(TrainState(1))

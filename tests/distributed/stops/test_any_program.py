@@ -105,7 +105,7 @@ def test_one_that_says_how_far_it_is_is_started_again_when_it_hangs(
     told, report = own.told("status"), own.told("report")
     assert (told["state"], told["step"], report["training"]["step"]) == ("completed", 40, 40)
     assert [end["kind"] for end in told["interruptions"]] == ["hang"]
-    assert report["time"]["goodput"] is None  # nobody can say when its steps began
+    assert report["time"]["goodput"] is None  # it is unknown when its steps began
     assert report["time"]["seconds"]["train"] == 0 < report["time"]["seconds"]["unaccounted"]
     if how == "prints":
         assert job.output().count("step 40 of 40") == 1  # of rank 0 alone

@@ -1,4 +1,4 @@
-"""A rank without a supervisor: Ctrl-C is noticed at once, and whoever insists need not wait."""
+"""A rank without a supervisor: Ctrl-C is noticed at once, and a second one need not wait."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_a_closed_terminal_and_one_that_nohup_does_not_need(
 def test_a_terminal_that_is_stopped(
     run: Run, terminal: Callable[[str], Terminal], tmp_path: Path
 ) -> None:
-    """It shows nothing, and whoever writes to it has to wait: but not training, nor its end."""
+    """It shows nothing, and a process that writes to it waits: but not training, nor its end."""
     code = tmp_path / "code"
     here = terminal(f"export NO_COLOR=1 TERM=xterm-256color; {supervise(run)}; echo $? >'{code}'")
     daemon = supervisor(run)

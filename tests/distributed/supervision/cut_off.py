@@ -1,4 +1,4 @@
-"""Cuts the network between a supervisor and its ranks for some seconds; nobody may be given up.
+"""Cuts the network between a supervisor and its ranks for some seconds; no rank may be given up.
 
     unshare --net python cut_off.py SECONDS FOLDER
 
@@ -87,7 +87,7 @@ TINY = ("rate", "8bit", "burst", "10", "limit", "10")
 
 
 def lose_packets(lose: bool) -> None:
-    """A queue that is too small for any packet loses them all, and nobody is told."""
+    """A queue that is too small for any packet loses them all, and no sender is told."""
     act = ["add", "dev", "lo", "root", "tbf", *TINY] if lose else ["del", "dev", "lo", "root"]
     subprocess.run(["tc", "qdisc", *act], check=True)
 
@@ -110,7 +110,7 @@ def main() -> None:
         time.sleep(0.1)
     lose_packets(False)
     wait_until(live, "all ranks are heard again", deadline=AWAY, interval=0.1)
-    print("nobody was given up")
+    print("no rank was given up")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The control channel in real runs: who learns what, and what nobody may see."""
+"""The control channel in real runs: which process learns what, and what none may see."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def ends(run: Run) -> list[tuple[int, str]]:
 
 
 def test_peers_of_a_killed_rank_are_told_and_leave_by_themselves(run: Run) -> None:
-    # Nobody is killed for staying: with this grace the test would time out.
+    # No rank is killed for staying: with this grace the test would time out.
     job = run.supervise(
         3, LONG, ONCE, "--supervise.crash_grace=100000", "--train.global_batch_size=6"
     )
@@ -249,7 +249,7 @@ def molest(name: str) -> None:
 
 
 def knock(name: str) -> socket.socket:
-    """A connection of which nobody knows anything yet; its challenge has come."""
+    """A connection that has proved nothing yet; its challenge has come."""
     stranger = connect_here(name)
     stranger.settimeout(scaled(10))
     with suppress(OSError):  # one of too many

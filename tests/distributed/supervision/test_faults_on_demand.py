@@ -46,7 +46,7 @@ def test_a_rank_dies_in_the_part_of_a_save_that_was_named(run: Run, part: str) -
 
 def test_a_save_that_raises_is_made_again(run: Run) -> None:
     faults = "crash rank 0 at step 10 in stage; crash rank 0 at step 20 in write"
-    # In the background, ten steps might be made before anybody knows that the first one failed.
+    # In the background, ten steps might be made before the ranks know that the first one failed.
     waited_for = "--checkpoint.async_save=false"
     job = run.train("--train.max_steps=25", waited_for, KEMPNER_FAULTS=faults)
     assert job.wait() == 0, job.output()

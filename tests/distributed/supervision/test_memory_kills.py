@@ -1,4 +1,4 @@
-"""A rank that the kernel kills for want of memory is told from one that somebody killed."""
+"""A rank that the kernel kills for want of memory is told from one that another process killed."""
 
 from __future__ import annotations
 

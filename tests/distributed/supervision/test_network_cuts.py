@@ -1,4 +1,4 @@
-"""A network that is cut for some seconds: nobody is given up who comes back."""
+"""A network that is cut for some seconds: no rank is given up that comes back."""
 
 from __future__ import annotations
 
@@ -30,4 +30,4 @@ def test_no_rank_is_given_up_that_is_cut_off_for_some_seconds(tmp_path: Path) ->
     for seconds, process in cuts.items():
         said, _ = process.communicate(timeout=scaled(120))
         assert process.returncode == 0, f"cut of {seconds} s\n{said}"
-        assert said.endswith("nobody was given up\n")
+        assert said.endswith("no rank was given up\n")

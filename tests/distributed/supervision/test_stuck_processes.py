@@ -33,7 +33,7 @@ def frozen(tmp_path: Path) -> Iterator[Path]:
 
 @contextmanager
 def freezing(folder: Path) -> Iterator[None]:
-    """Whoever writes there waits in the kernel (state D) until the block is over."""
+    """A process that writes there waits in the kernel (state D) until the block is over."""
     subprocess.run(["fsfreeze", "--freeze", folder], check=True)
     try:
         yield

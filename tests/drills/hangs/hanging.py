@@ -2,7 +2,7 @@
 
 FORM is how it trains: in a loop of `survive`, with a CheckpointManager `by_hand`, or `silent`, with
 nothing of kempner. In PHASE, RANK (or all of them, where the ranks are to miss each other) does
-what KIND says: the functions below, those of `HEALTHY` for so many seconds, the others for ever.
+what KIND says: the functions below, those of `HEALTHY` for SECONDS, the others for ever.
 Lines marked as `# stands` are those at which a rank then is.
 """
 

@@ -29,7 +29,7 @@ ENDLESS = (
 
 
 def failures(run: Run, job: Job, more_than: int) -> list[dict[str, dict[str, str]]]:
-    """The failed saves in the ledger, once there are more than so many."""
+    """The failed saves in the ledger, once there are more than `more_than`."""
     wait_until(lambda: len(run.events("checkpoint_failed")) > more_than, "a failed save", 60, job)
     return run.events("checkpoint_failed")
 

@@ -58,7 +58,7 @@ def moments(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[Mome
     return sorted(found)
 
 
-def kill_at(run: Run, moment: Moment, everyone: bool) -> bool:
+def kill_at(run: Run, moment: Moment, all_ranks: bool) -> bool:
     """Start the run and kill one rank or all when it comes to `moment`; False if it did not."""
     job = run.supervise(WORLD, *LONG, "--supervise.max_restarts_without_progress=0")
     pids = ranks(run, job, WORLD, READY)
@@ -69,7 +69,7 @@ def kill_at(run: Run, moment: Moment, everyone: bool) -> bool:
         reached = saving.moment(call, rank) == moment
         if not killed and (reached or len(committed) == PATIENCE):
             killed.append(reached)
-            for pid in pids if everyone else [call.pid]:
+            for pid in pids if all_ranks else [call.pid]:
                 os.kill(pid, signal.SIGKILL)
 
     tracer = attach(run, job, WORLD, entered=kill)
@@ -87,14 +87,14 @@ def test_a_kill_before_any_call_of_a_save_costs_nothing_that_was_committed(
     plan += [(moment, True) for moment in moments if moment.kind and moment.name in CHANGES]
     Random(SEED).shuffle(plan)
     reached, expected = 0, list[int]()
-    for moment, everyone in plan[:KILLS]:
-        came = kill_at(run, moment, everyone)
+    for moment, all_ranks in plan[:KILLS]:
+        came = kill_at(run, moment, all_ranks)
         reached += came
         said = [event["step"] for event in run.events("checkpoint_committed")]
-        assert not broken(run.checkpoints, said[-1] if said else None), (moment, everyone)
+        assert not broken(run.checkpoints, said[-1] if said else None), (moment, all_ranks)
         best = resumable(CheckpointFolder(run.checkpoints))
         expected += [best] if best is not None else []
-        note("kill", **vars(moment), everyone=everyone, came=came, resumable=best)
+        note("kill", **vars(moment), everyone=all_ranks, came=came, resumable=best)
     run.complete(WORLD, *LONG)
     assert [event["step"] for event in run.events("resumed")] == expected
     assert run.steps() == reference.steps()

@@ -1,5 +1,5 @@
 """SIGKILL before each distinct system call of a salvage: the run has the step before, or that one,
-and whoever comes next finds nothing in its way."""
+and the next salvage finds nothing in its way."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Salvage:
         tracer = Tracer([self.process.pid], entered)
         self.process.communicate("go\n", timeout=scaled(60))
         tracer.join()
-        return seen  # the tracer knows how it has ended, and nobody else
+        return seen  # only the tracer knows how it has ended
 
     def _moment(self, call: Call) -> Moment | None:
         """What the call does to which file of the run; the nonces in their names are left out."""
@@ -103,7 +103,7 @@ def test_a_kill_before_any_call_of_a_salvage_leaves_what_can_be_resumed(
         best = resumable(CheckpointFolder(checkpoints))
         assert best in (1, 2)
         found.add(best)
-        Salvage(folder).go(None)  # what was left is in nobody's way
+        Salvage(folder).go(None)  # what was left is not in its way
         assert not broken(checkpoints, 2), moment
         shutil.rmtree(folder)
     note("kills in a salvage", moments=len(moments), kills=len(plan[:KILLS]), found=len(found))

@@ -34,7 +34,7 @@ pytestmark = [
 STATES = 4_000 if ALL else 1_000
 STATES_WITH_A_BUG = 50
 LOADED = 50 if ALL else 10
-AS_A_GRANDCHILD = ("sh", "-c", '"$@"; exit $?', "sh")  # nobody but the tracer waits for it
+AS_A_GRANDCHILD = ("sh", "-c", '"$@"; exit $?', "sh")  # the tracer alone waits for it
 KEEP = 2
 OFTEN = ("--checkpoint.interval=6", *SMALLEST)
 SAVES = ("--train.max_steps=24", *OFTEN)

@@ -100,7 +100,7 @@ manager.save(TrainState(8))
 manager.release_staging()
 assert_saved(8, whole())
 
-# Whoever replaces parameters under an optimizer that keeps something for them would lose that.
+# A loop that replaces parameters would lose what an optimizer keeps for them.
 held = nn.Parameter(torch.zeros(1))
 optimizer.state[held]["exp_avg"] = torch.zeros(1)
 manager.save(TrainState(9))  # fails, on all ranks

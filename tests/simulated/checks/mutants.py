@@ -1,4 +1,4 @@
-"""kempner with one decision gone wrong: each is a line that somebody could have written.
+"""kempner with one decision gone wrong: each is a line that an engineer could have written.
 
 A mutant is planted by exchanging one function, or one of its lines, while a context is open.
 """

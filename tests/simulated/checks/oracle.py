@@ -26,9 +26,9 @@ class Invariant(Enum):
     if there is none; a rollback goes no farther back than was decided; retention deletes none of
     the newest `keep_last` commits that are there."""
     WRITERS = "at most one live attempt commits"
-    """Whoever names a checkpoint, moves `latest` or withdraws a commit is at that moment the last
-    attempt that was begun. A check of the fence and the change right after it are one moment here:
-    no file system ties two together."""
+    """An attempt that names a checkpoint, moves `latest` or withdraws a commit is at that moment
+    the last one that was begun. A check of the fence and the change right after it are one
+    moment here: no file system ties two together."""
     TWICE = "no launch of a job is requeued twice"
     """No process of one launch of a job has Slurm requeue the next one."""
     REVIVED = "a cancelled job is never requeued"

@@ -53,7 +53,7 @@ class Place(PurePosixPath):
     """A path at which nothing is."""
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
-        """As on a disk; nobody looks."""
+        """As on a disk; the result is not read."""
 
 
 class Folder:

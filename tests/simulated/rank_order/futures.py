@@ -74,7 +74,7 @@ class Futures:
 
 
 class VirtualExecutor:
-    """One thread, which does one call after the other. Nobody waits for its last one."""
+    """One thread, which does one call after the other. No thread waits for its last one."""
 
     def __init__(self, scheduler: Scheduler, futures: Futures) -> None:
         self._scheduler, self._futures = scheduler, futures

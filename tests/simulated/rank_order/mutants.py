@@ -1,6 +1,6 @@
 """kempner with control flow that depends on something local: what the fuzzer has to find.
 
-Each exchanges one text in one function for what somebody could have written, or had.
+Each exchanges one text in one function for what an engineer could have written, or had.
 """
 
 from __future__ import annotations

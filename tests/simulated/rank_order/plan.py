@@ -35,7 +35,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Stuck:
-    """From step `step` on a rank gets no data for so many seconds."""
+    """From step `step` on rank `rank` gets no data for `seconds`."""
 
     rank: int
     step: int
@@ -57,7 +57,7 @@ class Plan:
     found: tuple[int, ...]
     """Steps of the checkpoints that are there at the start."""
     step_seconds: float
-    """What a step takes when nobody is late."""
+    """What a step takes when no rank is late."""
     save_seconds: float
     """The longest that a part of a save takes, as a rule."""
     failing: Mapping[int, tuple[int, FailPoint]]
@@ -98,7 +98,7 @@ class Plan:
 
 PACES = ("at once", "at once", "one is slow", "now and then", "always")
 SECONDS_PER_STEP = {"at once": 0.3, "one is slow": 14.0, "now and then": 7.5, "always": 20.0}
-"""About so many, so that what happens at a time happens while there are steps."""
+"""About this many, so that what happens at a time happens while there are steps."""
 
 
 def draw(seed: int) -> Plan:

@@ -1,8 +1,8 @@
 """Threads that take turns: one runs at a time, and a seed says which is next, in virtual time.
 
-A thread gives way where it would wait: in a collective, for a future, or for seconds to pass. Who
-is next is whoever is due first, of several at the same time one by lot. So a schedule is told by
-its seed, and waits for nothing real. The threads are kept from one schedule to the next.
+A thread gives way where it would wait: in a collective, for a future, or for seconds to pass. The
+next one is the one that is due first, of several at the same time one by lot. So a schedule is told
+by its seed, and waits for nothing real. The threads are kept from one schedule to the next.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Violation(BaseException):
 
 
 class Task:
-    """What one thread does for one rank. Of `idle` ones nobody waits for the end."""
+    """What one thread does for one rank. The schedule does not wait for the end of `idle` ones."""
 
     def __init__(self, work: Callable[[], None], rank: int, idle: bool) -> None:
         self.work, self.rank, self.idle = work, rank, idle
@@ -69,7 +69,7 @@ class Scheduler:
         self.turns = 0
         self.violation: Violation | None = None
         self.error: BaseException | None = None
-        """What ended a task that should not have ended so: a bug of whoever wrote it."""
+        """What ended a task that should not have ended so: a bug of the task."""
         self._pause = pause
         self._due: list[tuple[float, float, int, Task | Callable[[], None], int]] = []
         self._tasks: list[Task] = []
@@ -98,7 +98,7 @@ class Scheduler:
         heappush(self._due, (time, self.random.random(), self._order, act, 0))
 
     def run(self) -> Violation | None:
-        """Let all happen until every task that somebody waits for is done."""
+        """Let all happen until every task that is not `idle` is done."""
         self._hand_over()
         self._main.acquire()
         self._over = True
@@ -117,7 +117,7 @@ class Scheduler:
     def sleep(self, seconds: float) -> None:
         """Let seconds pass for the current task."""
         if self._awaited and self._due and self._due[0][0] > self.now + seconds and not self._over:
-            self.now += seconds  # nobody else is due before
+            self.now += seconds  # no other task is due before
             return
         self._push(self.now + seconds, self.current)
         self.wait("time to pass")

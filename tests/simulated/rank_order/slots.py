@@ -1,7 +1,7 @@
 """Step slots whose memory is watched: whatever the order of the ranks, they hold a step in common.
 
 Once all ranks have held one step, there is one at every moment that all of them hold, until the run
-goes back behind it: whoever dies then loses the step that was being copied at most. Once the
+goes back behind it: a rank that dies then loses the step that was being copied at most. Once the
 buddies of all ranks have a copy, any one rank's memory can be lost: at every moment its buddy has a
 step that all others hold.
 """

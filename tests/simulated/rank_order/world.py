@@ -280,7 +280,7 @@ def find_violation(scene: Scene, ranks: list[Rank]) -> str:
     if end == "CheckpointWriteError" and not scene.failed:
         return "unfounded: no save was made to fail"
     if end == "SupersededError" and scene.current:
-        return "unfounded: nobody owns the run but this attempt"
+        return "unfounded: no other attempt owns the run"
     return ""
 
 

@@ -86,8 +86,8 @@ def test_an_agent_and_its_rank(project: Project, undisturbed: Run) -> None:
 
 
 def test_a_supervisor_and_a_rank(project: Project, undisturbed: Run) -> None:
-    """Nobody is left who could salvage: the job goes back into the queue, and to its last commit at
-    the worst."""
+    """No process is left that could salvage: the job goes back into the queue, and to its last
+    commit at the worst."""
     job = project.train(*KEPT)
     project.reach(job, 41)
     seen = look(project.run.record.supervisors)

@@ -1,6 +1,6 @@
 """A rank that is killed before it has called its supervisor: srun tells of it.
 
-`make check` has one of which nobody tells, on the supervisor's own clock, in
+`make check` has one that no message reports, on the supervisor's own clock, in
 tests/unit/supervisor/daemon/test_attempt.py.
 """
 

@@ -1,4 +1,4 @@
-"""A run that nobody but a person can mend takes no nodes any more."""
+"""A run that only a person can mend takes no nodes any more."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_one_that_dies_costs_what_its_buddy_does_not_have(project: Project) -> N
 @pytest.mark.drill
 def test_one_whose_time_is_nearer_leaves_before_it_is_over(project: Project) -> None:
     """Slurm sends no warning: its job has half of its one minute, and comes back for more. As long
-    as nobody knows what a restart takes, so little time does not pay: one comes first."""
+    as the time of a restart is unknown, so little time does not pay: one comes first."""
     job = project.train(*OPTIONS)
     project.reach(job, 5)
     project.slow(rate="2mbit")

@@ -120,7 +120,7 @@ def test_the_watchdog_that_is_killed_or_stopped_harms_nothing(
 
 @dataclass(frozen=True)
 class SupervisorKill:
-    """SIGKILL so many seconds into a phase, of a supervisor that has stood still for some."""
+    """SIGKILL `after` seconds into a phase, of a supervisor that stood still for `still`."""
 
     phase: str
     after: float

@@ -1,4 +1,4 @@
-"""Training in an allocation that somebody has already, at a terminal, next to what runs in it."""
+"""Training in an allocation that the user has already, at a terminal, next to what runs in it."""
 
 from __future__ import annotations
 

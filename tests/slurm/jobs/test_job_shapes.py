@@ -48,7 +48,7 @@ def places(text: str) -> list[Place]:
 
 
 def assert_placed(text: str, *per_node: int) -> None:
-    """So many ranks on node1, node2, ..., in this order, each beside as many GPUs."""
+    """`per_node` ranks on node1, node2, ..., in this order, each beside as many GPUs."""
     found, size = places(text), sum(per_node)
     assert [place.rank for place in found] == list(range(size)), text
     assert {place.size for place in found} == {size}

@@ -65,7 +65,7 @@ def test_a_job_is_followed_by_its_id(project: Project, cluster: Cluster) -> None
 
 @dataclass
 class Onlooker:
-    """Somebody on the login node who asks about a run again and again."""
+    """A user on the login node who asks about a run again and again."""
 
     project: Project
     job: str

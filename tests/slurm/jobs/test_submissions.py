@@ -55,7 +55,7 @@ def test_a_submission_reaches_the_ranks_unchanged(project: Project, corpus: Path
 def test_data_that_is_missing_is_named_before_the_first_step(
     project: Project, cluster: Cluster
 ) -> None:
-    """configs/train/7b.toml as it is, on a cluster where nobody prepared its data."""
+    """configs/train/7b.toml as it is, on a cluster where its data is not prepared."""
     config = "configs/train/7b.toml"
     checked = cluster.run(
         "node1",

@@ -1,4 +1,4 @@
-"""MASTER_ADDR and MASTER_PORT that the user exports are obeyed, whoever starts the ranks."""
+"""MASTER_ADDR and MASTER_PORT that the user exports are obeyed, by every launcher."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_a_link_breaks_and_mends(cluster: Cluster, how: str, carrier: str) -> No
 
 
 def test_ranks_reach_each_other_over_ib0_alone(cluster: Cluster) -> None:
-    """A port that nobody listens on is refused by the kernel there, if the call gets so far."""
+    """A port without a listener is refused by the kernel there, if the call gets so far."""
 
     def call(caller: str, address: str, port: int = 22) -> str:
         probe = f"exec 3<>/dev/tcp/{address}/{port}"

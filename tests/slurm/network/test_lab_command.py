@@ -29,7 +29,7 @@ scontrol requeue "$SLURM_JOB_ID"
 
 @dataclass(frozen=True)
 class Person:
-    """Somebody who types `kempner lab ...` in a folder."""
+    """A user who types `kempner lab ...` in a folder."""
 
     name: str
     folder: Path

@@ -1,4 +1,4 @@
-"""A stop signal may come at any moment, to anybody, and as often as it likes."""
+"""A stop signal may come at any moment, to any process, and any number of times."""
 
 from __future__ import annotations
 

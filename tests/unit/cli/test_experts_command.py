@@ -52,7 +52,7 @@ DEEPSEEK = {
 """A small one, in which the first layer has no experts, and the others have one that is shared."""
 
 OWN_CODE: dict[str, object] = {
-    "model_type": "nobody",
+    "model_type": "no_such_type",
     "num_experts": 4,
     "auto_map": {"AutoConfig": "its_code.Config", "AutoModelForCausalLM": "its_code.Model"},
 }
@@ -100,8 +100,8 @@ def test_the_degrees_divide_the_experts_and_the_ranks() -> None:
         ({"model_type": "llama"}, (), 2, "describes no mixture of experts"),
         ("[]", (), 2, "describes no mixture of experts"),
         ("{", (), 2, "is not JSON"),
-        ({"model_type": "nobody", "num_experts": 4}, (), 2, "transformers does not know"),
-        (OWN_CODE, (), 2, "transformers does not know"),  # and nobody is asked whether to run it
+        ({"model_type": "no_such_type", "num_experts": 4}, (), 2, "transformers does not know"),
+        (OWN_CODE, (), 2, "transformers does not know"),  # without a question whether to run it
         (MINIMAX_M2, ("--gpu", "H1"), 2, "no figures are known of the GPU H1"),
     ],
 )

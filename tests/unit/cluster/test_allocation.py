@@ -12,7 +12,7 @@ NODES = ["node1", "node2"]
 
 
 def resources(gpus: int | None, cpus: int | None = 16) -> NodeResources:
-    return NodeResources(Amount(cpus, "test"), Amount(None, "nobody"), Amount(gpus, "test"))
+    return NodeResources(Amount(cpus, "test"), Amount(None, "test"), Amount(gpus, "test"))
 
 
 BATCH = {"SLURM_NTASKS_PER_NODE": "4", "SLURM_TASKS_PER_NODE": "4(x2)"}

@@ -58,7 +58,7 @@ def test_ports_that_are_all_taken_are_named() -> None:
 
 @contextmanager
 def stranger(port: int, says: bytes) -> Iterator[None]:
-    """Somebody else's service on a port."""
+    """A service of another program on a port."""
     with socket.create_server(("", port)) as listener:
         listener.settimeout(scaled(20))
 

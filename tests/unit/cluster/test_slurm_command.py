@@ -246,7 +246,7 @@ def test_a_fork_that_fails_is_tried_again(
 
 
 class Clock:
-    """Time that passes only while somebody waits."""
+    """Time that passes only in `wait`."""
 
     def __init__(self) -> None:
         self.now, self.pauses = 0.0, list[float]()

@@ -135,7 +135,7 @@ def test_what_is_dumped_loads_to_an_equal_configuration(write: Any) -> None:
     lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
     seed=st.integers(min_value=0, max_value=2**63 - 1),
     folder=st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=1).filter(
-        lambda text: not text.startswith("~")  # somebody's home
+        lambda text: not text.startswith("~")  # a user's home
     ),
 )
 def test_any_number_and_any_text_survive_the_way_through_toml(

@@ -23,7 +23,7 @@ POSITIONS = st.integers(0, 500)
 
 @dataclass(frozen=True)
 class Attempt:
-    """Some ranks take so many batches, and stop."""
+    """`world` ranks take `batches` batches, and stop."""
 
     world: int
     size: int

@@ -11,7 +11,7 @@ sys.path.append(str(Path(__file__).parents[3] / "scripts" / "demo"))
 import corpus as demo
 
 LONG = "A sentence that is long enough to be taken, whichever way one looks at it. " * 2
-OTHER = "Another sentence of which nobody could say that it is too short to be used. " * 2
+OTHER = "Another sentence of which no reader could say that it is too short to be used. " * 2
 
 
 @pytest.fixture

@@ -28,6 +28,12 @@ TESTS = re.compile(r"\[[^]]*\]\(\.\./tests/[^)]*\)")
 
 PROSE = (tokenize.STRING, tokenize.COMMENT)
 
+OTHER_CODE = ("tests", "benchmarks", "scripts", "docs/examples")
+"""Folders in which docstrings and comments are held to the same words, and texts are data."""
+
+BEFORE_A_DOCSTRING = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+"""Tokens after which a string is a statement of its own."""
+
 CLASSES = {
     *("Told", "Came", "Went", "Here", "Where", "Before", "Beside", "Outside", "Everything"),
     *("Own", "Doing", "Done", "Took", "Began", "Due", "Means", "Worth", "Live", "Living", "Found"),
@@ -49,15 +55,28 @@ def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def vague_words(text: str) -> Iterator[tuple[int, str]]:
-    """The lines of a module whose docstring, comment or message has a vague word, and that word."""
+def other_modules() -> list[Path]:
+    """Those of `OTHER_CODE`, without this one, which quotes the words."""
+    found = (path for folder in OTHER_CODE for path in (ROOT / folder).rglob("*.py"))
+    return sorted(path for path in found if path != Path(__file__))
+
+
+def vague_words(text: str, messages: bool = True) -> Iterator[tuple[int, str]]:
+    """The lines of a module whose docstring, comment or message has a vague word, and that word.
+
+    Without `messages`, strings within statements are left out.
+    """
     if VAGUE.search(text) is None:  # most have none, and tokens take long
         return
+    before = tokenize.NEWLINE
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in PROSE:
+        data = token.type == tokenize.STRING and before not in BEFORE_A_DOCSTRING
+        if token.type in PROSE and (messages or not data):
             for nth, line in enumerate(token.string.split("\n")):
                 for found in VAGUE.finditer(line):
                     yield token.start[0] + nth, found[0]
+        if token.type not in (tokenize.NL, tokenize.COMMENT):
+            before = token.type
 
 
 def odd_names(text: str) -> Iterator[tuple[int, str]]:
@@ -75,6 +94,15 @@ def test_no_sentence_has_a_vague_subject() -> None:
         "meant, or the number"
         for path in modules()
         for line, word in vague_words(path.read_text())
+    ]
+    assert found == []
+
+
+def test_no_docstring_or_comment_beside_the_package_has_one() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {word}"
+        for path in other_modules()
+        for line, word in vague_words(path.read_text(), messages=False)
     ]
     assert found == []
 
@@ -116,6 +144,7 @@ class _Came:
 def test_a_vague_word_is_found_in_docstrings_messages_and_comments() -> None:
     words = [(1, "whoever"), (3, "somebody"), (7, "so many"), (8, "nobody"), (11, "Someone")]
     assert [*vague_words(MODULE)] == words
+    assert [*vague_words(MODULE, messages=False)] == [words[0], *words[2:]]
 
 
 @pytest.mark.parametrize("text", ["somebody = 1", '"""A user; the body of a message."""'])

@@ -57,7 +57,7 @@ A1, A2 = entry("A1", tests=["test_x.py::test_x"]), entry("A2", open="All of it."
         ([A1, entry("A2", out_of_scope="It is not ours.")], []),
         ([A1], ["A2: there is no such promise"]),
         ([A1, A2, A2], ["A2: there are 2 entries"]),
-        ([A1, A2, entry("A3", open="All.")], ["A3: nobody knows this id"]),
+        ([A1, A2, entry("A3", open="All.")], ["A3: the id is unknown"]),
         ([A1, entry("A2")], ["A2: it has no `tests`, no `open` and no `out_of_scope`"]),
         ([A1, {"id": "A2", "open": "All."}], ["A2: it promises nothing"]),
         ([A1, entry("A2", tests=[])], ["A2: `tests` is empty, or of the wrong type"]),

@@ -95,7 +95,7 @@ def test_a_process_that_goes_on_can_be_waited_for_and_killed(tmp_path: Path) -> 
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert process.wait(scaled(60)) == -signal.SIGTERM
-    process.send_signal(signal.SIGTERM)  # to nobody
+    process.send_signal(signal.SIGTERM)  # to a process that has ended
 
 
 def test_a_supervisor_has_its_spare_as_its_first_server_and_then_its_own(run: Run) -> None:

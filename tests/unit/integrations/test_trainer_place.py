@@ -31,7 +31,7 @@ def grid_of(samples: int, world: tuple[int, int, int], drop_last: bool) -> Grid:
 def play(
     place: TrainerPlace, world: tuple[int, int, int], samples: int, drop_last: bool, steps: int
 ) -> tuple[TrainerPlace, list[int]]:
-    """So many steps of the epoch at most, as Accelerate deals them out; the place after them."""
+    """At most `steps` steps of the epoch, as Accelerate deals them out; the place after them."""
     ranks, share, accumulation = world
     grid = grid_of(samples, world, drop_last)
     leg = Leg.after(place, grid)

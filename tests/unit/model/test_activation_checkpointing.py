@@ -73,7 +73,7 @@ def step(model: Transformer) -> tuple[list[Tensor], Products]:
     torch.manual_seed(3)
     with Products() as products:
         loss = model(TOKENS, TOKENS)
-        torch.rand(5)  # whoever draws in the meantime changes nothing
+        torch.rand(5)  # other draws in the meantime change nothing
         torch.autograd.backward(loss)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     return [loss.detach(), *gradients], products

@@ -41,7 +41,7 @@ def pretending(rank: int, sizes: tuple[int, ...]) -> Iterator[DeviceMesh]:
 
 
 def place(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """Every rank cuts its part out of its own copy: there is nobody to send it."""
+    """Every rank cuts its part out of its own copy: there is no rank to send it."""
     return distribute_tensor(whole, mesh, placements, src_data_rank=None)
 
 

@@ -99,7 +99,7 @@ def test_the_weights_follow_from_seed_and_options_alone(factory: str) -> None:
     after = torch.rand(3)
     torch.random.set_rng_state(state)
     create(asking(factory), VOCAB)
-    assert torch.equal(torch.rand(3), after)  # and nobody else's numbers are taken
+    assert torch.equal(torch.rand(3), after)  # the global generator is as it was
 
 
 def test_every_usual_source_of_numbers_is_seeded() -> None:

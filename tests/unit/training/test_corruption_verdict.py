@@ -83,8 +83,8 @@ def test_a_rank_that_is_alone_names_itself_and_equal_claims_name_none() -> None:
 
 
 def test_where_all_ranks_received_something_wrong_none_is_named() -> None:
-    everyone = claims(4, [0], dict.fromkeys(range(4), 7), StepPart.GRADIENT)
-    told = judge(everyone + claims(4, [1, 2], {}, StepPart.GRADIENT))
+    own_claims = claims(4, [0], dict.fromkeys(range(4), 7), StepPart.GRADIENT)
+    told = judge(own_claims + claims(4, [1, 2], {}, StepPart.GRADIENT))
     assert told == CorruptionVerdict(StepPart.GRADIENT, (0, 1, 2, 3), sure=False)
 
 

@@ -17,7 +17,7 @@ SAMPLES, LENGTH, VOCABULARY = 96, 12, 128
 
 
 def samples() -> Dataset:
-    """Sample i begins with token i, so that whoever trains on it can tell."""
+    """Sample i begins with token i, so that a training step can tell which it trains on."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=generator)
     ids[:, 0] = torch.arange(SAMPLES)

@@ -225,7 +225,7 @@ def copies_of(holder: SlotHolder) -> CopyHolder:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_where_a_node_cannot_write_its_buddy_does(tmp_path: Path, rank: int) -> None:
-    """Its storage is away, say; what it has begun is in nobody's way."""
+    """Its storage is away, say; what it has begun is not in its buddy's way."""
     nodes = SlotHolder(), SlotHolder()
     for number, holder in enumerate(nodes):
         fill(holder, number, 6, 7)

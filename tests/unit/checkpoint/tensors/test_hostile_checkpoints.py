@@ -1,4 +1,4 @@
-"""Whoever can write to a checkpoint can put a pickle into any of its files; nobody runs it."""
+"""A user who can write to a checkpoint can put a pickle into any of its files; it is never run."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_what_is_not_sound_is_not_held_and_costs_no_sound_one(slots: StepSlots) 
 
 
 def test_a_rank_that_is_ahead_does_not_take_what_the_others_have(slots: StepSlots) -> None:
-    """One whose copies fail holds step 1 only: nobody overwrites that."""
+    """One whose copies fail holds step 1 only: no rank overwrites that."""
     slots.lay_out(PLACED)
     keep(slots, 1)
     agree(slots)

@@ -1,4 +1,4 @@
-"""Work in processes: results in order, errors as they are, and nobody left behind."""
+"""Work in processes: results in order, errors as they are, and no process left behind."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def die(number: int, report: Report) -> int:
     return number
 
 
-def nobody(number: int, done: int) -> None: ...
+def ignore_progress(number: int, done: int) -> None: ...
 
 
 @pytest.mark.parametrize("workers", [0, 1, 9])
@@ -52,13 +52,13 @@ def test_results_come_in_order_and_each_is_told(workers: int) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_is_the_task_s_own(workers: int) -> None:
     with pytest.raises(DataError, match=r"^no 3$"):
-        run_all(refuse, range(5), workers, nobody)
+        run_all(refuse, range(5), workers, ignore_progress)
     assert active_children() == []
 
 
 def test_a_killed_process_is_one_sentence() -> None:
     with pytest.raises(RunError, match=r"was killed.*fewer --workers"):
-        run_all(die, range(5), 2, nobody)
+        run_all(die, range(5), 2, ignore_progress)
     assert active_children() == []
 
 

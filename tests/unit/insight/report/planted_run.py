@@ -26,7 +26,7 @@ class PlantedRun:
         self._supervisor_began: float | None = None
 
     def spend(self, category: str, seconds: float) -> None:
-        """So many seconds pass, and belong to this category."""
+        """`seconds` pass, and belong to this category."""
         self.now += seconds
         self.planted[category] += seconds
 
@@ -95,7 +95,7 @@ class PlantedRun:
         self.tell("checkpoint_committed", step=self.step, bytes=10**6, **took)
 
     def stalled_save(self, steps: int, stalled: float) -> None:
-        """The files of a save cannot be written; after so many steps the next save waits for it."""
+        """The files of a save cannot be written; after `steps` steps the next save waits for it."""
         held_up, began = 0.5, self.now
         self.spend("save", held_up)
         self._pending_save = held_up

@@ -18,8 +18,8 @@ from kempner.insight.report.timeline import Category
 
 @dataclass(frozen=True)
 class AttemptPlan:
-    """What happens in an attempt: so many steps, after each number a save or an evaluation; how it
-    ends, and what follows. One without steps never comes to its first."""
+    """What happens in an attempt: in each of its `parts` a number of steps, and then a save, an
+    evaluation or nothing; how it ends, and what follows. One without parts makes no step."""
 
     parts: Sequence[tuple[int, str]]
     end: str

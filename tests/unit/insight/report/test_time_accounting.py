@@ -123,7 +123,7 @@ def stopped_and_started_by_hand(run: PlantedRun) -> None:
 
 
 def slow_storage(run: PlantedRun) -> None:
-    """A wait counts as far as training waits: a file that a save retries holds nobody up."""
+    """A wait counts as far as training waits: a file that a save retries holds no step up."""
     run.begin()
     run.steps(10)
     run.spend("storage", 40.0)

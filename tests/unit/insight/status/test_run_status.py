@@ -74,7 +74,7 @@ def test_what_the_supervisor_heard_is_what_the_status_says(tmp_path: Path) -> No
     assert read(run).ranks.groups == ()
     seen = {rank: LastReport(Report(12, Phase.EVAL, 1.0, 2.0), at=0.0) for rank in (1, 0)}
     RankStatusFile(run.ranks(attempt.number)).update(seen)
-    assert read(run).ranks.groups == ()  # nobody is there any more
+    assert read(run).ranks.groups == ()  # no supervisor is there any more
     lease = Lease.acquire(run, lasts=45.0)
     (group,) = read(run).ranks.groups
     assert (group.name, group.place) == ("ranks 0-1", "step 12, eval")
@@ -235,7 +235,7 @@ def test_only_what_is_new_is_read_and_only_the_end_of_a_long_file(tmp_path: Path
     with run.metrics.open("a") as metrics:
         metrics.write('ss": 1.5}\n')
     assert reader.read().metrics.lines[-1] == {"step": 50001, "loss": 1.5}
-    run.metrics.write_text(json.dumps(step(3)) + "\n")  # somebody has cut it
+    run.metrics.write_text(json.dumps(step(3)) + "\n")  # the user has cut it
     assert reader.read().metrics.lines == (step(3),)
 
 

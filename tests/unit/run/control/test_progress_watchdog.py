@@ -1,4 +1,4 @@
-"""When a process that nobody hears of any more stops waiting for the others."""
+"""When a process that cannot be heard any more stops waiting for the others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def stands_too_long(standstill: ProgressWatchdog, clock: Clock, seconds: float) -> bool:
-    """Whether it is too long after so many seconds, looked at once a second."""
+    """Whether it is too long after `seconds`, looked at once a second."""
     seen = False
     for _ in range(round(seconds)):
         clock.now += 1.0

@@ -47,7 +47,7 @@ class Pipe:
         return taken.decode()
 
     def close(self) -> None:
-        """Nobody reads any more."""
+        """The pipe has no reader any more."""
         os.close(self.reader)
 
     def open_again(self) -> None:

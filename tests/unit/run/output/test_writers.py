@@ -41,7 +41,7 @@ def append(lines: JsonLines, *entries: int) -> None:
 
 @contextmanager
 def files_of(size: int) -> Iterator[None]:
-    """A write beyond so many bytes writes what fits, as on a full disk."""
+    """A write beyond `size` bytes writes what fits, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -94,7 +94,7 @@ def test_lines_beyond_what_can_be_kept_are_counted(
 def test_storage_that_hangs_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pipe that nobody reads hangs like a file server that does not answer."""
+    """A pipe that is not read hangs like a file server that does not answer."""
     monkeypatch.setattr(writers, "PATIENCE", 0.05)
     path = tmp_path / "lines.jsonl"
     os.mkfifo(path)

@@ -34,7 +34,7 @@ Set = Callable[[float], None]
 
 @pytest.fixture
 def set_clock(monkeypatch: pytest.MonkeyPatch) -> Set:
-    """Sets the time of day by so many seconds, as NTP does."""
+    """Shifts the time of day by a number of seconds, as NTP does."""
     true = time.time
     return lambda by: monkeypatch.setattr(time, "time", lambda: true() + by)
 

@@ -161,7 +161,7 @@ def test_what_the_ranks_say_of_a_stop_names_it_for_the_supervisor_too(
     feed(follower, Connected(0, "node1", 4711))
     said = Event(1, "stopped", {"step": 7, "reason": "signal", "lost_steps": 0})
     feed(follower, RankMessage(0, said))
-    assert follower.stop.reason is StopReason.NONE  # nobody has left yet
+    assert follower.stop.reason is StopReason.NONE  # no rank has left yet
     feed(follower, RankMessage(0, Outcome(2, 75, "")))
     assert follower.stop.reason is StopReason.SIGNAL
     assert hands.told == [Stop(StopReason.SIGNAL, "rank 0 was asked to stop", 60.0)]

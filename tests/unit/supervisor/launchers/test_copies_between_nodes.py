@@ -112,7 +112,7 @@ def steps(copies: CopyHolder) -> list[int]:
 def test_what_is_pinned_arrives_whole_and_the_one_before_it_stays(
     node: Node, copies: CopyHolder, port: int
 ) -> None:
-    assert not node.board.may_pin  # nobody sends yet
+    assert not node.board.may_pin  # no sender has begun yet
     begin(node, port)
     for step in (7, 8, 9):
         node.keep(step % 5, step)
@@ -227,7 +227,7 @@ def test_what_the_run_went_back_behind_is_given_up_on_its_way(
 def test_a_rank_whose_buddy_cannot_be_reached_pins_no_more_and_goes_on(
     node: Node, copies: CopyHolder, port: int
 ) -> None:
-    with nobody() as closed:
+    with closed_port() as closed:
         begin(node, closed)
         node.keep(0, 7)
         node.pin(0)
@@ -250,8 +250,8 @@ def test_what_an_attempt_that_is_over_has_pinned_is_sent_no_more(node: Node, por
 
 
 @contextmanager
-def nobody() -> Iterator[int]:
-    """A port at which nobody listens."""
+def closed_port() -> Iterator[int]:
+    """A port without a listener."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield held.getsockname()[1]

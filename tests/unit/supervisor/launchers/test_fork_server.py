@@ -69,7 +69,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield make
     for server in made:
         server.close()
-    # Or nobody would reap what later tests leave behind, and it would seem to run.
+    # Or what later tests leave behind would never be reaped, and it would seem to run.
     assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
 
 

@@ -263,7 +263,7 @@ def test_a_stop_ends_it_at_once_where_nobody_answers(tmp_path: Path) -> None:
 def test_one_that_comes_back_when_the_run_is_complete_is_done(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Nobody is left to say so: its job would wait, and go back into the queue, for ever."""
+    """No supervisor is left to say so: its job would wait, and go back into the queue, for ever."""
     ledger = Ledger(RunDirectory(tmp_path).ledger)
     ledger.record(AttemptEnded(0, "completed", None, {"0": 0}), 1)
     with join(tmp_path) as process:

@@ -30,7 +30,7 @@ import kempner.supervisor.launchers.rank_network as network
 from kempner.cluster.network.interfaces import Interface, InterfaceChoice
 network.network_of_rank = lambda *_: InterfaceChoice({ODD!r}, "by the one function")
 """
-"""Imported as any Python begins: whoever asks the function is told of an interface that is none."""
+"""Imported as any Python begins: the function answers with an interface that is none."""
 
 TELLS = "import os\nprint({n: os.environ.get(n) for n in os.environ if n.endswith('_IFNAME')})\n"
 

@@ -145,7 +145,7 @@ def test_an_out_of_memory_kill_is_explained() -> None:
     assert sentence.startswith("out of memory: the kernel killed it (oom_kill of /sys/fs/cgroup")
     assert "4.0 GiB" in sentence
     after_one = replace(CALM, memory=replace(CALM.memory, oom_kills=1))
-    assert explain_kill(after_one, 1) == ""  # that one was of somebody else
+    assert explain_kill(after_one, 1) == ""  # that kill was of another process
     assert explain_kill(after_one, 2)
 
 
@@ -154,7 +154,7 @@ def test_an_out_of_memory_kill_is_explained() -> None:
     [
         (RankExit(2, -9), 1, True),
         (RankExit(2, None), 1, True),
-        (RankExit(2, -9), 0, False),  # somebody else killed it
+        (RankExit(2, -9), 0, False),  # another process killed it
         (RankExit(2, -9, oom_kills=1), 0, True),  # its node's agent has seen it
         (RankExit(2, -9, ended_by_us=True), 1, False),
         (RankExit(2, 1, sentence="KeyError"), 1, False),

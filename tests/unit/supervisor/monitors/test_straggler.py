@@ -136,7 +136,7 @@ def test_one_long_pause_is_neither() -> None:
 
 
 def test_ranks_that_do_not_say_how_long_they_work_are_left_alone() -> None:
-    """As those of somebody else's program, of which only the step is known."""
+    """As those of a program of the user's, of which only the step is known."""
     ranks, watch = Ranks(2), StragglerMonitor(SECTION, None)
     for _ in ranks.train(4 * SPAN, lambda rank: 1.0):
         ranks.worked = ranks.waited = [0.0, 0.0]

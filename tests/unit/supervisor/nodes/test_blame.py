@@ -28,7 +28,7 @@ SILENT = {"node2": "it does not respond"}
     ("accused", "answers", "slurm", "lost"),
     [
         (["node2"], UP, {}, SILENT),  # the others have answered the same question
-        (["node2"], {}, {}, {}),  # nobody could be asked
+        (["node2"], {}, {}, {}),  # no node could be asked
         (["node1", "node2"], {}, {}, {}),
         (["node2"], {}, {"node2": "DOWN*+CLOUD"}, SILENT),
         (["node2"], {}, {"node2": "IDLE+NOT_RESPONDING"}, SILENT),
@@ -41,7 +41,7 @@ SILENT = {"node2": "it does not respond"}
         (["node1"], {"node1": (7,)}, {}, {"node1": "process 7 of an earlier attempt still runs"}),
         (["node2"], {"node2": (7, 8)}, {},
          {"node2": "processes 7, 8 of an earlier attempt still run"}),
-        ([], UP, {"node2": "DOWN"}, {}),  # of whom nobody complains
+        ([], UP, {"node2": "DOWN"}, {}),  # which is not accused
     ],
 )  # fmt: skip
 def test_a_node_is_lost_by_a_positive_sign_only(

@@ -351,7 +351,7 @@ def corrupted(to: int | None) -> dict[str, Any]:
         ([{"event": "stopped", "step": 5}], None),
         ([committed(10), committed(20), {"event": "stopped", "step": 25}], 20),
         ([committed(100), committed(60)], 60),  # after a fallback to an earlier one
-        ([committed(10), resumed(20)], 20),  # whoever committed it died before it could say so
+        ([committed(10), resumed(20)], 20),  # the rank that committed it died before it said so
         ([resumed(20)], 20),
         ([committed(100), resumed(60)], 100),  # to go back is no commit
         ([committed(60), committed(100), corrupted(60)], 60),  # of later ones none knows

@@ -38,7 +38,7 @@ Ends = Callable[[float | None], JobState]
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
-    """Makes a job that ends in so many seconds by the clock of a controller, 1000 s ahead of us."""
+    """Makes a job that ends in `seconds` by the clock of a controller, 1000 s ahead of us."""
     ahead = time.time() + 1000.0 - time.monotonic()
     settings = ClusterSettings(kill_wait=45.0, node_timeout=90.0, ahead=ahead)
     monkeypatch.setattr(scontrol, "cluster_settings", lambda within: settings)

@@ -67,7 +67,7 @@ class FakeController:
 def follow(
     jobs: int, hours: float, ends_in: float, monkeypatch: pytest.MonkeyPatch
 ) -> FakeController:
-    """So many supervisors that begin at once, each of which looks when it wants to."""
+    """The supervisors of `jobs` jobs that begin at once, each of which looks when it wants to."""
     clock = Clock()
     controller = FakeController(clock, ends_in)
     for module in (job_monitor, job_nodes, scontrol):

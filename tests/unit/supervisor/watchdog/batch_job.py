@@ -51,7 +51,7 @@ RANK = Path(__file__).with_name("leaves_step.py")
 OF_THE_SYSTEM = ("posix", "_io", "io", "_posixsubprocess", "_socket", "fcntl", "select")
 
 HARMLESS = ("fspath", "getpid", "fileno", "isatty", "WIFSTOPPED", "waitstatus_to_exitcode")
-"""What asks nobody but this process."""
+"""Calls that concern this process alone."""
 
 
 class Tracer:

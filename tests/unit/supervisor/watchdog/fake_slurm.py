@@ -1,4 +1,4 @@
-"""A scontrol that keeps one job in a folder: for whoever asks for job 7 with it on the PATH."""
+"""A scontrol that keeps one job in a folder: for a process that asks for job 7 with it on PATH."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write_job(folder: Path, state: str, restarts: int, end: float) -> None:
 
 
 def job_ends(folder: Path, seconds: float) -> None:
-    """Have it run for so many seconds from now on, which the file `ends` dates."""
+    """Have it run for `seconds` from now, the time of the file `ends`."""
     write_job(folder, "RUNNING", 0, time.time() + seconds)
     (folder / "ends").touch()
 

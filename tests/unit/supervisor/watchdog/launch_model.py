@@ -282,7 +282,7 @@ def _taken_back(world: World) -> World:
 
 
 def _slurm(world: World, busy: bool) -> Steps:
-    """Whoever can do something does it within seconds: only then time goes on to its end."""
+    """A process that can do something does it within seconds: only then time goes on to its end."""
     if world.job == "runs" and world.clock in LATER and not (busy and world.clock != "far"):
         yield "time", world._replace(clock=LATER[world.clock])
     if world.job == "runs" and world.clock == "over" and not busy:

@@ -27,8 +27,8 @@ MEMORY = 400 << 20
 class Place:
     """Where a job runs: its `storage`, and the command that it is started `within`.
 
-    `act` lets it happen, and `release` ends it: so many seconds before the job's end if `until`
-    says so, else once all is over."""
+    `act` lets it happen, and `release` ends it: `until` seconds before the job's end if that is
+    given, else once all is over."""
 
     storage: Path
     within: tuple[str, ...] = ()

@@ -72,7 +72,7 @@ def test_a_trace_has_the_operations_of_its_steps_and_few_stay(run: RunDirectory)
 def test_somebody_asks_and_is_answered(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_EVERY", 0.01)
     mail = ProfileMail(run.attempt(1), 3)
-    mail.ask(7)  # nobody waits for this one any more
+    mail.ask(7)  # no caller waits for this one any more
     request = mail.ask(2)
     with profiler_of(run, ProfilingSection(), rank=3) as profiler:
         wait_until(lambda: profiler._asked is not None, "it has seen the request", 20)

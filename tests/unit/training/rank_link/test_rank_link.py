@@ -23,7 +23,7 @@ THERE = {SUPERVISOR: 1, WRAPPER: SUPERVISOR}
         ([1], {}, False),
         ([WRAPPER, SUPERVISOR], {SUPERVISOR: 1}, True),  # the wrapper ends while one looks
         ([WRAPPER, 1], {}, False),  # and the supervisor, too
-        ([WRAPPER], {}, False),  # somebody else's, and hidden
+        ([WRAPPER], {}, False),  # of another user, and hidden
     ],
 )
 def test_the_supervisor_is_above_also_where_a_wrapper_ends_just_now(

@@ -26,7 +26,8 @@ VAGUE = re.compile(
 TESTS = re.compile(r"\[[^]]*\]\(\.\./tests/[^)]*\)")
 """Names of tests, as the pages cite them."""
 
-PROSE = (tokenize.STRING, tokenize.COMMENT)
+# From Python 3.12 on the text in an f-string is a token of its own.
+STRINGS = (tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
 
 OTHER_CODE = ("tests", "benchmarks", "scripts", "docs/examples")
 """Folders in which docstrings and comments are held to the same words, and texts are data."""
@@ -50,6 +51,9 @@ FUNCTIONS = {
 }
 """Names that were jokes, or that leave out what is done to what."""
 
+VARIABLES = {"told", "came", "said"}
+"""Verbs that say how a value has come to a place, and not what it is."""
+
 
 def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
@@ -70,8 +74,9 @@ def vague_words(text: str, messages: bool = True) -> Iterator[tuple[int, str]]:
         return
     before = tokenize.NEWLINE
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        data = token.type == tokenize.STRING and before not in BEFORE_A_DOCSTRING
-        if token.type in PROSE and (messages or not data):
+        string = token.type in STRINGS
+        data = string and before not in BEFORE_A_DOCSTRING
+        if token.type == tokenize.COMMENT or (string and (messages or not data)):
             for nth, line in enumerate(token.string.split("\n")):
                 for found in VAGUE.finditer(line):
                     yield token.start[0] + nth, found[0]
@@ -84,8 +89,12 @@ def odd_names(text: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ClassDef) and node.name.lstrip("_") in CLASSES:
             yield node.lineno, node.name
-        if isinstance(node, ast.FunctionDef) and node.name.strip("_") in FUNCTIONS:
+        if isinstance(node, ast.FunctionDef) and node.name.strip("_") in FUNCTIONS | VARIABLES:
             yield node.lineno, node.name
+        if isinstance(node, ast.Name) and node.id in VARIABLES:
+            yield node.lineno, node.id
+        if isinstance(node, ast.arg) and node.arg in VARIABLES:
+            yield node.lineno, node.arg
 
 
 def test_no_sentence_has_a_vague_subject() -> None:

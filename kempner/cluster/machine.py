@@ -347,13 +347,13 @@ class ShellEnd:
     output."""
 
     status: int | None
-    said: str
+    output: str
 
     @property
     def failure(self) -> str:
         if self.status == 0:
             return ""
-        last = self.said.strip().splitlines()[-1:]
+        last = self.output.strip().splitlines()[-1:]
         words = f": {last[0]}" if last else ""
         if self.status is None:
             return f"it took too long{words}"
@@ -376,16 +376,16 @@ def run_shell(command: str, facts: Mapping[str, str], seconds: float) -> ShellEn
     except (OSError, ValueError) as error:
         return ShellEnd(127, str(error))
     try:
-        said, _ = shell.communicate(timeout=seconds)
-        return ShellEnd(shell.returncode, _end_of(said))
+        output, _ = shell.communicate(timeout=seconds)
+        return ShellEnd(shell.returncode, _end_of(output))
     except subprocess.TimeoutExpired as late:
-        said = late.stdout or b""
+        output = late.stdout or b""
     with suppress(ProcessLookupError):
         os.killpg(shell.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
-        said, _ = shell.communicate(timeout=_LAST_OUTPUT)
-    return ShellEnd(None, _end_of(said))
+        output, _ = shell.communicate(timeout=_LAST_OUTPUT)
+    return ShellEnd(None, _end_of(output))
 
 
-def _end_of(said: bytes) -> str:
-    return said.decode(errors="replace")[-OUTPUT_KEPT:]
+def _end_of(output: bytes) -> str:
+    return output.decode(errors="replace")[-OUTPUT_KEPT:]

@@ -106,12 +106,12 @@ def toml_value(value: object) -> str:
 def _table(name: str, kind: type[Section], about: str = "") -> Table:
     prefix = f"{name}." if name else ""
     inner = {key: found for key, f in kind.model_fields.items() if (found := _section_of(f))}
-    keys, said = (k for k in kind.model_fields if k not in inner), _docstrings(kind)
+    keys, docstrings = (k for k in kind.model_fields if k not in inner), _docstrings(kind)
     return Table(
         name,
         _one_line(f"{kind.__doc__} {about}"),
-        [_key(f"{prefix}{k}", kind.model_fields[k], said.get(k, "")) for k in keys],
-        [_table(f"{prefix}{k}", found, said.get(k, "")) for k, found in inner.items()],
+        [_key(f"{prefix}{k}", kind.model_fields[k], docstrings.get(k, "")) for k in keys],
+        [_table(f"{prefix}{k}", found, docstrings.get(k, "")) for k, found in inner.items()],
     )
 
 
@@ -124,8 +124,8 @@ def _docstrings(kind: type[Section]) -> dict[str, str]:
         assert isinstance(tree, ast.ClassDef)
         for key, below in pairwise(tree.body):
             if isinstance(key, ast.AnnAssign) and isinstance(below, ast.Expr):
-                name, said = ast.unparse(key.target), ast.literal_eval(below.value)
-                found[name] = inspect.cleandoc(said)
+                name, docstring = ast.unparse(key.target), ast.literal_eval(below.value)
+                found[name] = inspect.cleandoc(docstring)
     return found
 
 
@@ -135,19 +135,19 @@ def _section_of(given: FieldInfo) -> type[Section] | None:
 
 
 def _key(name: str, given: FieldInfo, meaning: str) -> KeyExplanation:
-    said = next((data for data in given.metadata if isinstance(data, Key)), Key())
+    key = next((data for data in given.metadata if isinstance(data, Key)), Key())
     spelled = _Type.of(given.annotation, given.metadata)
     default = given.get_default(call_default_factory=True)
-    example = said.example
+    example = key.example
     if example is None and spelled.base is bool:
         example = not default
     elif example is None:
         example = next((value for value in spelled.choices if value != default), None)
     return KeyExplanation(
         name,
-        said.form or spelled.words(),
-        said.unit,
-        {**dict.fromkeys(spelled.choices, ""), **said.values},
+        key.form or spelled.words(),
+        key.unit,
+        {**dict.fromkeys(spelled.choices, ""), **key.values},
         "" if default is None else toml_value(default),
         example,
         _one_line(meaning),

@@ -48,10 +48,10 @@ def load(
     path = None if path is None else _expand(path)
     table = {} if path is None else _parse_toml(path, read_file(path))
     try:
-        table, said = translate(table)
+        table, sentences = translate(table)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    for sentence in said:
+    for sentence in sentences:
         explain(sentence)
     known = known_keys()
     given = parse(overrides, known)

@@ -104,7 +104,7 @@ def translate(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     `slurm`, and a sentence for each. Raises `ConfigError` for a key without a meaning here, or one
     that `slurm` sets differently."""
     rest = {name: value for name, value in table.items() if name not in RESOURCES}
-    said: list[str] = []
+    sentences: list[str] = []
     slurm = dict(rest.get("slurm") or {}) if isinstance(rest.get("slurm") or {}, Mapping) else {}
     for place, key, value in _given(table):
         name, meant = _meaning(place, key, value)
@@ -115,8 +115,8 @@ def translate(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
                 f"{place}.{key} is slurm.{name}, which is {quote(slurm[name])}; remove one"
             )
         slurm[name] = meant
-        said.append(f"{place}.{key} is read as slurm.{name}={quote(meant)}")
-    return ({**rest, "slurm": slurm} if said else rest), said
+        sentences.append(f"{place}.{key} is read as slurm.{name}={quote(meant)}")
+    return ({**rest, "slurm": slurm} if sentences else rest), sentences
 
 
 RESOURCES = ("provisioner", "actors", "processes")

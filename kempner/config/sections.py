@@ -90,7 +90,7 @@ class ProgramSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _each_code_means_one_thing(self) -> Self:
+    def _each_code_has_one_meaning(self) -> Self:
         codes = [*self.done_codes, *self.requeue_codes, *self.fail_codes]
         twice = sorted({code for code in codes if codes.count(code) > 1})
         if twice:

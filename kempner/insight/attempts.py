@@ -140,8 +140,8 @@ class AttemptFacts:
         if self.left_at is not None:
             return False
         by_exit = self.ended is not None and self.ended.code == ExitCode.COMPLETED
-        said = self.started.own_program or not self.stop_reason
-        return self.first(Completed) is not None or (by_exit and said)
+        conclusive = self.started.own_program or not self.stop_reason
+        return self.first(Completed) is not None or (by_exit and conclusive)
 
     @property
     def left_at(self) -> int | None:
@@ -244,11 +244,11 @@ def cause_of(facts: AttemptFacts) -> EndCause:
         kind, cause, detail = InterruptionKind.HANG, "nothing moved any more", hang.event.reason
     elif facts.stop_reason.ends_run or (facts.in_order and failed is None):
         stopped, words = facts.last(Stopped), facts.stop_reason.words
-        said = "" if stopped is None else stopped.event.sentence
+        sentence = "" if stopped is None else stopped.event.sentence
         kind, cause, detail = (
             InterruptionKind.STOP,
             f"stopped: {words}",
-            "" if said == words else said,
+            "" if sentence == words else sentence,
         )
         rank = None
     elif failed is not None or reason:

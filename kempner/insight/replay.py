@@ -337,9 +337,9 @@ class ReplayedStep:
 
     def between(self, theirs: str, here: str) -> str:
         """A sentence; where the two were computed, in words."""
-        said = [f"{name} {one} {theirs}, {other} {here}" for name, (one, other) in
+        parts = [f"{name} {one} {theirs}, {other} {here}" for name, (one, other) in
                 self.differing.items()]  # fmt: skip
-        return f"step {self.step} differs: {'; '.join(said)}"
+        return f"step {self.step} differs: {'; '.join(parts)}"
 
 
 def compare_steps(theirs: Mapping[int, Line], here: Mapping[int, Line]) -> list[ReplayedStep]:

@@ -80,8 +80,8 @@ def survey_gpus(environ: Mapping[str, str] = os.environ) -> GpuSurvey:
             return GpuSurvey()
         return GpuSurvey(trouble=f"nvidia-smi cannot be started: {error.strerror}")
     if done.returncode:
-        said = (done.stdout.strip() or done.stderr.strip()).replace("\n", " ")
-        return GpuSurvey(trouble=f"nvidia-smi fails: {said or done.returncode}")
+        output = (done.stdout.strip() or done.stderr.strip()).replace("\n", " ")
+        return GpuSurvey(trouble=f"nvidia-smi fails: {output or done.returncode}")
     try:
         found = read_survey(done.stdout)
     except ElementTree.ParseError as error:

@@ -188,8 +188,8 @@ class GpuWatch:
                 assert self._process.stderr is not None
                 for line in self._process.stdout:
                     self._hear(GpuTrouble(**json.loads(line)))
-                if said := self._process.stderr.read().strip():
-                    reason = said.splitlines()[-1]
+                if complaints := self._process.stderr.read().strip():
+                    reason = complaints.splitlines()[-1]
                     logger().warning("the GPUs are watched no longer", reason=reason)
         except (OSError, ValueError, TypeError) as error:
             logger().warning("the GPUs are not watched", reason=str(error))

@@ -307,7 +307,7 @@ class ObservedStart:
         expected = {0, int(ExitCode.STOPPED)}
         return not self.part.kills and not expected.issuperset(self.codes)
 
-    def said(self) -> list[str]:
+    def printed_lines(self) -> list[str]:
         """The lines that the ranks have printed, rank by rank."""
         outputs = sorted(self.folder.glob("rank-*.out"))
         return [

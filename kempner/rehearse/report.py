@@ -249,7 +249,7 @@ def _failure(who: str, played: ObservedStart) -> RehearsalFindings:
 
 def last_words(played: ObservedStart) -> str:
     """The last line that it has printed, preferably one of kempner or an error."""
-    lines = [line for line in played.said() if line.strip()]
+    lines = [line for line in played.printed_lines() if line.strip()]
     ours = [line for line in lines if "kempner" in line or "Error" in line]
     return (ours or lines or ["it printed nothing"])[-1].strip()
 

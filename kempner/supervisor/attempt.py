@@ -366,7 +366,7 @@ class AttemptFollower:
                     self.stop.loop = ReportedLoop.COMPLETE if complete else ReportedLoop.UNDER_WAY
                 self._record(event)
             case Stopped():
-                self.stop.said = StopReason.of_label(event.reason)
+                self.stop.ranks_reason = StopReason.of_label(event.reason)
                 self._record(event)
             case _:
                 self._record(event)
@@ -437,7 +437,7 @@ class AttemptFollower:
         if end.code == ExitCode.STOPPED and self.stop.standing is None:
             # Only this rank was signalled, before it had met the others, which would wait for it.
             # A reason that the ranks have reported meanwhile is better than PEER_STOPPED.
-            reason = self.stop.said or StopReason.PEER_STOPPED
+            reason = self.stop.ranks_reason or StopReason.PEER_STOPPED
             sentence = f"rank {end.rank} was asked to stop"
             self.job.look()  # in a preemption Slurm signals only the ranks
             self.ask_to_stop(StopOrder(reason, sentence, self.life.graces[Deadline.STOP]))

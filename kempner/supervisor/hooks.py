@@ -132,7 +132,7 @@ def about_event(name: str, event: LedgerEvent) -> dict[str, str]:
 def run_hook(name: str, command: str, facts: Mapping[str, str], seconds: float) -> str:
     """Run a hook, and log its output; what went wrong, or an empty text."""
     end = run_shell(command, facts, seconds)
-    logger().info("a hook has ended", hook=name, status=end.status, said=end.said.strip())
+    logger().info("a hook has ended", hook=name, status=end.status, said=end.output.strip())
     if end.failure:
         logger().warning(f"hooks.{name} failed: {end.failure}")
     return end.failure

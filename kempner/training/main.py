@@ -48,7 +48,7 @@ _NO_HOST_MEMORY = ("DefaultCPUAllocator", "not enough memory")
 
 def describe_shortage(error: BaseException, progress: Progress) -> str | None:
     """A sentence if `error` means that memory ran out, on a GPU or on the host; else None."""
-    said = str(error)
+    message = str(error)
     where = f"in phase {progress.phase} after step {progress.step}"
     if isinstance(error, torch.OutOfMemoryError):
         free, total = torch.cuda.mem_get_info()
@@ -58,7 +58,7 @@ def describe_shortage(error: BaseException, progress: Progress) -> str | None:
             "are free; lower train.micro_batch_size or train.seq_len, shard over more ranks, or "
             "set parallelism.reduce_gradients to micro_batch and reshard_after_forward to always"
         )
-    if isinstance(error, MemoryError) or any(words in said for words in _NO_HOST_MEMORY):
+    if isinstance(error, MemoryError) or any(words in message for words in _NO_HOST_MEMORY):
         host = psutil.virtual_memory()
         return (
             f"out of memory {where}: this rank has {_gib(psutil.Process().memory_info().rss)}, "

@@ -169,8 +169,8 @@ class OwnLoop:
 
 def describe_idleness(steps: int) -> str:
     """The sentence for steps without an optimizer step."""
-    said = "the first step" if steps == 1 else f"{steps} steps in a row"
+    period = "the first step" if steps == 1 else f"{steps} steps in a row"
     return (
-        f"no optimizer has stepped in {said}: a step of survive(...) is one of the optimizer; "
+        f"no optimizer has stepped in {period}: a step of survive(...) is one of the optimizer; "
         "train in the loop, and for several batches a step give survive(accumulate=...)"
     )

@@ -53,12 +53,14 @@ class LoopExit:
 
     def __str__(self) -> str:
         if self.stayed is None:
-            said = f"some ranks have left the loop after step {self.first}, and others after step "
-            said += f"{self.last}"
+            sentence = (
+                f"some ranks have left the loop after step {self.first}, and others after step "
+            )
+            sentence += f"{self.last}"
         else:
-            said = f"rank {self.left} has left the loop after step {self.last}, and rank "
-            said += f"{self.stayed} has not"
-        return f"{said}: leave it on all ranks after the same step, by what all of them know"
+            sentence = f"rank {self.left} has left the loop after step {self.last}, and rank "
+            sentence += f"{self.stayed} has not"
+        return f"{sentence}: leave it on all ranks after the same step, by what all of them know"
 
 
 @dataclass(frozen=True)

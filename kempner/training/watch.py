@@ -70,12 +70,12 @@ class LiveObjects:
 def find_living() -> LiveObjects:
     """Scan all objects of the process, which takes tens of milliseconds."""
     found, kinds = LiveObjects(), dict[type, list[Any] | None]()
-    for thing in gc.get_objects():
-        kind = type(thing)
+    for instance in gc.get_objects():
+        kind = type(instance)
         if kind not in kinds:
             kinds[kind] = _place_of(kind, found)
         if (place := kinds[kind]) is not None:
-            place.append(thing)
+            place.append(instance)
     return found
 
 
@@ -95,23 +95,23 @@ def _place_of(kind: type, found: LiveObjects) -> list[Any] | None:
     return None
 
 
-def within(things: Iterable[object], depth: int = 3) -> dict[int, object]:
+def within(objects: Iterable[object], depth: int = 3) -> dict[int, object]:
     """These objects and what their attributes and containers hold, by `id`."""
     found: dict[int, object] = {}
-    layer = list(things)
+    layer = list(objects)
     for _ in range(depth):
-        layer = [thing for thing in layer if id(thing) not in found]
-        found |= {id(thing): thing for thing in layer}
-        layer = [part for thing in layer for part in _parts(thing)]
-    return found | {id(thing): thing for thing in layer}
+        layer = [instance for instance in layer if id(instance) not in found]
+        found |= {id(instance): instance for instance in layer}
+        layer = [part for instance in layer for part in _parts(instance)]
+    return found | {id(instance): instance for instance in layer}
 
 
-def _parts(thing: object) -> Iterator[object]:
-    if isinstance(thing, dict | list | tuple):
-        if len(thing) <= _SAMPLES:
-            yield from thing.values() if isinstance(thing, dict) else thing
-    elif not isinstance(thing, str | bytes | int | float | torch.Tensor | type):
-        yield from getattr(thing, "__dict__", {}).values()
+def _parts(container: object) -> Iterator[object]:
+    if isinstance(container, dict | list | tuple):
+        if len(container) <= _SAMPLES:
+            yield from container.values() if isinstance(container, dict) else container
+    elif not isinstance(container, str | bytes | int | float | torch.Tensor | type):
+        yield from getattr(container, "__dict__", {}).values()
 
 
 def restarts_order(iterator: Any) -> bool:
@@ -125,14 +125,14 @@ def restarts_order(iterator: Any) -> bool:
     return False
 
 
-def variable_of(thing: object) -> str | None:
+def variable_of(target: object) -> str | None:
     """The program's name of an object, if a variable of an active function refers to it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith("kempner."):
             for scope in (frame.f_locals, frame.f_globals):
                 for name, value in list(scope.items()):
-                    if value is thing and name.isidentifier():
+                    if value is target and name.isidentifier():
                         return name
         frame = frame.f_back
     return None
@@ -160,11 +160,11 @@ class UnheldObjects:
 
     def __init__(self, given: HeldObjects) -> None:
         self._given = given
-        things = [given.model, *given.state.values(), *given.per_rank.values(), given.data]
-        held = within([*things, given.optimizer])
+        registered = [given.model, *given.state.values(), *given.per_rank.values(), given.data]
+        held = within([*registered, given.optimizer])
         plain = (Tensor, dict, list, tuple)
         self._held = {key: one for key, one in held.items() if not isinstance(one, plain)}
-        modules = [thing for thing in held.values() if isinstance(thing, nn.Module)]
+        modules = [instance for instance in held.values() if isinstance(instance, nn.Module)]
         self._tensors = {id(tensor) for module in modules for tensor in module.parameters()}
         # FSDP replaces their parameters.
         self._modules = {id(part) for module in modules for part in module.modules()}
@@ -228,10 +228,10 @@ class UnheldObjects:
             optimizer = getattr(scheduler, "optimizer", None)
             if any(is_optimizer_of(one, optimizer) for one in held):
                 counting.append(scheduler)
-        for thing in counting:
-            if id(thing) not in self._held and id(thing) not in self._counting:
-                mark = _mark(thing) if begun else 0
-                self._counting[id(thing)] = (weakref.ref(thing), mark)
+        for counter in counting:
+            if id(counter) not in self._held and id(counter) not in self._counting:
+                mark = _mark(counter) if begun else 0
+                self._counting[id(counter)] = (weakref.ref(counter), mark)
         for iterator in living.iterators if self._given.watches_data else ():
             new = id(iterator) not in self._iterators
             if new and restarts_order(iterator) and id(iterator._index_sampler) not in self._held:
@@ -261,8 +261,8 @@ class UnheldObjects:
         return bool(optimizer.state) or any(id(p) not in self._tensors for p in trained)
 
 
-def _unregistered(thing: object, does: str) -> str:
-    name, kind = variable_of(thing), type(thing).__name__
+def _unregistered(instance: object, does: str) -> str:
+    name, kind = variable_of(instance), type(instance).__name__
     what = f"{name} ({kind})" if name else f"a {kind}"
     key = name if name not in (None, "model", "optimizer") else "NAME"
     return (

@@ -170,13 +170,13 @@ class ParameterGroups:
             _fill(group, values)
 
 
-def in_their_order(name: str, thing: object, held: Held, every: Iterable[ParameterGroups]) -> Held:
+def in_their_order(name: str, value: object, held: Held, every: Iterable[ParameterGroups]) -> Held:
     """As `held`, with a scheduler's lists per group put into the order of its optimizer's groups. A
     list with a tensor per parameter is refused if the parameters are in another order."""
     where = f"state[{name!r}]"
 
     def take(saved: Any) -> None:
-        optimizer = getattr(thing, "optimizer", None)
+        optimizer = getattr(value, "optimizer", None)
         for groups in every:
             if is_optimizer_of(groups.optimizer, optimizer) and groups.order is not None:
                 saved = _reordered(saved, groups.order, where)
@@ -279,9 +279,9 @@ def gather(
     """Collect the objects that a program registers. Raises `UsageError` for objects that no
     checkpoint can hold."""
     _check_names(state, per_rank)
-    modules = {name: thing for name, thing in state.items() if isinstance(thing, nn.Module)}
-    optimizers = {name: thing for name, thing in state.items() if isinstance(thing, Optimizer)}
-    others = {n: thing for n, thing in state.items() if n not in modules and n not in optimizers}
+    modules = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
+    optimizers = {name: value for name, value in state.items() if isinstance(value, Optimizer)}
+    others = {n: value for n, value in state.items() if n not in modules and n not in optimizers}
     every = {"optimizer": optimizer, **optimizers}
     # LBFGS keeps growing lists of tensors, all in the state of its first parameter.
     whole = {name: one for name, one in every.items() if isinstance(one, torch.optim.LBFGS)}
@@ -293,9 +293,9 @@ def gather(
     groups = {n: ParameterGroups(n, one, names, n in whole) for n, one in every.items()}
     shared = {f"{name}{GROUPS}": of_one.held() for name, of_one in groups.items()}
     shared |= {name: Held(one.state_dict, one.load_state_dict) for name, one in whole.items()}
-    for name, thing in others.items():
-        shared[name] = in_their_order(name, thing, held(name, thing), groups.values())
-    own = {name: held(name, thing) for name, thing in per_rank.items()}
+    for name, value in others.items():
+        shared[name] = in_their_order(name, value, held(name, value), groups.values())
+    own = {name: held(name, value) for name, value in per_rank.items()}
     return RegisteredState(
         model if alone else all_modules, all_optimizers, RegisteredObjects(shared, own)
     )
@@ -310,18 +310,18 @@ def _check_names(state: Mapping[str, object], per_rank: Mapping[str, object]) ->
             )
     if both := sorted(state.keys() & per_rank.keys()):
         raise UsageError(f"{both[0]} is in state and in per_rank; leave it in one")
-    for name, thing in {**state, **per_rank}.items():
+    for name, value in {**state, **per_rank}.items():
         parts: Iterable[object] = ()
-        if isinstance(thing, list | tuple | set | dict):
-            parts = thing.values() if isinstance(thing, dict) else thing
+        if isinstance(value, list | tuple | set | dict):
+            parts = value.values() if isinstance(value, dict) else value
         if any(isinstance(part, nn.Module | Optimizer) for part in parts):
             raise UsageError(
-                f"state[{name!r}] is a {type(thing).__name__} of modules or "
+                f"state[{name!r}] is a {type(value).__name__} of modules or "
                 "optimizers: register each under a name of its own, by which it comes back"
             )
-    for name, thing in per_rank.items():
-        if isinstance(thing, nn.Module | Optimizer):
+    for name, value in per_rank.items():
+        if isinstance(value, nn.Module | Optimizer):
             raise UsageError(
-                f"per_rank[{name!r}] is a {type(thing).__name__}: register modules "
+                f"per_rank[{name!r}] is a {type(value).__name__}: register modules "
                 "and optimizers as state, of which each rank may have its shard"
             )

@@ -184,53 +184,53 @@ def _listed(names: Iterable[str]) -> str:
     return "{" + ", ".join(sorted(given)) + "}"
 
 
-def held(name: str, thing: object) -> Held:
-    """The accessors of `thing`'s state. Raises `UsageError` for an object that cannot be saved."""
-    give, take = getattr(thing, "state_dict", None), getattr(thing, "load_state_dict", None)
+def held(name: str, value: object) -> Held:
+    """The accessors of `value`'s state. Raises `UsageError` for an object that cannot be saved."""
+    give, take = getattr(value, "state_dict", None), getattr(value, "load_state_dict", None)
     if callable(give) and callable(take):
         return Held(give, take)
     for kind, (get, fill) in _IN_PLACE.items():
-        if isinstance(thing, kind):
-            return Held(partial(get, thing), partial(fill, thing))
-    if isinstance(thing, bool | int | float | str | tuple):
+        if isinstance(value, kind):
+            return Held(partial(get, value), partial(fill, value))
+    if isinstance(value, bool | int | float | str | tuple):
         raise UsageError(
-            f"state[{name!r}] is the value {thing!r}, which cannot be set when the "
-            f"run resumes: register a dict that holds it, such as {{{name!r}: {thing!r}}}"
+            f"state[{name!r}] is the value {value!r}, which cannot be set when the "
+            f"run resumes: register a dict that holds it, such as {{{name!r}: {value!r}}}"
         )
     raise UsageError(
-        f"state[{name!r}] is of type {type(thing).__name__}: give it the methods "
+        f"state[{name!r}] is of type {type(value).__name__}: give it the methods "
         "state_dict and load_state_dict, or register a dict, a list, a tensor or an array"
     )
 
 
-def _itself(thing: Any) -> Any:
-    return thing
+def _itself(value: Any) -> Any:
+    return value
 
 
-def _fill_dict(thing: Any, saved: Any) -> None:
-    thing.clear()
-    thing.update(saved)
+def _fill_dict(target: Any, saved: Any) -> None:
+    target.clear()
+    target.update(saved)
 
 
-def _fill_tensor(thing: Tensor, saved: Tensor) -> None:
+def _fill_tensor(tensor: Tensor, saved: Tensor) -> None:
     with torch.no_grad():
-        thing.copy_(saved)
+        tensor.copy_(saved)
 
 
-def _set_bits(thing: np.random.Generator, saved: Any) -> None:
-    thing.bit_generator.state = saved
+def _set_bits(generator: np.random.Generator, saved: Any) -> None:
+    generator.bit_generator.state = saved
 
 
 _IN_PLACE: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
     dict: (_itself, _fill_dict),
-    list: (_itself, lambda thing, saved: setitem(thing, slice(None), saved)),
+    list: (_itself, lambda target, saved: setitem(target, slice(None), saved)),
     Tensor: (_itself, _fill_tensor),
-    np.ndarray: (_itself, lambda thing, saved: setitem(thing, ..., saved)),
+    np.ndarray: (_itself, lambda target, saved: setitem(target, ..., saved)),
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
     random.Random: (random.Random.getstate, random.Random.setstate),
-    np.random.Generator: (lambda thing: thing.bit_generator.state, _set_bits),
+    np.random.Generator: (lambda generator: generator.bit_generator.state, _set_bits),
     np.random.RandomState: (
-        lambda thing: thing.get_state(legacy=False),
+        lambda generator: generator.get_state(legacy=False),
         np.random.RandomState.set_state,
     ),
 }

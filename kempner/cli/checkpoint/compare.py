@@ -85,12 +85,12 @@ def _line(pair: Pair) -> str:
         return f"{pair.name}: {a} in A, {b} in B"
     found = pair.difference
     dtypes = pair.a.dtype if pair.a.dtype == pair.b.dtype else f"{pair.a.dtype} and {pair.b.dtype}"
-    said = [f"{found.different:,} of {found.elements:,} elements ({dtypes})"]
+    details = [f"{found.different:,} of {found.elements:,} elements ({dtypes})"]
     if found.not_finite < found.different:
-        said.append(f"at most {found.max_abs:.3g} apart, relatively {found.max_rel:.3g}")
+        details.append(f"at most {found.max_abs:.3g} apart, relatively {found.max_rel:.3g}")
     if found.not_finite:
-        said.append(f"{found.not_finite:,} of them not finite in A or B")
-    return f"{pair.name}: {', '.join(said)}; the first at {list(found.first or ())}"
+        details.append(f"{found.not_finite:,} of them not finite in A or B")
+    return f"{pair.name}: {', '.join(details)}; the first at {list(found.first or ())}"
 
 
 def _summary(found: Sequence[Pair]) -> str:
@@ -98,15 +98,15 @@ def _summary(found: Sequence[Pair]) -> str:
     different = sum(not pair.equal for pair in found)
     if identical == len(found):
         return f"equal to the bit: {len(found):,} tensors"
-    said = [f"{identical:,} equal to the bit"] * bool(identical)
+    parts = [f"{identical:,} equal to the bit"] * bool(identical)
     rounded = [pair.difference for pair in found if pair.verdict == "equal" and pair.difference]
     for dtype, count in Counter(difference.compared_in for difference in rounded).items():
         lost = sum(d.rounded for d in rounded if d.compared_in == dtype)
         changed = f"{lost:,} elements" if lost else "none"
-        said.append(f"{count:,} equal after rounding to {dtype}, which changed {changed}")
+        parts.append(f"{count:,} equal after rounding to {dtype}, which changed {changed}")
     if different:
-        said.insert(0, f"{different:,} of {len(found):,} tensors")
-    return f"{'different' if different else 'equal'}: {'; '.join(said)}"
+        parts.insert(0, f"{different:,} of {len(found):,} tensors")
+    return f"{'different' if different else 'equal'}: {'; '.join(parts)}"
 
 
 def _as_json(a: Side, b: Side, found: Sequence[Pair]) -> str:

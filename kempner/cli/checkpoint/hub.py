@@ -130,10 +130,10 @@ class HubExchange:
                 f"Hugging Face refuses {name} (HTTP {status}): set HF_TOKEN to a token that may "
                 f"{self.right} it"
             )
-        said = f"{name} cannot be {self.done}: Hugging Face answers with HTTP {status}"
+        message = f"{name} cannot be {self.done}: Hugging Face answers with HTTP {status}"
         if status < 500 and status not in _FOR_A_MOMENT:
-            return UsageError(f"{said}, which another try does not help")
-        return CannotReadError(f"{said}; {_AGAIN}")
+            return UsageError(f"{message}, which another try does not help")
+        return CannotReadError(f"{message}; {_AGAIN}")
 
 
 def _innermost(error: BaseException) -> BaseException:

@@ -119,8 +119,8 @@ def _compare_runs(a: RunDirectory, b: RunDirectory, quick: bool) -> ExitCode:
         typer.echo(f"the logged step before it is {equal.step}, which is equal")
     attempts = [side[differing.step]["attempt"] for side in lines]
     configs = [recorded_config(run, attempt) for run, attempt in zip((a, b), attempts, strict=True)]
-    for said in differences(*map(computing, configs)):
-        typer.echo(f"configuration: {said}")
+    for difference in differences(*map(computing, configs)):
+        typer.echo(f"configuration: {difference}")
     if part := first_part(a.parts, b.parts, range(differing.step, differing.step + 1)):
         typer.echo(part)
     _say_parameter(a, b, differing.step)

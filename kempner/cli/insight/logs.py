@@ -88,11 +88,11 @@ def _follow(run: RunDirectory, rank: int | None) -> None:
 
 def _show(lines: AttemptLines | None) -> bool:
     """Print new lines; returns whether there are any."""
-    said = False
+    has_lines = False
     for text in () if lines is None else shown(lines.read()):
         typer.echo(text)
-        said = True
-    return said
+        has_lines = True
+    return has_lines
 
 
 def _attempts(run: RunDirectory) -> list[int]:

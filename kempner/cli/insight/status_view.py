@@ -222,8 +222,8 @@ def table(found: Sequence[tuple[str, Status]], columns: int, note: str = "") -> 
         state = Text(f"● {status.doing.activity}", style=_style(status))
         values = (Text(found_here[head] or words.UNKNOWN) for head in heads)
         shown.add_row(Text(Path(name).name), state, *values)
-        said = (*status.facts.unread, status.doing.reason, status.ranks.waits_for)
-        if why := next((sentence for sentence in said if sentence), ""):
+        sentences = (*status.facts.unread, status.doing.reason, status.ranks.waits_for)
+        if why := next((sentence for sentence in sentences if sentence), ""):
             reasons.add_row(Text(Path(name).name, style=_style(status)), Text(why))
     live = sum(status.doing.activity.is_live for _, status in found)
     bottom = f"{count(len(found), 'run')}, {live} live{f' · {note}' if note else ''}"

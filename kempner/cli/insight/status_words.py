@@ -90,15 +90,15 @@ def loss(progress: RunProgress) -> str:
 
 
 def speed(progress: RunProgress) -> str:
-    said = [_known(progress.pace.tokens_per_second, "{:,.0f} tokens/s")]
+    figures = [_known(progress.pace.tokens_per_second, "{:,.0f} tokens/s")]
     if progress.pace.mfu is not None:
-        said.append(f"MFU {progress.pace.mfu:.1%}")
+        figures.append(f"MFU {progress.pace.mfu:.1%}")
     if progress.pace.seconds_per_step is not None:
-        said.append(f"{duration(progress.pace.seconds_per_step)} a step")
+        figures.append(f"{duration(progress.pace.seconds_per_step)} a step")
     for what, part in progress.pace.waited.items():
         if part >= _WORTH_TELLING:
-            said.append(f"{part:.0%} waiting for {_WAITED.get(what, what)}")
-    return ", ".join(said)
+            figures.append(f"{part:.0%} waiting for {_WAITED.get(what, what)}")
+    return ", ".join(figures)
 
 
 _WORTH_TELLING = 0.05  # share of time spent waiting above which it is shown
@@ -121,16 +121,16 @@ def allocation_left(status: Status) -> str | None:
 def checkpoint(found: CheckpointFacts | None, now: float) -> str:
     if found is None:
         return UNKNOWN
-    said = [str(found.step)]
+    details = [str(found.step)]
     if found.time is not None:
-        said.append(f"{duration(round(max(0.0, now - found.time)))} ago")
+        details.append(f"{duration(round(max(0.0, now - found.time)))} ago")
     if found.damaged:
-        said.append(f"{count(found.damaged, 'file')} DAMAGED")
+        details.append(f"{count(found.damaged, 'file')} DAMAGED")
     elif found.verified_at is not None:
-        said.append(f"verified {duration(round(max(0.0, now - found.verified_at)))} ago")
+        details.append(f"verified {duration(round(max(0.0, now - found.verified_at)))} ago")
     elif found.loaded:
-        said.append("checked as the run went on from it")
-    return ", ".join(said)
+        details.append("checked as the run went on from it")
+    return ", ".join(details)
 
 
 def attempt(last: AttemptStatus | None, now: float) -> str:

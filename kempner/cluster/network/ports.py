@@ -127,12 +127,12 @@ def _ask(address: str, port: int, salt: str) -> int | None:
     """The store's port, if the launch's beacon answers on `port`, else None."""
     try:
         with socket.create_connection((address, port), _ANSWER) as connection:
-            said = connection.makefile("rb").readline(_LONGEST)
+            answer = connection.makefile("rb").readline(_LONGEST)
     except OSError:
         return None
     known = _line(salt, 0).removesuffix(b"0\n")
-    number = said.removeprefix(known).removesuffix(b"\n")
-    return int(number) if said.startswith(known) and number.isdigit() else None
+    number = answer.removeprefix(known).removesuffix(b"\n")
+    return int(number) if answer.startswith(known) and number.isdigit() else None
 
 
 def _line(salt: str, port: int) -> bytes:

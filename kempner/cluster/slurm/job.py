@@ -173,7 +173,7 @@ def parse_job(fields: Mapping[str, str]) -> JobState:
     return JobState(
         id=fields["JobId"],
         state=telling_state(fields["JobState"]),
-        reason=_said(fields, "Reason"),
+        reason=_field_text(fields, "Reason"),
         restarts=int(fields.get("Restarts", "0")),
         may_requeue=fields.get("Requeue") == "1",
         batch=fields.get("BatchFlag", "0") != "0",  # incremented for each failed launch
@@ -183,14 +183,14 @@ def parse_job(fields: Mapping[str, str]) -> JobState:
             limit=_seconds(fields.get("TimeLimit", "")),
         ),
         nodes=JobNodes(
-            held=_said(fields, "NodeList"),
+            held=_field_text(fields, "NodeList"),
             count=int(fields.get("NumNodes", "1").partition("-")[0]),
-            excluded=_said(fields, "ExcNodeList"),
-            partition=_said(fields, "Partition"),
-            reservation=_said(fields, "Reservation"),
-            required=_said(fields, "ReqNodeList"),
-            features=_said(fields, "Features"),
-            resources=_said(fields, "TresPerNode"),
+            excluded=_field_text(fields, "ExcNodeList"),
+            partition=_field_text(fields, "Partition"),
+            reservation=_field_text(fields, "Reservation"),
+            required=_field_text(fields, "ReqNodeList"),
+            features=_field_text(fields, "Features"),
+            resources=_field_text(fields, "TresPerNode"),
         ),
     )
 
@@ -253,7 +253,7 @@ def restart_count(environ: Mapping[str, str]) -> int:
     return int(environ.get("SLURM_RESTART_COUNT") or "0")
 
 
-def _said(fields: Mapping[str, str], name: str) -> str:
+def _field_text(fields: Mapping[str, str], name: str) -> str:
     value = fields.get(name, "")
     return "" if value in _NOTHING else value
 

@@ -61,7 +61,9 @@ class ChatTemplate:
         except UsageError as error:
             raise UsageError(f"{folder} {error}") from error
         except Exception as error:
-            raise DataError(f"the tokenizer in {folder} cannot be used: {_said(error)}") from error
+            raise DataError(
+                f"the tokenizer in {folder} cannot be used: {_first_line(error)}"
+            ) from error
         if not same:
             raise DataError(
                 f"{folder / CHAT_FILE} adds tokens that tokenizer.json has not: load it with "
@@ -90,7 +92,9 @@ class ChatTemplate:
             try:
                 _render_nothing(template)
             except Exception as error:
-                raise DataError(f"the chat template cannot be used: {_said(error)}") from error
+                raise DataError(
+                    f"the chat template cannot be used: {_first_line(error)}"
+                ) from error
 
     def marks_answers(self, tools: list[Any] | None) -> bool:
         """Whether it says which tokens are an assistant's, for a chat with or without tools."""
@@ -151,7 +155,7 @@ class ChatTemplate:
                 **(options or {}),
             )
         except Exception as error:
-            raise ValueError(f"the chat template refuses it: {_said(error)}") from error
+            raise ValueError(f"the chat template refuses it: {_first_line(error)}") from error
 
 
 def chat_template(folder: Path, index: Index, definition: str) -> ChatTemplate:
@@ -227,7 +231,7 @@ def _render_nothing(template: str) -> None:
     render_jinja_template(conversations=[], chat_template=template)
 
 
-def _said(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     """The first line of an error's text, or its kind where it has none."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__

@@ -215,8 +215,8 @@ def _inner(data: Any) -> Any:
     return data
 
 
-def _stateful(thing: Any) -> bool:
-    return all(callable(getattr(thing, n, None)) for n in ("state_dict", "load_state_dict"))
+def _stateful(instance: Any) -> bool:
+    return all(callable(getattr(instance, n, None)) for n in ("state_dict", "load_state_dict"))
 
 
 def _source(data: Any, loader: Any) -> Any:

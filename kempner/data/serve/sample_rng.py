@@ -25,9 +25,9 @@ def key(*words: object) -> int:
     return xxhash.xxh3_64_intdigest(repr(words).encode()) >> 1
 
 
-def generators_of(thing: object) -> Generators:
+def generators_of(owner: object) -> Generators:
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-    return [value for value in _attributes(thing).values() if isinstance(value, kinds)]
+    return [value for value in _attributes(owner).values() if isinstance(value, kinds)]
 
 
 def seed_all(seed: int, more: Generators = ()) -> None:
@@ -114,8 +114,8 @@ def is_pure(dataset: object) -> bool:
     return type(dataset) in (TensorDataset, list, tuple, range)
 
 
-def _attributes(thing: object) -> Mapping[str, object]:
-    return getattr(thing, "__dict__", {})
+def _attributes(owner: object) -> Mapping[str, object]:
+    return getattr(owner, "__dict__", {})
 
 
 def _state(generator: Any) -> Any:

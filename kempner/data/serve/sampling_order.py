@@ -222,10 +222,10 @@ def _named_by(sampler: object) -> tuple[int, int] | None:
     return None
 
 
-def _is_a(thing: object, kind: type) -> bool:
+def _is_a(sampler: object, kind: type) -> bool:
     """Whether it is that class itself, or what torchdata's loader puts in its place."""
-    stands_in = type(thing).__module__.startswith("torchdata.")
-    return type(thing) is kind or (stands_in and type(thing).__name__ == kind.__name__)
+    stands_in = type(sampler).__module__.startswith("torchdata.")
+    return type(sampler) is kind or (stands_in and type(sampler).__name__ == kind.__name__)
 
 
 def _resumable(

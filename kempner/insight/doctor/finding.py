@@ -136,5 +136,5 @@ def summary(findings: Sequence[Finding]) -> str:
     counts = Counter(each.level for each in findings)
     words = ("failed", "warned", "passed", "skipped")
     order = (Level.FAIL, Level.WARN, Level.PASS, Level.SKIPPED)
-    said = zip(order, words, strict=True)
-    return ", ".join(f"{counts[level]} {word}" for level, word in said if counts[level])
+    pairs = zip(order, words, strict=True)
+    return ", ".join(f"{counts[level]} {word}" for level, word in pairs if counts[level])

@@ -162,27 +162,27 @@ class EndReader:
             self._ending |= "Terminating" in line.text or "Job step aborted" in line.text
             return None
         exited = _EXIT_CODE.match(found["how"])
-        said = [number for words, number in _WORDS.items() if found["how"].startswith(words)]
-        if not (exited or said):
+        statuses = [number for words, number in _WORDS.items() if found["how"].startswith(words)]
+        if not (exited or statuses):
             return None
-        status = plain_status(int(exited[1])) if exited else said[0]
+        status = plain_status(int(exited[1])) if exited else statuses[0]
         ranks = () if self.elastic else expand_ranks(found["ranks"])
         end = replace(_end(line, status, node=found["node"], ranks=ranks), task=bool(ranks))
         killed = self._ending and status in (-9, -15)
         return replace(end, level=SignLevel.CASCADE) if killed else end
 
-    def _torchrun(self, line: LogLine, name: str, said: str) -> End | None:
+    def _torchrun(self, line: LogLine, name: str, value: str) -> End | None:
         block = self._blocks.setdefault(line.writer, {})
-        block[name] = said
+        block[name] = value
         if name != "exitcode" or "rank" not in block:
             return None
         del self._blocks[line.writer]
-        rank, status = re.match(r"(\d+)", block["rank"]), re.match(r"(-?\d+)", said)
+        rank, status = re.match(r"(\d+)", block["rank"]), re.match(r"(-?\d+)", value)
         if rank is None or status is None:
             return None
         when = time_of(block.get("time", "")) or line.time
         local = re.search(r"local_rank: (\d+)", block["rank"])
-        pid = re.search(r"pid: (\d+)", said)
+        pid = re.search(r"pid: (\d+)", value)
         return _end(
             replace(line, time=when, local_rank=int(local[1]) if local else line.local_rank),
             int(status[1]),

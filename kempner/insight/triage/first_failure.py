@@ -133,14 +133,14 @@ def _judge(run: RunDirectory, attempt: AttemptFacts) -> Verdict:
 def _cause(attempt: AttemptFacts, scan: Scan) -> tuple[Cause, Sure]:
     """The cause by the ledger, or by the rank's log if the ledger has only an exit code."""
     raised = _raised(attempt)
-    said = raised or _end(attempt).reason
+    reason = raised or _end(attempt).reason
     if attempt.hang() is not None:
         return HANG, Sure.CERTAIN
     if attempt.first(Diverged) is not None:
         return CAUSES["loss_not_finite"], Sure.CERTAIN
-    if "out of memory" in said and "CUDA" not in said and "HIP" not in said:
+    if "out of memory" in reason and "CUDA" not in reason and "HIP" not in reason:
         return CAUSES["host_out_of_memory"], Sure.CERTAIN
-    if (hit := match(said)) is not None and hit[0].level < SignLevel.SYMPTOM:
+    if (hit := match(reason)) is not None and hit[0].level < SignLevel.SYMPTOM:
         return hit[1], hit[0].sure
     log_verdict = decide(scan)
     if log_verdict.known and log_verdict.cause not in ("peer_lost", "exception"):

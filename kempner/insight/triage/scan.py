@@ -440,8 +440,8 @@ class Scan:
     ) -> None:
         named = found.groupdict()
         about = About.writer(line, frame) if sign.blame is Blame.WRITER else About(frame=frame)
-        if said := named.get("ranks") or named.get("rank"):
-            about = replace(about, ranks=expand_ranks(said))
+        if rank_list := named.get("ranks") or named.get("rank"):
+            about = replace(about, ranks=expand_ranks(rank_list))
         if named.get("pid"):
             about = replace(about, pid=int(named["pid"]), ranks=())
         if address := named.get("address"):
@@ -477,5 +477,5 @@ def _of_kempner(line: LogLine) -> FoundException | None:
     found = _OWN.search(line.text)
     if found is None:
         return None
-    said = found["said"] or f"exited with code {found['code']}"
-    return FoundException(replace(line, rank=int(found["rank"]), text=said), said)
+    message = found["said"] or f"exited with code {found['code']}"
+    return FoundException(replace(line, rank=int(found["rank"]), text=message), message)

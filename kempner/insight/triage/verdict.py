@@ -406,8 +406,8 @@ def _consequences(others: Sequence[LogFinding], first: Iterable[int]) -> Iterabl
     failed = set(first)
     for name in dict.fromkeys(finding.cause.name for finding in others):
         same = [finding for finding in others if finding.cause.name == name]
-        said = {rank for f in same for rank in f.ranks or (f.line.rank,) if rank is not None}
-        ranks = sorted(said - failed)
+        found_ranks = {rank for f in same for rank in f.ranks or (f.line.rank,) if rank is not None}
+        ranks = sorted(found_ranks - failed)
         statuses = sorted({finding.status for finding in same if finding.status is not None})
         if name == "cascade" or not ranks:
             continue

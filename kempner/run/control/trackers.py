@@ -39,9 +39,11 @@ class Trackers:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Parse `text`. Raises `ValueError` if it is not of this form."""
-        said = json.loads(text)
+        content = json.loads(text)
         try:
-            return cls(str(said["id"]), {str(k): str(v) for k, v in said["mlflow_runs"].items()})
+            return cls(
+                str(content["id"]), {str(k): str(v) for k, v in content["mlflow_runs"].items()}
+            )
         except (TypeError, LookupError, AttributeError) as error:
             raise ValueError(f"it has no ids ({error})") from None
 

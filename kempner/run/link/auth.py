@@ -168,9 +168,9 @@ class Door:
         roles = (caller.role, self.endpoint.owner)
         by, to = roles if of_caller else reversed(roles)
         between = (by, to, self.endpoint.purpose, self.endpoint.name)
-        said = (*between, PROTOCOL, challenge, nonce, asdict(caller))
+        statement = (*between, PROTOCOL, challenge, nonce, asdict(caller))
         key = self.secret.derived("proof", *between)
-        return hmac.new(key, json.dumps(said).encode(), "sha256").hexdigest()
+        return hmac.new(key, json.dumps(statement).encode(), "sha256").hexdigest()
 
 
 def _expect(wire: Connection, kind: type[_Opening]) -> _Opening:

@@ -144,7 +144,7 @@ class LinkClient(Generic[Heard]):
     ) -> None:
         self._dial, self._decode, self._owner, self._retry = dial, decode, owner, retry
         self.outbox, self.silence = outbox, silence
-        self._said: deque[Message] = deque()
+        self._messages: deque[Message] = deque()
         self._over = False
         self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.alone_since: float | None = time.monotonic()
@@ -156,7 +156,7 @@ class LinkClient(Generic[Heard]):
 
     def say(self, message: Message) -> None:
         """Send a message; it is lost if there is no connection."""
-        self._said.append(message)
+        self._messages.append(message)
         self._wake()
 
     def post(self, make: Callable[[int], Post]) -> None:
@@ -197,7 +197,7 @@ class LinkClient(Generic[Heard]):
     def _talk(self, wire: Connection) -> None:
         """Exchange messages until the connection breaks, which raises, or `close` is called."""
         self.silence.heard()  # it has just proved who it is
-        self._said.clear()
+        self._messages.clear()
         self._owner.opened()
         self.alone_since = None
         sent = 0  # what was sent and never confirmed is sent again
@@ -227,8 +227,8 @@ class LinkClient(Generic[Heard]):
         # While the reader is behind, only what must not be lost.
         for message in self._owner.due(wire.sending):
             wire.send(message)
-        while self._said:
-            wire.send(self._said.popleft())
+        while self._messages:
+            wire.send(self._messages.popleft())
         for post in self.outbox.after(sent):
             wire.send(post)
             sent = post.number

@@ -172,8 +172,8 @@ def _spell(value: object) -> object:
         return value
     kind = type(value)  # of a message, or of a part of one
     defaults = _DEFAULTS.get(kind) or _DEFAULTS.setdefault(kind, _defaults(kind))
-    said = ((name, getattr(value, name)) for name in defaults)
-    return {name: _spell(inner) for name, inner in said if inner != defaults[name]}
+    values = ((name, getattr(value, name)) for name in defaults)
+    return {name: _spell(inner) for name, inner in values if inner != defaults[name]}
 
 
 _DEFAULTS: dict[type[Any], dict[str, object]] = {}

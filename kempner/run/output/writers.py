@@ -351,8 +351,8 @@ class KeptOutput(Writer[None]):
         head = self._head
         try:
             if self._left_out:
-                said = f"\n[kempner: {self._left_out:,} bytes are left out here]\n"
-                self._put(said.encode(), head)
+                note = f"\n[kempner: {self._left_out:,} bytes are left out here]\n"
+                self._put(note.encode(), head)
             self._put(self._masked(bytes(self._rest)), self._head)
             os.ftruncate(self._descriptor, self._head)
         finally:

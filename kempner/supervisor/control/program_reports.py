@@ -39,22 +39,22 @@ class FileSeen:
     (`moves`)."""
 
     changed: int
-    said: Heartbeat | None
+    heartbeat: Heartbeat | None
     moves: int = 0
 
-    def after(self, changed: int, said: Heartbeat | None) -> FileSeen:
+    def after(self, changed: int, heartbeat: Heartbeat | None) -> FileSeen:
         """The file at the next look. Contents that cannot be parsed count as a move, and leave the
         step."""
         if changed == self.changed:
             return self
-        known = self.said if said is None else said
-        if known is not None and self.said is not None:
-            known = replace(known, complete=known.complete or self.said.complete)
+        known = self.heartbeat if heartbeat is None else heartbeat
+        if known is not None and self.heartbeat is not None:
+            known = replace(known, complete=known.complete or self.heartbeat.complete)
         return FileSeen(changed, known, self.moves + 1)
 
     def report(self) -> Report:
         """As a rank's report; moves without a step count as tries."""
-        step = None if self.said is None else self.said.step
+        step = None if self.heartbeat is None else self.heartbeat.step
         phase = Phase.STEP if self.moves else Phase.START
         tries = 0 if step is not None else self.moves
         return Report(step or 0, phase, 0.0, 0.0, moves=Moves(tries))
@@ -116,12 +116,12 @@ class ProgramReports:
     @property
     def complete(self) -> bool:
         """Whether a file says that the run is complete."""
-        return any(seen.said is not None and seen.said.complete for seen in self._all())
+        return any(seen.heartbeat is not None and seen.heartbeat.complete for seen in self._all())
 
     @property
     def furthest_step(self) -> int | None:
         """The largest step in the files; None if there is none."""
-        steps = (seen.said.step for seen in self._all() if seen.said is not None)
+        steps = (seen.heartbeat.step for seen in self._all() if seen.heartbeat is not None)
         return max((step for step in steps if step is not None), default=None)
 
     def reports(self) -> Mapping[int, LastReport]:
@@ -176,7 +176,7 @@ def _look_at(path: Path) -> tuple[int, Heartbeat | None] | None:
     try:
         with path.open("rb") as file:
             head = file.read(LONGEST + 1)
-        said = parse(head.decode(errors="replace")) if len(head) <= LONGEST else None
-        return path.stat().st_mtime_ns, said
+        heartbeat = parse(head.decode(errors="replace")) if len(head) <= LONGEST else None
+        return path.stat().st_mtime_ns, heartbeat
     except OSError:
         return None

@@ -336,13 +336,13 @@ class HangEvidence:
             for rank, how in seen.items()
         )
 
-    def hear(self, rank: int, said: ConnectionsStalled | StandsAt) -> None:
+    def hear(self, rank: int, event: ConnectionsStalled | StandsAt) -> None:
         """A rank says which of its node's connections deliver nothing, by their addresses; or where
         its program stands."""
-        if isinstance(said, ConnectionsStalled):
-            self._stalled[rank] = said.ends
+        if isinstance(event, ConnectionsStalled):
+            self._stalled[rank] = event.ends
         else:
-            self._places[rank] = CodePlace(said.line, said.collective)
+            self._places[rank] = CodePlace(event.line, event.collective)
 
     def close(self, snapshot: Snapshot) -> None:
         if (hang := self.hang) is None:

@@ -139,12 +139,12 @@ def _seconds_of_use(node: IdleNode, left: float | None) -> float:
 
 def _names_and_verb(nodes: Sequence[IdleNode]) -> str:
     """Such as `node2 is well again; node5, node6 have joined`."""
-    said = []
+    clauses = []
     for joined, one, more in ((False, "is well again", "are well again"), (True, *_JOINED)):
         names = [node.name for node in nodes if node.joined is joined]
         if names:
-            said.append(f"{', '.join(names)} {more if names[1:] else one}")
-    return "; ".join(said)
+            clauses.append(f"{', '.join(names)} {more if names[1:] else one}")
+    return "; ".join(clauses)
 
 
 _JOINED = "has joined", "have joined"
@@ -214,7 +214,7 @@ def drained(shown: Iterable[NodeShown]) -> dict[str, str]:
     found = {}
     for node in shown:
         flags = node_flags(node.state)
-        sign = next((said for flag, said in _LEAVING.items() if flag in flags), "")
+        sign = next((phrase for flag, phrase in _LEAVING.items() if flag in flags), "")
         if sign and not node.reason.lower().startswith(_OUR_OWN):
             found[node.name] = f"it {sign}" + (f" ({node.reason})" if node.reason else "")
     return found
@@ -304,11 +304,11 @@ def decide_departure(now: DepartureSituation) -> DepartureDecision:
     if now.host not in nodes and not set(nodes) & set(now.used):
         return DepartureDecision(DepartureAction.LEAVE_OUT, nodes, why)
     if not now.commits:
-        said = "the program would lose the steps since its last checkpoint, and stays"
-        return DepartureDecision(DepartureAction.NOTHING, nodes, f"{why}; {said}")
+        reason = "the program would lose the steps since its last checkpoint, and stays"
+        return DepartureDecision(DepartureAction.NOTHING, nodes, f"{why}; {reason}")
     if now.host not in nodes and not now.unavoidable:
         return DepartureDecision(DepartureAction.MOVE, nodes, why)
     if not now.comes_back:
-        said = "no other node can take its place, and the job cannot be requeued: it stays"
-        return DepartureDecision(DepartureAction.NOTHING, nodes, f"{why}; {said}")
+        reason = "no other node can take its place, and the job cannot be requeued: it stays"
+        return DepartureDecision(DepartureAction.NOTHING, nodes, f"{why}; {reason}")
     return DepartureDecision(DepartureAction.REQUEUE, nodes, why)

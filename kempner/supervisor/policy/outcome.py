@@ -178,7 +178,7 @@ _NAMED_CODES = frozenset(ExitCode)
 
 
 def describe_exit(exit_: RankExit) -> str:
-    status, said = exit_.status, exit_.sentence.partition("\n")[0]
+    status, sentence = exit_.status, exit_.sentence.partition("\n")[0]
     if status is None:
         how = "disappeared without a message"
     elif status < 0:
@@ -186,7 +186,7 @@ def describe_exit(exit_: RankExit) -> str:
     else:
         name = f" ({ExitCode(status).name.lower()})" if status in _NAMED_CODES else ""
         how = f"exited with code {status}{name}"
-    return f"{how}: {said}" if said else how
+    return f"{how}: {sentence}" if sentence else how
 
 
 def with_lack_of_memory(end: RankExit, group: str) -> RankExit:
@@ -212,12 +212,12 @@ def find_last_words(printed: str, status: int) -> str:
         return raised
     for at in range(len(lines) - 1, -1, -1):
         if (found := _NATIVE.search(lines[at])) is not None:
-            said = found["said"].strip()
+            message = found["said"].strip()
             below = [f for f in map(_FRAME.match, lines[at : at + _BELOW]) if f is not None]
             own = [f for f in below if not _LIBRARY.search(f["file"])] or below
             where = f" ({_place(own[0])})" if own else ""
             what = next((m[1] for m in map(_WHAT.match, lines[at : at + 3]) if m is not None), "")
-            return said + (f": {what}" if what else "") + where
+            return message + (f": {what}" if what else "") + where
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     if status < 0 or not last:
         return ""
@@ -265,11 +265,11 @@ def _uncaught(lines: Sequence[str], within: int, threads: bool = False) -> str:
             quiet = not (threads and _IN_THREAD.search(line))
         elif (frames or (part and found)) and line[:1].strip() and not line.startswith("Traceback"):
             if _RAISED.match(line) and not (quiet or caused):
-                said = line[:_LONGEST] + _place_in(frames)
+                exception = line[:_LONGEST] + _place_in(frames)
                 if part == 0:
-                    found, at = said, number
+                    found, at = exception, number
                 elif part == 1:
-                    found, at, part = f"{found}, the first is {said}", number, 2
+                    found, at, part = f"{found}, the first is {exception}", number, 2
             frames, quiet, caused = [], threads, False
     return found if len(lines) - 1 - at <= within else ""
 

@@ -344,14 +344,14 @@ class AttemptLife:
 class StopStatus:
     """What is known of a stop, and of the `loop` of a user's program.
 
-    `standing` is what the ranks were told, None until they are asked to stop; `said` is the reason
-    that the ranks themselves gave. `unrecorded` is what is not in the ledger yet, and since when.
-    `by_user`: `kempner stop` asked for it, so no signal is Slurm's warning. `signalled`: a rank has
-    reported a signal."""
+    `standing` is what the ranks were told, None until they are asked to stop; `ranks_reason` is the
+    reason that the ranks themselves gave. `unrecorded` is what is not in the ledger yet, and since
+    when. `by_user`: `kempner stop` asked for it, so no signal is Slurm's warning. `signalled`: a
+    rank has reported a signal."""
 
     signals: list[ReceivedSignal] = field(default_factory=list)
     standing: StandingStop | None = None
-    said: StopReason = StopReason.NONE
+    ranks_reason: StopReason = StopReason.NONE
     unrecorded: tuple[StopRequested, float] | None = None
     loop: ReportedLoop = ReportedLoop.UNKNOWN
     by_user: bool = False
@@ -362,6 +362,6 @@ class StopStatus:
         """Why the ranks were asked to stop, or stop by themselves; NONE if they were not asked."""
         if self.standing is None:
             return StopReason.NONE
-        if self.standing.reason is StopReason.PEER_STOPPED and self.said:
-            return self.said  # the ranks know why that peer was asked
-        return max(self.standing.reason, self.said)
+        if self.standing.reason is StopReason.PEER_STOPPED and self.ranks_reason:
+            return self.ranks_reason  # the ranks know why that peer was asked
+        return max(self.standing.reason, self.ranks_reason)

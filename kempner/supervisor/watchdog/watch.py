@@ -233,20 +233,20 @@ def _opened(name: str, environ: Mapping[str, str]) -> int | str:
 
 def _hear(child: int, out: int, err: int) -> CommandAnswer:
     """What a child prints, for `TRY` seconds; one that hangs is killed and left behind."""
-    until, said = time.monotonic() + TRY, {out: b"", err: b""}
+    until, output = time.monotonic() + TRY, {out: b"", err: b""}
     poll = select.poll()
-    for end in said:
+    for end in output:
         poll.register(end, select.POLLIN)
     open_ends = 2
     while open_ends and (left := until - time.monotonic()) > 0:
         for end, _ in poll.poll(1000 * left):
             chunk = os.read(end, 65536)
-            said[end] += chunk
+            output[end] += chunk
             if not chunk:
                 poll.unregister(end)
                 open_ends -= 1
     status = _reap(child, until)
-    texts = [said[end].decode("utf-8", "replace") for end in (out, err)]
+    texts = [output[end].decode("utf-8", "replace") for end in (out, err)]
     return CommandAnswer(status, *texts) if status is not None else CommandAnswer(None, "")
 
 

@@ -535,8 +535,8 @@ class Recorder:
 
         torch.save = noting  # type: ignore[assignment]
 
-    def _name_of(self, thing: object) -> str:
-        return self._names.get(id(thing), type(thing).__name__)
+    def _name_of(self, optimizer: object) -> str:
+        return self._names.get(id(optimizer), type(optimizer).__name__)
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")

@@ -40,13 +40,13 @@ time."""
 
 def check_answers(survey: Survey) -> Finding:
     silent = [n for n in survey.asked if n not in {a.node for a in survey.answers}]
-    said = _last_line(survey.complaints)
+    complaint = _last_line(survey.complaints)
     if not survey.answers:
-        said = said or "srun printed nothing"
-        return finding("nodes", fail(f"no node answered: {said}"), survey.asked)
+        complaint = complaint or "srun printed nothing"
+        return finding("nodes", fail(f"no node answered: {complaint}"), survey.asked)
     if not silent:
         return finding("nodes", passed(f"{count(len(survey.answers), 'node')} answered"))
-    why = f" ({said})" if said else ""
+    why = f" ({complaint})" if complaint else ""
     return finding(
         "nodes",
         fail(

@@ -97,8 +97,8 @@ def check_shared(survey: Survey) -> list[Finding]:
         for folder in survey.unseen.get(answer.node, ()):
             troubles.append(f"{folder} does not show elsewhere what the node writes")
         if troubles:
-            said = "; ".join(troubles)
-            return fail(f"{said}: use a folder on the file system that all nodes share")
+            sentence = "; ".join(troubles)
+            return fail(f"{sentence}: use a folder on the file system that all nodes share")
         if len(survey.asked) == 1:
             return passed("can be written and read")
         return passed("what a node writes is seen by the others")
@@ -136,11 +136,11 @@ def check_caches(
     def judge(answer: ProbeResult) -> CheckOutcome:
         troubles = [f"{folder} {why}" for folder, why in answer.details.caches.items()]
         if troubles:
-            said = (
+            message = (
                 f"{' and '.join(offline)} is set, and {'; '.join(troubles)}: fill it where there "
                 "is network (kempner download), and set HF_HOME to a folder that all nodes share"
             )
-            return fail(said) if needed else warn(said)
+            return fail(message) if needed else warn(message)
         return passed(f"{' and '.join(offline)} is set, and its cache is there")
 
     return per_node("offline caches", answers, judge)

@@ -77,14 +77,14 @@ def parse_plan(text: str, source: str, more: Sequence[str] = ()) -> JobPlan:
     """As `read_plan`, for a script's text."""
     try:
         asked = list(read_pairs([*read_words(text), *more]))
-        said = dict(asked)
+        options = dict(asked)
         requeue = [name == "requeue" for name, _ in asked if name in ("requeue", "no-requeue")]
-        nodes = int(said["nodes"].partition("-")[0]) if "nodes" in said else None
-        tasks = int(said["ntasks-per-node"]) if "ntasks-per-node" in said else None
-        if tasks is None and nodes and "ntasks" in said:
-            tasks = int(said["ntasks"]) // nodes
-        gres = said.get("gres", "")
-        gpus = said.get("gpus-per-node", gres if "gpu" in gres else None)
+        nodes = int(options["nodes"].partition("-")[0]) if "nodes" in options else None
+        tasks = int(options["ntasks-per-node"]) if "ntasks-per-node" in options else None
+        if tasks is None and nodes and "ntasks" in options:
+            tasks = int(options["ntasks"]) // nodes
+        gres = options.get("gres", "")
+        gpus = options.get("gpus-per-node", gres if "gpu" in gres else None)
         return JobPlan(
             source=source,
             nodes=RequestedNodes(
@@ -93,10 +93,10 @@ def parse_plan(text: str, source: str, more: Sequence[str] = ()) -> JobPlan:
                 None if gpus is None else count_gpus(gpus),
                 _TORCHRUN.search(text) is not None,
             ),
-            limit=parse_limit(said["time"]) if "time" in said else None,
-            warning=parse_signal(said["signal"]) if "signal" in said else None,
+            limit=parse_limit(options["time"]) if "time" in options else None,
+            warning=parse_signal(options["signal"]) if "signal" in options else None,
             requeue=requeue[-1] if requeue else None,
-            partition=said.get("partition", ""),
+            partition=options.get("partition", ""),
         )
     except ValueError as error:
         raise ValueError(f"{source} cannot be understood: {error}") from error
@@ -193,8 +193,8 @@ def look_at_slurm(partition: str, within: float = SHORTLY) -> SlurmFacts:
 
 def _short(error: Exception) -> str:
     """The command, and its last complaint."""
-    command, colon, said = str(error).partition(": ")
-    return f"{command}{colon}{said.rpartition('; ')[2]}"
+    command, colon, complaint = str(error).partition(": ")
+    return f"{command}{colon}{complaint.rpartition('; ')[2]}"
 
 
 def read_partition(fields: Mapping[str, str]) -> Partition:

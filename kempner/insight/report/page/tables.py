@@ -224,14 +224,14 @@ def strip(timeline: Timeline, interruptions: Sequence[Interruption]) -> str:
     width = max(timeline.end - timeline.begin, 1e-9)
     parts = timeline.pieces.shares(bounds) / (width / COLUMNS)
     parts[:, Category.UNACCOUNTED] += np.clip(1 - parts.sum(axis=1), 0, None)
-    said = "; ".join(
+    label = "; ".join(
         f"{category.label} {duration(float(seconds))}"
         for category, seconds in zip(Category, timeline.seconds(), strict=True)
         if seconds >= 0.05
     )
     drawing = (
         f'<svg viewBox="0 0 {COLUMNS} {HEIGHT}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{text(said)}">{_rectangles(parts)}</svg>'
+        f'aria-label="{text(label)}">{_rectangles(parts)}</svg>'
     )
     return (
         f'<div class="strip"><div class="marks">{_marks(timeline, interruptions)}</div>'

@@ -155,26 +155,26 @@ def _style(source: str, sample: Sequence[str]) -> _Style:
 
 
 def _parse(line: LogLine, style: _Style) -> LogLine:
-    said: dict[str, str] = {}
+    fields: dict[str, str] = {}
     text = line.text
     if (dated := _ISO.search(text, 0, _LOOKED_AT)) is not None:
         style.year = int(dated["year"]) or style.year
     while (found := _prefix(text, style)) is not None:
         text = text[found.end() :]
         new = {k: v for k, v in found.groupdict().items() if v is not None}
-        said = {**new, **said}
+        fields = {**new, **fields}
         if "rank" in new:  # the inner one is the program's; outside, a launcher counts its own way
-            said["rank"] = new["rank"]
-    if "rank" not in said and (inside := _RANK_INSIDE.search(text)):
-        said["rank"] = inside[1]
+            fields["rank"] = new["rank"]
+    if "rank" not in fields and (inside := _RANK_INSIDE.search(text)):
+        fields["rank"] = inside[1]
     return replace(
         line,
         text=text,
         time=time_of(line.text, style.year),
-        rank=_number(said.get("rank"), style.rank),
-        local_rank=_number(said.get("local_rank"), style.local_rank),
-        node=said.get("node") or style.node,
-        pid=_number(said.get("pid"), None),
+        rank=_number(fields.get("rank"), style.rank),
+        local_rank=_number(fields.get("local_rank"), style.local_rank),
+        node=fields.get("node") or style.node,
+        pid=_number(fields.get("pid"), None),
         warning=_is_warning(text),
     )
 
@@ -193,8 +193,8 @@ def _prefix(text: str, style: _Style) -> re.Match[str] | None:
     return None
 
 
-def _number(said: str | None, otherwise: int | None) -> int | None:
-    return otherwise if said is None else int(said)
+def _number(digits: str | None, otherwise: int | None) -> int | None:
+    return otherwise if digits is None else int(digits)
 
 
 _HIDDEN = {"event", "level", "timestamp", "exception", "attempt", "pid", "rank", "node", "host"}

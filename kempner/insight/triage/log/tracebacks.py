@@ -141,13 +141,13 @@ class Tracebacks:
                 del self._open[line.writer]
             return None
         del self._open[line.writer]
-        said = replace(line, rank=begun.rank)
+        attributed_line = replace(line, rank=begun.rank)
         if (ray := self._of_ray.pop(line.writer, None)) is not None:
-            said = replace(said, pid=int(ray["pid"]), node=ray["node"])
+            attributed_line = replace(attributed_line, pid=int(ray["pid"]), node=ray["node"])
         words = _words(found)
         follows = begun.follows or _CARRIED.search(words) is not None
         return FoundException(
-            said,
+            attributed_line,
             words,
             begun.own or begun.last,
             follows,

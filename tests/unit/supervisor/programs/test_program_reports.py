@@ -55,8 +55,8 @@ def test_a_file_that_makes_no_sense_is_a_sign_of_life_and_keeps_what_was_said() 
     assert (seen.report().step, seen.report().phase) == (5, Phase.STEP)
     assert seen.after(10, Heartbeat(6)) is seen  # the same moment: read twice
     moved = seen.after(11, None)
-    assert (moved.said, moved.moves) == (Heartbeat(5, complete=True), 2)
-    assert moved.after(12, Heartbeat(6)).said == Heartbeat(6, complete=True)
+    assert (moved.heartbeat, moved.moves) == (Heartbeat(5, complete=True), 2)
+    assert moved.after(12, Heartbeat(6)).heartbeat == Heartbeat(6, complete=True)
     quiet = FileSeen(10, None)
     assert quiet.report().phase is Phase.START
     assert quiet.after(11, None).report() != quiet.after(11, None).after(12, None).report()

@@ -67,7 +67,7 @@ def summed_over_replicas(
     if replicas == 1:
         return own
     whole = own.new_empty(part * replicas)
-    dist.all_gather_into_tensor(whole, own, group=ranks)
+    dist.all_gather_single(whole, own, group=ranks)
     return whole[:size]
 
 

@@ -533,7 +533,6 @@ def _undisturbed() -> Iterator[None]:
     gc.disable()
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*all_gather_into_tensor` is deprecated")
             # About a tensor group's embedding, which is not changed in place.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
             yield

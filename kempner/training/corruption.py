@@ -78,14 +78,14 @@ def judge(claims: Iterable[Claim], shards: int | None = None) -> CorruptionVerdi
     """
     by_part: defaultdict[StepPart, defaultdict[tuple[int, int | None], list[Claim]]]
     by_part = defaultdict(lambda: defaultdict(list))
-    everyone = set[int]()
+    ranks = set[int]()
     for claim in claims:
         by_part[claim.part][claim.of, claim.slot].append(claim)
-        everyone.add(claim.by)
+        ranks.add(claim.by)
     for part in StepPart:
         differing = {k: c for k, c in by_part[part].items() if len({one.value for one in c}) > 1}
         if differing:
-            return _judge_part(part, differing, len(everyone), shards or len(everyone))
+            return _judge_part(part, differing, len(ranks), shards or len(ranks))
     return None
 
 

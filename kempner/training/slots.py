@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import reduce
+from functools import cached_property, reduce
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -165,7 +165,7 @@ class Slots:
             return self._sharded.trained
         return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
 
-    @property
+    @cached_property
     def _todo(self) -> list[int]:
         own, most = self.own, -(-self._total // self._world)
         again = 0 if self._sharded is None else most - len(own)

@@ -93,14 +93,10 @@ class SlotGradient:
         are exchanged between all ranks at once, whatever the mesh; not for slots that are taken in
         turn."""
         assert self._turn[1] == 1
-        plain = self.trained if self.root is None else []
-        reduced = [parameter.grad for parameter in plain]
-        for parameter in plain:
-            parameter.grad = None  # a backward would add to it
+        reduced = self.take() if self.root is None else []  # a backward would add to it
         _, _, sums = self._sum_slots(micro_batches, step, parts[dist.get_rank()], witness)
-        for parameter, gradient in zip(plain, reduced, strict=True):
-            parameter.grad = gradient
         if self.root is None:
+            self._give(reduced)
             return sums.whole()
         shards = self.shards
         own = parts[dist.get_rank()] % shards
@@ -188,6 +184,11 @@ class SlotGradient:
             return [take_gradient(parameter, torch.float32) for parameter in self.trained]
         return [taken(parameter) for parameter in chain(*map(trained, self._groups))]
 
+    def _give(self, gradients: Sequence[Tensor]) -> None:
+        """Give plain parameters their gradients."""
+        for parameter, gradient in zip(self.trained, gradients, strict=True):
+            parameter.grad = gradient
+
     def _count_tokens(self, micro_batches: Sequence[MicroBatch], witness: Witness | None) -> Tensor:
         targets = [batch.targets.to(self.device, non_blocking=True) for batch in micro_batches]
         valid = torch.stack([(each != IGNORE).sum() for each in targets]).sum()
@@ -236,8 +237,7 @@ class SlotGradient:
         """Give the parameters this rank's shard of the whole sum. `own` has the whole tensors of
         this rank's sums, unless slots were taken in turn; they are emptied on the way."""
         if self.root is None:
-            for plain, gradient in zip(self.trained, own.whole(), strict=True):
-                plain.grad = gradient
+            self._give(own.whole())
             return
         kept = own.values
         for number, group in enumerate(self._groups):
